@@ -1,0 +1,73 @@
+"""Plan <-> JSON, and the hash that ties a run to exactly one plan."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from .document import SCHEMA, Plan
+from .ranks import check_ranks
+
+
+class PlanError(ValueError):
+    """A plan that cannot be trusted: unreadable, of another schema, changed after sealing, or inconsistent."""
+
+
+def _canonical(plan: Plan) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(plan, hash=""), order="sorted")
+
+
+def plan_hash(plan: Plan) -> str:
+    """sha256 (hex) of the canonical JSON (sorted keys, no spaces) with an empty `hash`."""
+    return hashlib.sha256(_canonical(plan)).hexdigest()
+
+
+def seal(plan: Plan) -> Plan:
+    """The same plan with its hash filled in. Raises PlanError if the rank map contradicts the degrees."""
+    problem = check_ranks(plan)
+    if problem:
+        raise PlanError(problem)
+    return msgspec.structs.replace(plan, hash=plan_hash(plan))
+
+
+def to_json(plan: Plan, indent: int = 0) -> bytes:
+    raw = msgspec.json.encode(plan, order="deterministic")
+    return msgspec.json.format(raw, indent=indent) if indent else raw
+
+
+def from_json(raw: bytes | str) -> Plan:
+    """Decode and verify. Raises PlanError with one line that says what is wrong and where."""
+    try:
+        head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise PlanError(f"not a plan: {error}") from None
+    schema = head.get("schema")
+    if schema is None or bytes(schema) != f'"{SCHEMA}"'.encode():
+        found = "missing" if schema is None else bytes(schema).decode(errors="replace")
+        raise PlanError(f"plan schema is {found}, this version reads {SCHEMA!r}")
+    try:
+        plan = msgspec.json.decode(raw, type=Plan)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise PlanError(f"plan: {error}") from None
+    if plan.hash != plan_hash(plan):
+        raise PlanError(f"plan hash {plan.hash[:12] or '(empty)'} does not match its content {plan_hash(plan)[:12]}")
+    problem = check_ranks(plan)
+    if problem:
+        raise PlanError(problem)
+    return plan
+
+
+def load_plan(path: str | Path) -> Plan:
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
+    return from_json(raw)
+
+
+def json_schema() -> dict:
+    """JSON schema of a plan document (draft 2020-12)."""
+    schema = msgspec.json.schema(Plan)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}

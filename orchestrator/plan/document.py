@@ -1,0 +1,265 @@
+"""The plan: the only contract between orchestrator and trainer.
+
+A plan is a value. It is built once by the planner, hashed, written as JSON, read by agents and workers, and never
+changed. Units are in the names or in the comments: bytes, seconds, FLOP/s, bytes/s; ranks and indices count from 0.
+The JSON schema of this file is `plan.schema.json` beside it (a test keeps the two equal).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+SCHEMA = "orch.plan/1"
+
+Axis = Literal["tp", "cp", "ep", "pp", "dp"]
+#: Default nesting from the fastest links outwards (planning.md E1, Llama 3 order).
+AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every part: immutable, strict about unknown keys when decoded."""
+
+
+# ---------------------------------------------------------------------------------------------- cluster
+
+
+class Gpu(Frozen):
+    name: str
+    memory_bytes: int
+    peak_flops: dict[str, float]  # dense FLOP/s by precision: fp32, bf16, fp16, fp8
+    hbm_bytes_per_s: float
+    source: str
+
+
+class Link(Frozen):
+    """One direction of one GPU's share of a link."""
+
+    bytes_per_s: float
+    latency_s: float
+    source: str
+
+
+class SwitchLevel(Frozen):
+    """One tier of the fabric, innermost first. Every node stands under exactly one switch of each level."""
+
+    name: str
+    switches: list[list[int]]  # node indices under each switch; ragged allowed
+    bytes_per_s: float  # one direction, per GPU, between two nodes whose lowest common switch is on this level
+    latency_s: float
+    oversubscription: float  # 1.0 = full bisection above this level
+    source: str
+
+
+class Cluster(Frozen):
+    name: str
+    device: Literal["cpu", "cuda"]
+    node_names: list[str]  # in topology order; ranks name nodes by these
+    gpus_per_node: int
+    gpu: Gpu
+    nvlink_domains: list[list[int]]  # node indices that share one NVLink domain (NVL72: several nodes)
+    nvlink: Link
+    nics_per_node: int
+    rails: int  # NIC i of every node is on rail i % rails
+    levels: list[SwitchLevel]
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+class Moe(Frozen):
+    experts: int
+    top_k: int
+    ffn_hidden: int  # of one routed expert
+    shared_ffn_hidden: int = 0  # of all shared experts together
+    first_dense_layers: int = 0
+
+
+class Mla(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class Model(Frozen):
+    """A transformer by its shapes. Parameter and FLOP counts are derived, never stored by hand."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_hidden: int
+    vocab: int
+    max_seq_len: int
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    position: Literal["rope", "learned", "none"]
+    rope_theta: float
+    mlp: Literal["gated", "plain"]
+    activation: Literal["silu", "gelu"]
+    bias: bool
+    tied_embeddings: bool
+    causal: bool
+    parameters: int  # derived total
+    source: str
+    dropout: float = 0.0
+    moe: Moe | None = None
+    mla: Mla | None = None
+    extra_params: dict[str, int] = {}  # outside the decoder (BERT's token types, pooler): counted, not trained
+
+
+# ---------------------------------------------------------------------------------------------- parallel
+
+
+class Parallel(Frozen):
+    """All degrees. world = tp * cp * ep * pp * dp; dense weights are replicated over dp * ep * cp."""
+
+    tp: int
+    cp: int
+    ep: int
+    pp: int
+    dp: int
+    zero: Literal[0, 1, 2, 3]
+    vpp: int  # virtual stages a pipeline rank
+    sp: bool  # sequence parallel on the tensor-parallel group
+    world_size: int
+    order: list[Axis]  # nesting chosen by the planner, innermost first
+    schedule: str  # name in orchestrator.plan.schedules
+    stage_layers: list[int]  # decoder layers of each of the pp * vpp stages, in model order
+    micro_batch_size: int  # samples
+    micro_batches: int  # a data-parallel rank and step; what the pipeline sees
+    accumulation: int  # micro-batches summed before one optimizer step (= micro_batches)
+    global_batch_samples: int  # micro_batch_size * micro_batches * dp * ep
+    global_batch_tokens: int
+    bucket_bytes: int  # gradient bucket size, bytes of reduce dtype
+
+
+class Coord(Frozen):
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    tp: int
+
+
+class Rank(Frozen):
+    rank: int
+    node: str
+    gpu: int  # local index on its node
+    nic: int  # local index of the NIC nearest to that GPU
+    coord: Coord
+
+
+# ---------------------------------------------------------------------------------------------- predictions
+
+
+class AxisPlacement(Frozen):
+    worst_level: str  # "self", "nvlink" or the name of a switch level
+    bytes_per_step_by_level: dict[str, float]  # sent by the busiest rank
+
+
+class Memory(Frozen):
+    """Bytes on the worst rank."""
+
+    params: int
+    grads: int
+    optimizer: int
+    activations: int
+    buffers: int
+    total: int
+    capacity: int
+    worst_rank: int
+
+
+class Time(Frozen):
+    step_s: float
+    compute_s: float
+    exposed_comm_s: dict[str, float]  # by axis
+    bubble_ratio: float  # idle time of a pipeline / its busy time
+    limited_by: str  # one phrase: what to change first
+
+
+# ---------------------------------------------------------------------------------------------- the job
+
+
+class Train(Frozen):
+    steps: int
+    seq_len: int
+    seed: int
+    precision: Precision
+    grad_dtype: Literal["fp32", "bf16"]  # accumulation and reduction
+    recompute: Literal["none", "full", "selective"]
+    clip_grad_norm: float  # 0 = off
+    log_every_steps: int
+    compile: bool = False
+
+
+class Optim(Frozen):
+    lr: float
+    min_lr_ratio: float
+    schedule: Literal["constant", "cosine", "wsd"]
+    warmup_steps: int
+    decay_steps: int  # 0 = until train.steps; for wsd the length of the final decay
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class Data(Frozen):
+    name: str
+    paths: list[str]  # files or folders; "stdlib" = the sources of the running Python's standard library
+    extensions: list[str]
+    tokenizer: str  # "bytes", or the path of a tokenizers JSON file
+    seed: int
+    cache_dir: str  # token files live here, keyed by content
+    demo: bool = False
+
+
+class Checkpoint(Frozen):
+    dir: str  # "" = <run folder>/checkpoints
+    every_steps: int  # 0 = only at the end and on a notice
+    keep_last: int
+
+
+class Metrics(Frozen):
+    host: str
+    port: int  # of the first node's agent; 0 = any free port
+    memory_every_steps: int
+
+
+class Job(Frozen):
+    train: Train
+    optim: Optim
+    data: Data
+    checkpoint: Checkpoint
+    metrics: Metrics
+
+
+# ---------------------------------------------------------------------------------------------- the plan
+
+
+class Plan(Frozen):
+    schema: str
+    hash: str  # sha256 of the canonical JSON with this field empty; "" until sealed
+    cluster: Cluster
+    model: Model
+    parallel: Parallel
+    job: Job
+    ranks: list[Rank]  # ranks[i].rank == i
+    groups: dict[str, list[list[int]]]  # axis -> rank lists in order of the coordinate; also grad, model, embedding
+    placement: dict[str, AxisPlacement]
+    memory: Memory
+    time: Time
+    mfu: float
+    tokens_per_s_per_gpu: float
+    warnings: list[str]

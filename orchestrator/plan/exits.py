@@ -1,0 +1,54 @@
+"""The exit-code contract between worker, agent, backend and scheduler.
+
+One table, used by the agent (what a worker's code means), by `orch --help`, and by the renderers that turn it into
+scheduler rules.
+"""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Process exit codes. The comment on each is what the next layer does with it."""
+
+    DONE = 0  # finished
+    USER = 1  # the user's code failed: retried within the restart budget, counted
+    USAGE = 64  # wrong command line: never retried
+    CONFIG = 65  # config, plan or checkpoint refused: never retried
+    INTERNAL = 70  # a bug in orch itself
+    NODE = 74  # this node is unhealthy: exclude it
+    RESTART = 75  # saved, wants to be started again: retried, not counted
+    CAPACITY = 76  # not enough healthy nodes
+    FENCED = 77  # a newer plan epoch exists: this process must not write any more
+    SECURITY = 78  # refused for security reasons: never retried
+
+
+MEANING: dict[Exit, str] = {
+    Exit.DONE: "done",
+    Exit.USER: "user code failed",
+    Exit.USAGE: "wrong command line",
+    Exit.CONFIG: "bad config, plan or checkpoint",
+    Exit.INTERNAL: "internal error in orch",
+    Exit.NODE: "node unhealthy",
+    Exit.RESTART: "saved, wants restart",
+    Exit.CAPACITY: "no capacity",
+    Exit.FENCED: "fenced by a newer plan epoch",
+    Exit.SECURITY: "refused for security",
+}
+
+#: Codes after which starting the same thing again cannot help.
+FATAL = frozenset({Exit.USAGE, Exit.CONFIG, Exit.SECURITY})
+
+
+def meaning(code: int) -> str:
+    """One phrase for any process exit code, signals included (a negative code is a signal, as in `subprocess`)."""
+    if code < 0:
+        import signal
+
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    try:
+        return MEANING[Exit(code)]
+    except ValueError:
+        return f"exit code {code}"

@@ -1,0 +1,82 @@
+"""Rank map algebra: coordinates <-> ranks <-> groups. Pure functions over the plan's degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .document import Parallel, Plan, Rank
+
+AXES = ("tp", "cp", "ep", "pp", "dp")
+#: Composite groups: axes that vary inside one group. "grad": ranks that hold the same dense weights and sum their
+#: gradients. "model": ranks that together hold one copy of the weights (what a gradient norm is summed over).
+COMPOSITE: dict[str, tuple[str, ...]] = {"grad": ("cp", "ep", "dp"), "model": ("tp", "pp")}
+
+
+def coords(order: Iterable[str], degrees: Mapping[str, int]) -> list[dict[str, int]]:
+    """Coordinate of every rank when axes nest in `order`, innermost first."""
+    order = list(order)
+    result = [dict.fromkeys(AXES, 0)]
+    for axis in reversed(order):
+        result = [{**coord, axis: index} for coord in result for index in range(degrees[axis])]
+    return result
+
+
+def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
+    """Rank lists in which only the axes in `varying` vary, each sorted by those coordinates (last axis slowest)."""
+    fixed = tuple(axis for axis in AXES if axis not in varying)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, coord in enumerate(all_coords):
+        found.setdefault(tuple(coord[axis] for axis in fixed), []).append(rank)
+    key = tuple(reversed(varying))
+    for members in found.values():
+        members.sort(key=lambda rank: tuple(all_coords[rank][axis] for axis in key))
+    return list(found.values())
+
+
+def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list[int]]]:
+    """Every group list a plan carries: one entry an axis, the composites, and "embedding" (first and last stage)."""
+    result = {axis: groups(all_coords, (axis,)) for axis in AXES}
+    result.update({name: groups(all_coords, axes) for name, axes in COMPOSITE.items()})
+    result["embedding"] = [[g[0], g[-1]] if pp > 1 else [g[0]] for g in result["pp"]]
+    return result
+
+
+def as_dict(rank: Rank) -> dict[str, int]:
+    return {axis: getattr(rank.coord, axis) for axis in AXES}
+
+
+def degrees(parallel: Parallel) -> dict[str, int]:
+    return {axis: getattr(parallel, axis) for axis in AXES}
+
+
+def check_ranks(plan: Plan) -> str | None:
+    """None, or one line naming the first contradiction between degrees, ranks, groups and nodes."""
+    par = plan.parallel
+    world = par.tp * par.cp * par.ep * par.pp * par.dp
+    if par.world_size != world or len(plan.ranks) != world:
+        return f"plan has {len(plan.ranks)} ranks and world_size {par.world_size}, its degrees multiply to {world}"
+    names = set(plan.cluster.node_names)
+    seats: set[tuple[str, int]] = set()
+    for index, rank in enumerate(plan.ranks):
+        if rank.rank != index:
+            return f"ranks[{index}] says rank {rank.rank}"
+        if rank.node not in names:
+            return f"rank {index} is on node {rank.node!r}, which the cluster does not have"
+        if not 0 <= rank.gpu < plan.cluster.gpus_per_node:
+            return f"rank {index} is on GPU {rank.gpu} of {rank.node}, which has {plan.cluster.gpus_per_node}"
+        if (rank.node, rank.gpu) in seats:
+            return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
+        seats.add((rank.node, rank.gpu))
+    found = [as_dict(rank) for rank in plan.ranks]
+    if len({tuple(coord.values()) for coord in found}) != world:
+        return "two ranks have the same coordinate"
+    for axis, degree in degrees(par).items():
+        if any(not 0 <= coord[axis] < degree for coord in found):
+            return f"a rank's {axis} coordinate is outside 0..{degree - 1}"
+    if plan.groups != all_groups(found, par.pp):
+        return "groups do not follow from the ranks' coordinates"
+    if len(par.stage_layers) != par.pp * par.vpp or sum(par.stage_layers) != plan.model.layers:
+        return f"stage_layers {par.stage_layers} must be {par.pp * par.vpp} numbers that sum to {plan.model.layers}"
+    return None

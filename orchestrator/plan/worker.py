@@ -1,0 +1,132 @@
+"""What an agent hands to a worker, and what a worker says back.
+
+To the worker: torchrun's environment variables, so that any torchrun script runs unchanged, plus a few of our own.
+From the worker: one JSON object a line on the inherited file descriptor `ORCH_REPORT_FD`. Writes never block training:
+a full pipe drops the line and counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+
+class WorkerEnv(Struct, frozen=True, kw_only=True):
+    """A worker's identity. Read from the environment once, in the trainer's `__main__`, never inside layers."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int  # index of the node in the plan's node order
+    master_addr: str
+    master_port: int
+    run_id: str
+    epoch: int  # plan epoch: fencing token, grows with every restart
+    node: str  # node name as the agent reported it, compared with the plan before step 0
+    plan: str  # path of plan.json
+    plan_hash: str
+    run_dir: str
+    report_fd: int | None
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of this worker (torchrun's names first)."""
+        values: dict[str, object] = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.node_rank,
+            "GROUP_WORLD_SIZE": self.world_size // max(self.local_world_size, 1),
+            "ROLE_RANK": self.rank,
+            "ROLE_WORLD_SIZE": self.world_size,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": self.epoch,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "ORCH_RUN_ID": self.run_id,
+            "ORCH_EPOCH": self.epoch,
+            "ORCH_NODE": self.node,
+            "ORCH_PLAN": self.plan,
+            "ORCH_PLAN_HASH": self.plan_hash,
+            "ORCH_RUN_DIR": self.run_dir,
+        }
+        if self.report_fd is not None:
+            values["ORCH_REPORT_FD"] = self.report_fd
+        return {name: str(value) for name, value in values.items()}
+
+    @classmethod
+    def read(cls, env: Mapping[str, str]) -> WorkerEnv:
+        """Raises ValueError naming the first missing or malformed variable."""
+
+        def text(name: str) -> str:
+            if name not in env:
+                raise ValueError(f"environment variable {name} is not set (workers are started by an orch agent)")
+            return env[name]
+
+        def number(name: str) -> int:
+            try:
+                return int(text(name))
+            except ValueError as error:
+                raise ValueError(f"environment variable {name}: {error}") from None
+
+        return cls(
+            rank=number("RANK"),
+            local_rank=number("LOCAL_RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_world_size=number("LOCAL_WORLD_SIZE"),
+            node_rank=number("GROUP_RANK"),
+            master_addr=text("MASTER_ADDR"),
+            master_port=number("MASTER_PORT"),
+            run_id=text("ORCH_RUN_ID"),
+            epoch=number("ORCH_EPOCH"),
+            node=text("ORCH_NODE"),
+            plan=text("ORCH_PLAN"),
+            plan_hash=text("ORCH_PLAN_HASH"),
+            run_dir=text("ORCH_RUN_DIR"),
+            report_fd=int(env["ORCH_REPORT_FD"]) if env.get("ORCH_REPORT_FD") else None,
+        )
+
+
+def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
+    """Where a run's checkpoints live: the plan's `checkpoint.dir`, or the run folder's `checkpoints`."""
+    return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
+
+
+class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaults=True):
+    """One rank's account of one optimizer step. Seconds, bytes, ratios."""
+
+    rank: int
+    epoch: int
+    step: int  # 1-based: steps completed
+    samples: int  # consumed so far, globally
+    tokens: int  # of this step, globally
+    step_s: float
+    loss: float | None = None  # mean over the global valid tokens; the same number on every rank that has it
+    grad_norm: float | None = None  # before clipping
+    lr: float | None = None
+    phase_s: dict[str, float] = {}  # data, forward, backward, optimizer, comm, checkpoint
+    comm_bytes: dict[str, int] = {}  # sent this step, by axis
+    comm_s: dict[str, float] = {}
+    memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
+    mfu: float | None = None
+    hfu: float | None = None
+    dropped_reports: int = 0
+
+
+class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defaults=True):
+    """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done, failed."""
+
+    rank: int
+    epoch: int
+    name: str
+    step: int | None = None
+    fields: dict[str, str | int | float | bool | None] = {}
+
+
+Report = StepReport | EventReport
