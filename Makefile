@@ -1,0 +1,27 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set themselves up.
+SHELL := /bin/bash
+PY := .venv/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+WORKERS ?= 2
+
+.PHONY: demo test test-fast lint clean
+
+demo: .venv/.ready
+	.venv/bin/orch demo
+
+test: .venv/.ready lint
+	$(PYTEST) -n $(WORKERS) --dist worksteal
+
+test-fast: .venv/.ready
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow"
+
+lint: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+.venv/.ready: pyproject.toml .ci/constraints.txt .ci/setup
+	.ci/setup
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
