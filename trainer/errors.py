@@ -1,0 +1,125 @@
+"""What can go wrong in a worker, and the exit code that each thing means to the agent.
+
+Every error that a user can meet is one class here with one documented exit code (`orchestrator.plan.Exit`), and its
+message is one line: what is wrong, where, and what would be right. `trainer.__main__` is the only place that turns
+errors into exit codes.
+"""
+
+from __future__ import annotations
+
+from orchestrator.plan import Exit, PlanError
+
+
+class TrainerError(Exception):
+    """Base of the trainer's own errors. `exit` is the process exit code that `python -m trainer` ends with."""
+
+    exit: Exit = Exit.USER
+
+
+class LayoutError(TrainerError):
+    """A combination of model, degrees and options that this trainer does not run or has not proven."""
+
+    exit = Exit.CONFIG
+
+
+class PlanMismatch(TrainerError):
+    """A worker or one of its peers is not where the plan says, or holds another plan."""
+
+    exit = Exit.CONFIG
+
+
+class DataError(TrainerError):
+    """Input text that cannot be read, decoded or tokenised, or is too small for the plan."""
+
+    exit = Exit.CONFIG
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that cannot be trusted or does not fit this plan."""
+
+    exit = Exit.CONFIG
+
+
+class SaveError(TrainerError):
+    """A checkpoint that could not be written (disk full, permissions): the state on disk is the previous one."""
+
+    exit = Exit.USER
+
+
+class DeviceError(TrainerError):
+    """The plan wants a device that this node does not have: the node, not the job, is at fault."""
+
+    exit = Exit.NODE
+
+
+class NonFinite(TrainerError):
+    """The loss or the gradient norm became inf or nan."""
+
+    exit = Exit.USER
+
+
+class Fenced(TrainerError):
+    """A newer plan epoch owns the run: this process must not write any more."""
+
+    exit = Exit.FENCED
+
+
+class Stopped(TrainerError):
+    """A notice (SIGTERM, SIGUSR1) was honoured: everything is saved and the run wants to be started again."""
+
+    exit = Exit.RESTART
+
+
+class PeerLost(TrainerError):
+    """A collective failed because another worker is gone or silent."""
+
+    exit = Exit.RESTART
+
+
+#: Fragments of the messages with which torch reports a dead or silent peer. gloo and c10d raise plain RuntimeErrors,
+#: so the text is all there is. Sources: gloo `transport/tcp/pair.cc` and `unbound_buffer.cc`, torch
+#: `ProcessGroupGloo.cpp`, `ProcessGroupNCCL.cpp`, `TCPStore.cpp`; each gloo line was seen in a killed-peer test.
+PEER_LOST_TEXTS: tuple[str, ...] = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection timed out",
+    "broken pipe",
+    "pair closure",
+    "timed out waiting",
+    "application timeout",
+    "connectfullmesh",
+    "socket is not connected",
+    "network is unreachable",
+    "no route to host",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "watchdog caught collective operation timeout",
+    "nccl error",
+    "recvvalue failed",
+    "failed to recv",
+    "sendbytes failed",
+    "recvbytes failed",
+)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """True when a collective or the store failed because a peer is gone, as opposed to a bug in this process."""
+    if isinstance(error, ConnectionError | PeerLost):
+        return True
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"DistNetworkError", "DistStoreError", "DistBackendError", "QueueEmptyError"}:
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(fragment in text for fragment in PEER_LOST_TEXTS)
+
+
+def exit_code(error: BaseException) -> Exit:
+    """The exit code that `python -m trainer` ends with when `error` reaches its top."""
+    if isinstance(error, TrainerError):
+        return error.exit
+    if isinstance(error, PlanError):
+        return Exit.CONFIG
+    if is_peer_loss(error):
+        return Exit.RESTART
+    return Exit.USER if isinstance(error, OSError | MemoryError) else Exit.INTERNAL
