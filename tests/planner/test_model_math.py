@@ -1,0 +1,80 @@
+"""Counts against published figures; formulas against the closed forms in the papers."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.planner.model_math import (
+    active_parameters,
+    hardware_flops_per_token,
+    layer_params,
+    model_flops_per_token,
+    parameter_count,
+)
+
+from . import shapes
+
+# Exact sums of the tensors in the published checkpoints. DeepSeek-V3: main model without the multi-token head
+# (arXiv 2412.19437, section 4.2: 671B total, 37B activated) and without the router's balancing offsets, which are
+# not trained by gradient.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "bert_large": 335_141_888,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+    "deepseek_v3": 671_026_404_352,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name):
+    assert parameter_count(getattr(shapes, name)()) == PUBLISHED[name]
+
+
+def test_active_parameters_of_published_mixtures():
+    assert active_parameters(shapes.mixtral_8x7b()) / 1e9 == pytest.approx(12.9, abs=0.05)
+    # the paper's 37B counts the head but not the input table (a lookup)
+    deepseek = shapes.deepseek_v3()
+    assert (active_parameters(deepseek) - deepseek.vocab * deepseek.hidden) / 1e9 == pytest.approx(37, abs=0.5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt3_175b"])
+def test_gpt_style_count_is_the_closed_form(name):
+    m = getattr(shapes, name)()
+    h = m.hidden
+    closed = h * m.vocab + m.layers * (12 * h * h + 13 * h) + 2 * h + m.max_seq_len * h  # planning.md C1
+    assert parameter_count(m) == closed
+
+
+def test_dense_layers_come_first_in_a_mixture():
+    m = shapes.deepseek_v3()
+    assert layer_params(m, 2).experts == 0
+    assert layer_params(m, 3).experts == 256 * 3 * 7168 * 2048
+
+
+@pytest.mark.parametrize(("recompute", "factor"), [("none", 72), ("full", 96)])
+def test_gpt_flops_are_narayanan_2021_equation_3(recompute, factor):
+    """Full attention (the paper does not halve it): make the model non-causal."""
+    s = 2048
+    m = shapes.model("gpt", 96, 12288, 96, 96, 49152, 51200, style="gpt", causal=False)
+    h, tail = m.hidden, m.vocab / (12 * m.layers * m.hidden) if factor == 72 else m.vocab / (16 * m.layers * m.hidden)
+    closed = factor * m.layers * h * h * (1 + s / (6 * h) + tail)
+    assert hardware_flops_per_token(m, s, recompute) == pytest.approx(closed, rel=1e-12)
+
+
+def test_selective_recompute_runs_the_attention_core_forward_once_more():
+    """arXiv 2205.05198 appendix A prints s/3h for this term, which counts the re-run core twice over."""
+    s = 2048
+    m = shapes.model("gpt", 96, 12288, 96, 96, 49152, 0, style="gpt", causal=False)
+    got = hardware_flops_per_token(m, s, "selective") / model_flops_per_token(m, s)
+    # forward is 2 of the 6 units of forward and backward: s/6h * (1 + 1/3)
+    assert got == pytest.approx((1 + s / (6 * m.hidden) * 4 / 3) / (1 + s / (6 * m.hidden)), rel=1e-12)
+
+
+def test_causal_attention_halves_only_the_core():
+    causal, full = shapes.llama3_8b(), shapes.model("full", 32, 4096, 32, 8, 14336, 128256, causal=False)
+    s = 8192
+    difference = model_flops_per_token(full, s) - model_flops_per_token(causal, s)
+    assert difference == pytest.approx(6 * 32 * 4096 * s)
