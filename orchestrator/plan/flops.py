@@ -1,0 +1,78 @@
+"""Model and hardware FLOPs per trained token: one formula for the planner's prediction and the trainer's MFU and HFU.
+
+Conventions (planning.md C1; PaLM, arXiv 2204.02311, appendix B; Korthikanti et al., arXiv 2205.05198, section 6):
+
+* A matrix product of a token with an [in, out] weight costs `2 * in * out` forward and twice that backward, so
+  `6 * N` a token, N = weights a token is multiplied with (embedding look-up: none; the head: always `vocab * hidden`,
+  tied or not; a mixture of experts: the chosen experts, the shared ones and the router).
+* The attention core (scores and their product with the values) costs `4 * span * heads * head_dim` forward, thrice
+  that in all. `span` is how many keys a query meets on average: `seq_len / 2` under a causal mask, else `seq_len`.
+* *Model* FLOPs count what the mathematics needs, whatever is run. *Hardware* FLOPs add what recompute repeats:
+  "full" every block's forward, "selective" the attention core's. A fused attention kernel's own repetition of the
+  scores in its backward is in neither.
+
+MFU = tokens/s * model FLOPs per token / (GPUs * peak FLOP/s); HFU the same with hardware FLOPs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .document import Model
+
+
+def attention_weights(model: Model) -> int:
+    """Weights of one layer's attention projections, biases left out (MHA, GQA or MLA)."""
+    if model.mla is None:
+        return 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
+    mla = model.mla
+    qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    if mla.q_lora_rank:
+        query = mla.q_lora_rank * (model.hidden + model.heads * qk_dim)
+    else:
+        query = model.hidden * model.heads * qk_dim
+    down = model.hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + down + up + model.heads * mla.v_head_dim * model.hidden
+
+
+def mlp_weights(model: Model, layer: int) -> int:
+    """Weights that one token is multiplied with in layer `layer`'s MLP: for a mixture, the active ones."""
+    matrices = 3 if model.mlp == "gated" else 2
+    moe = model.moe
+    if moe is None or layer < moe.first_dense_layers:
+        return matrices * model.hidden * model.ffn_hidden
+    active = matrices * model.hidden * (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden)
+    return active + moe.experts * model.hidden
+
+
+def block_weights(model: Model) -> int:
+    """Weights that one token is multiplied with in all decoder layers together."""
+    mlps = sum(mlp_weights(model, layer) for layer in range(model.layers))
+    return model.layers * attention_weights(model) + mlps
+
+
+def attention_core_flops(model: Model, seq_len: int) -> float:
+    """Forward FLOPs a token of all layers' attention cores, in sequences of `seq_len`."""
+    if model.mla is None:
+        width = 2 * model.head_dim
+    else:
+        width = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
+    span = seq_len / 2 if model.causal else seq_len
+    return model.layers * 2 * span * model.heads * width
+
+
+def model_flops_per_token(model: Model, seq_len: int) -> float:
+    """Forward and backward FLOPs that one trained token needs: `6 * N + 3 * attention core`."""
+    weights = block_weights(model) + model.vocab * model.hidden
+    return 6 * weights + 3 * attention_core_flops(model, seq_len)
+
+
+def hardware_flops_per_token(model: Model, seq_len: int, recompute: str) -> float:
+    """FLOPs run for one trained token when `recompute` ("none", "full" or "selective") repeats part of the forward."""
+    core = attention_core_flops(model, seq_len)
+    repeated = {"none": 0.0, "selective": core, "full": 2 * block_weights(model) + core}
+    if recompute not in repeated:
+        raise ValueError(f"recompute {recompute!r} is not one of {', '.join(repeated)}")
+    return model_flops_per_token(model, seq_len) + repeated[recompute]

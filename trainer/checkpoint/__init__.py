@@ -1,0 +1,1 @@
+"""Checkpoints: verified files, atomic commits, no pickle."""

@@ -1,0 +1,90 @@
+"""Reports from a worker to its agent: JSON lines on an inherited pipe, and training never waits for a reader.
+
+The agent reads `orchestrator.plan.worker.StepReport` and `EventReport` from the file descriptor that it named in
+`ORCH_REPORT_FD`. A reader that is slow costs reports, not steps: lines that do not fit the pipe wait in a bounded
+backlog, lines that do not fit the backlog are dropped and counted (`StepReport.dropped_reports`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from orchestrator.plan.worker import EventReport, Report, StepReport
+
+#: Bytes that may wait for the agent: some hundred step reports.
+BACKLOG_BYTES = 256 * 1024
+
+Scalar = str | int | float | bool | None
+
+
+class Reporter:
+    """Writes reports to `fd` without ever blocking. With `fd` None there is no agent, and a short line is printed."""
+
+    def __init__(self, fd: int | None, rank: int, epoch: int):
+        self.fd, self.rank, self.epoch = fd, rank, epoch
+        self.dropped = 0
+        self._backlog = bytearray()
+        self._encode = msgspec.json.Encoder().encode
+        if fd is not None:
+            os.set_blocking(fd, False)
+
+    def event(self, name: str, step: int | None = None, **fields: Scalar) -> None:
+        """Report something that happened once."""
+        self._send(EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields))
+
+    def step(self, **values: Any) -> None:
+        """Report one optimizer step: the fields of `StepReport` but `rank`, `epoch` and `dropped_reports`."""
+        self._send(StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values))
+
+    def close(self, wait_s: float = 2.0) -> None:
+        """Give the agent up to `wait_s` seconds to read what is left: the last reports say how a run ended."""
+        deadline = time.monotonic() + wait_s
+        while self.fd is not None and self._backlog and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self.fd], [], left)
+            self._flush()
+
+    def _send(self, report: Report) -> None:
+        if self.fd is None:
+            self._print(report)
+            return
+        line = self._encode(report) + b"\n"
+        if len(self._backlog) + len(line) > BACKLOG_BYTES:
+            self._flush()
+        if len(self._backlog) + len(line) > BACKLOG_BYTES:
+            self.dropped += 1
+            return
+        self._backlog += line
+        self._flush()
+
+    def _flush(self) -> None:
+        # A pipe may take part of a line; the rest stays first in the backlog, so lines are never torn.
+        while self.fd is not None and self._backlog:
+            try:
+                written = os.write(self.fd, self._backlog)
+            except BlockingIOError:
+                return
+            except OSError:  # the agent is gone; its workers are about to be, and must not die of telling it
+                self.fd = None
+                self._backlog.clear()
+                return
+            del self._backlog[:written]
+
+    def _print(self, report: Report) -> None:
+        if self.rank:
+            return
+        if isinstance(report, StepReport):
+            loss = "" if report.loss is None else f"  loss {report.loss:.4f}"
+            norm = "" if report.grad_norm is None else f"  grad norm {report.grad_norm:.3f}"
+            text = f"step {report.step}{loss}{norm}  {report.tokens / report.step_s:,.0f} tokens/s"
+        else:
+            where = "" if report.step is None else f" (step {report.step})"
+            text = f"{report.name}{where} " + " ".join(f"{key}={value}" for key, value in report.fields.items())
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)

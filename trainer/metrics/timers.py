@@ -1,0 +1,47 @@
+"""Wall time of a step by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+
+class PhaseTimer:
+    """Accumulates seconds by phase name; `take` hands them out and starts over.
+
+    Phases may nest; each second is counted once, in the innermost phase, so the phases of a step never sum to more
+    than its wall time. On CUDA kernels run behind the host: pass `synchronize=torch.cuda.synchronize` to charge them to
+    the phase that launched them, at the price of draining the queue at each edge.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None):
+        self._clock, self._synchronize = clock, synchronize
+        self._seconds: dict[str, float] = {}
+        self._inner: list[float] = []  # seconds already charged to phases inside each open one
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._now()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            spent = self._now() - start
+            self.add(name, spent - self._inner.pop())
+            if self._inner:
+                self._inner[-1] += spent
+
+    def add(self, name: str, seconds: float) -> None:
+        """Charge seconds that somebody else has measured."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock()
