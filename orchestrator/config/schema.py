@@ -1,0 +1,248 @@
+"""The typed configuration: what `compose.load` returns and the planner takes.
+
+This is the only definition of every configuration key: its type, legal range, default and meaning. Hydra's structured
+config (`structured.py`) is derived from these classes, and so are the lists of legal keys in error messages. Units are
+in the names (`gbit_per_s`, `latency_us`, `memory_gib`); a plan holds SI units. A field without a default must be set
+by the file of its group. `None` means "derived": the comment says from what.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from orchestrator.plan.document import Axis, Frozen, Mla, Moe, Precision
+
+# ------------------------------------------------------------------------------------------- kinds of values
+
+#: What a name may be: it becomes a label, a file name and a part of metrics.
+NAME_RULE = "1 to 63 of A-Z a-z 0-9 . _ -, starting and ending with a letter or digit"
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z", description=NAME_RULE)]
+#: A run's name is the stem of Kubernetes objects, whose names (DNS-1123 labels) hold 63 characters with our suffixes.
+RUN_NAME_RULE = (
+    "1 to 40 of a-z 0-9 -, starting and ending with a letter or digit (a DNS-1123 label with room for suffixes)"
+)
+RunName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z", description=RUN_NAME_RULE)]
+Source = Annotated[str, Meta(min_length=1, max_length=1000, description="where the numbers beside it come from")]
+Path = Annotated[str, Meta(min_length=1, max_length=4096, description="a path of 1 to 4096 printable characters")]
+Text = Annotated[str, Meta(max_length=1000, description="at most 1000 printable characters")]
+
+Extension = Annotated[str, Meta(pattern=r"^\.[A-Za-z0-9]{1,16}\Z", description="a dot and 1 to 16 letters or digits")]
+
+_MANY = 2**53  # every integer up to here is exact in JSON and in a float
+Count = Annotated[int, Meta(ge=1, le=_MANY)]
+Natural = Annotated[int, Meta(ge=0, le=_MANY)]
+Degree = Annotated[int, Meta(ge=1, le=2**20)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+# ------------------------------------------------------------------------------------------- cluster
+
+
+class GpuSpec(Frozen):
+    name: Name
+    memory_gib: Positive
+    peak_tflops: dict[str, Positive]  # dense TFLOP/s by precision: fp32, bf16, fp16, fp8; one left out is not supported
+    hbm_gb_per_s: Positive
+    source: Source
+
+
+class NvlinkSpec(Frozen):
+    """The fast domain. One direction of one GPU."""
+
+    domain_nodes: Degree  # nodes that share one domain; more than 1 for rack-scale systems
+    gb_per_s: Positive
+    latency_us: NonNegative
+    source: Source
+
+
+class NicSpec(Frozen):
+    per_node: Degree
+    rails: Degree  # NIC i of every node is on rail i % rails
+    gbit_per_s: Positive  # of one NIC, one direction
+    latency_us: NonNegative
+    source: Source
+
+
+class LevelSpec(Frozen):
+    """One tier of switches."""
+
+    name: Name
+    nodes_per_switch: Degree | list[Degree]  # a list is ragged: one entry a switch, in node order, summing to `nodes`
+    gbit_per_s: Positive  # of one NIC's path between two nodes that meet on this level, before oversubscription
+    latency_us: NonNegative
+    source: Source
+    oversubscription: Annotated[float, Meta(ge=1)] = 1.0  # of the links from this level's switches upwards; 1 = none
+
+
+class ClusterSpec(Frozen):
+    """A regular description; the planner unfolds it to explicit nodes, domains and switches."""
+
+    name: Name
+    device: Literal["cpu", "cuda"]
+    nodes: Degree
+    gpus_per_node: Degree
+    gpu: GpuSpec
+    nvlink: NvlinkSpec
+    nic: NicSpec
+    levels: list[LevelSpec]  # innermost first
+
+
+# ------------------------------------------------------------------------------------------- model
+
+
+class ModelSpec(Frozen):
+    """A transformer by its shapes; parameters and FLOPs are derived."""
+
+    name: Name
+    layers: Degree
+    hidden: Degree
+    heads: Degree
+    ffn_hidden: Degree
+    vocab: Count
+    max_seq_len: Count
+    norm: Literal["rms", "layer"]
+    position: Literal["rope", "learned", "none"]
+    mlp: Literal["gated", "plain"]
+    activation: Literal["silu", "gelu"]
+    bias: bool
+    tied_embeddings: bool
+    source: Source
+    kv_heads: Degree | None = None  # None: heads (an int once loaded)
+    head_dim: Degree | None = None  # None: hidden / heads (an int once loaded)
+    norm_eps: Positive = 1e-5
+    rope_theta: Positive = 10000.0
+    causal: bool = True
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    moe: Moe | None = None
+    mla: Mla | None = None
+    extra_params: dict[str, Natural] = {}  # outside the decoder (BERT's pooler): counted, not trained
+
+    def __post_init__(self) -> None:
+        if self.kv_heads is None:
+            force_setattr(self, "kv_heads", self.heads)
+        elif self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.head_dim is None:
+            if self.hidden % self.heads:
+                raise ValueError(
+                    f"hidden {self.hidden} is not a multiple of heads {self.heads}, and head_dim is not set"
+                )
+            force_setattr(self, "head_dim", self.hidden // self.heads)
+
+
+# ------------------------------------------------------------------------------------------- parallel
+
+
+class ParallelSpec(Frozen):
+    """All degrees. world = tp * cp * ep * pp * dp."""
+
+    tp: Degree = 1
+    cp: Degree = 1
+    ep: Degree = 1
+    pp: Degree = 1
+    dp: Degree | None = None  # None: what the cluster leaves
+    zero: Annotated[int, Meta(ge=0, le=3)] = 0
+    vpp: Degree = 1  # virtual stages a pipeline rank
+    sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
+    schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
+    micro_batch_size: Degree | None = None  # samples; None: 1
+    stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost
+    order: list[Axis] | None = None  # nesting of the axes, innermost first; None: the planner chooses by bytes
+    allow_tp_across_nvlink: bool = False  # a tensor-parallel group may leave its NVLink domain
+    bucket_mib: Positive = 25.0  # gradient bucket, MiB of the reduce dtype
+
+
+# ------------------------------------------------------------------------------------------- job
+
+
+class DataSpec(Frozen):
+    name: Name
+    paths: Annotated[list[Path], Meta(min_length=1)]  # files or folders; "stdlib" = Python's standard-library sources
+    extensions: list[Extension]
+    tokenizer: Path = "bytes"  # or the path of a tokenizers JSON file
+    seed: Natural | None = None  # of the order of samples; None: train.seed
+    cache_dir: Path | None = None  # of token files; None: <home>/data
+    demo: bool = False  # a corpus to show the machinery with, not to learn language from: the plan warns
+
+
+class OptimSpec(Frozen):
+    """AdamW (arXiv 1711.05101) with a warm-up."""
+
+    lr: Positive  # peak
+    min_lr_ratio: Ratio = 0.1
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_steps: Natural = 0
+    decay_steps: Natural = 0  # 0: until train.steps; for wsd the length of the final decay
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.1
+
+
+class TrainSpec(Frozen):
+    steps: Count
+    seq_len: Count  # tokens
+    global_batch_samples: Count | None = None  # exactly one of these two
+    global_batch_tokens: Count | None = None
+    seed: Natural = 1234
+    precision: Precision = "bf16"
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"  # of accumulation and reduction
+    recompute: Literal["none", "selective", "full"] = "none"
+    clip_grad_norm: NonNegative = 1.0  # 0: off
+    log_every_steps: Count = 1
+    compile: bool = False
+
+
+class CheckpointSpec(Frozen):
+    every_steps: Natural = 0  # 0: only at the end and on a notice
+    keep_last: Count = 2
+    dir: Path | None = None  # None: <run folder>/checkpoints
+
+
+class MetricsSpec(Frozen):
+    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z", description="a host name or address")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first node's agent; 0: any free port
+    memory_every_steps: Count = 10
+
+
+class BackendSpec(Frozen):
+    name: Name
+    max_restarts: Natural = 3  # after a failure; a saved-and-wants-restart exit does not count
+    grace_s: Positive = 30.0  # between asking workers to save and killing them
+    heartbeat_timeout_s: Positive = 15.0  # an agent silent for longer is lost
+    env: dict[str, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
+    options: dict[str, Any] = {}  # of this backend alone
+
+
+class RunSpec(Frozen):
+    name: RunName | None = None  # None: <model>-<parallel word>
+    dir: Path | None = None  # run folders are made here; None: <home>/runs
+    allow_oom: bool = False  # submit even when the plan does not fit the memory
+
+
+# ------------------------------------------------------------------------------------------- the whole
+
+
+class Config(Frozen):
+    """One resolved job. `choices` records the file or word that each group was chosen by."""
+
+    cluster: ClusterSpec
+    model: ModelSpec
+    parallel: ParallelSpec
+    data: DataSpec
+    optim: OptimSpec
+    train: TrainSpec
+    checkpoint: CheckpointSpec
+    metrics: MetricsSpec
+    backend: BackendSpec
+    run: RunSpec = RunSpec()
+    choices: dict[str, str] = {}
+
+
+#: Config groups in the order in which people think of them: one folder of `conf/` each.
+GROUPS = ("cluster", "parallel", "model", "data", "optim", "train", "checkpoint", "metrics", "backend")
