@@ -1,0 +1,178 @@
+"""Collectives on the hot path, and the account of what they cost.
+
+Every call names the axis it serves and the counter that keeps its books; a group of None (one member) costs nothing
+and returns its input. Bytes are what one rank sends with ring algorithms (Patarasuk & Yuan 2009; NCCL's rings):
+all-reduce 2(n-1)/n B, reduce-scatter and all-gather (n-1)/n B with B the size of the whole buffer, point-to-point B.
+Seconds are exposed time: how long the caller's thread (CPU) or stream (CUDA) stood still.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class CommCounter:
+    """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
+
+    bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def sent(self, axis: str, size: int) -> None:
+        self.bytes[axis] += size
+        self.calls[axis] += 1
+
+    def waiting(self, axis: str, tensor: Tensor) -> _Stopwatch:
+        """Context manager around a wait. On CUDA it records events and does not stop the host."""
+        return _Stopwatch(self, axis, tensor.is_cuda)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Exposed seconds by axis. On CUDA this waits for the recorded events: read it once a step, at its end."""
+        for axis, begin, end in self._events:
+            end.synchronize()
+            self._seconds[axis] += begin.elapsed_time(end) / 1e3
+        self._events.clear()
+        return self._seconds
+
+    def take(self) -> tuple[dict[str, int], dict[str, float]]:
+        """(bytes, seconds) by axis since the last call; starts again at zero."""
+        result = dict(self.bytes), dict(self.seconds)
+        self.bytes.clear(), self.calls.clear(), self._seconds.clear()
+        return result
+
+
+class _Stopwatch:
+    __slots__ = ("axis", "begin", "counter", "cuda")
+
+    def __init__(self, counter: CommCounter, axis: str, cuda: bool):
+        self.counter, self.axis, self.cuda = counter, axis, cuda
+
+    def __enter__(self) -> None:
+        if self.cuda:
+            self.begin = torch.cuda.Event(enable_timing=True)
+            self.begin.record()
+        else:
+            self.begin = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self.cuda:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self.counter._events.append((self.axis, self.begin, end))
+        else:
+            self.counter._seconds[self.axis] += perf_counter() - self.begin
+
+
+class Handle:
+    """A collective under way. `wait` returns its result; waiting twice is harmless."""
+
+    __slots__ = ("_axis", "_counter", "_result", "_work")
+
+    def __init__(self, result: Tensor, work: dist.Work | None, axis: str, counter: CommCounter):
+        self._result, self._work, self._axis, self._counter = result, work, axis, counter
+
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            with self._counter.waiting(self._axis, self._result):
+                self._work.wait()
+            self._work = None
+        return self._result
+
+
+# ------------------------------------------------------------------------------------------- asynchronous
+
+
+def start_all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: object = dist.ReduceOp.SUM
+) -> Handle:
+    """In place; any contiguous shape."""
+    if group is None:
+        return Handle(tensor, None, axis, counter)
+    n = group.size()
+    counter.sent(axis, 2 * tensor.nbytes * (n - 1) // n)
+    with counter.waiting(axis, tensor):
+        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return Handle(tensor, work, axis, counter)
+
+
+def start_reduce_scatter(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+) -> Handle:
+    """[n*k, ...] -> [k, ...]: the sum over the group of this rank's slice of dimension 0 (a view without a group)."""
+    if group is None:
+        return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
+    n = group.size()
+    if out is None:
+        out = tensor.new_empty(tensor.shape[0] // n, *tensor.shape[1:])
+    counter.sent(axis, tensor.nbytes * (n - 1) // n)
+    with counter.waiting(axis, tensor):
+        work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
+    return Handle(out, work, axis, counter)
+
+
+def start_all_gather(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+) -> Handle:
+    """[k, ...] -> [n*k, ...]: the group's tensors along dimension 0."""
+    if group is None:
+        return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
+    n = group.size()
+    if out is None:
+        out = tensor.new_empty(n * tensor.shape[0], *tensor.shape[1:])
+    counter.sent(axis, out.nbytes * (n - 1) // n)
+    with counter.waiting(axis, tensor):
+        work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
+    return Handle(out, work, axis, counter)
+
+
+def start_send(
+    tensor: Tensor, to: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
+) -> Handle:
+    """To the global rank `to`. The tensor must not change before the wait."""
+    counter.sent(axis, tensor.nbytes)
+    with counter.waiting(axis, tensor):
+        work = dist.isend(tensor, dst=to, group=group, tag=tag)
+    return Handle(tensor, work, axis, counter)
+
+
+def start_receive(
+    out: Tensor, source: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
+) -> Handle:
+    """From the global rank `source` into `out`, whose shape both sides know from the plan."""
+    with counter.waiting(axis, out):
+        work = dist.irecv(out, src=source, group=group, tag=tag)
+    return Handle(out, work, axis, counter)
+
+
+# ------------------------------------------------------------------------------------------- synchronous
+
+
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: object = dist.ReduceOp.SUM
+) -> Tensor:
+    """In place."""
+    return start_all_reduce(tensor, group, axis, counter, op).wait()
+
+
+def reduce_scatter(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+) -> Tensor:
+    return start_reduce_scatter(tensor, group, axis, counter, out).wait()
+
+
+def all_gather(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+) -> Tensor:
+    return start_all_gather(tensor, group, axis, counter, out).wait()

@@ -1,0 +1,1 @@
+"""Data parallelism on flat buckets: layout (pure), reduction, ZeRO."""

@@ -1,0 +1,95 @@
+"""Where each parameter lives in the flat buckets: a pure function of names and sizes.
+
+A bucket is one contiguous buffer that is reduced by one collective and updated by one optimizer call. For that it must
+be of one kind: one dtype, one weight-decay setting, one chain of sums, one answer to "do I count it in the norm?".
+`Item.key` carries the kind; parameters of different kinds never share a bucket.
+
+Buckets follow the reverse of the registration order, because backward finishes the last layers first. Every parameter
+starts on a multiple of `ALIGN` elements (vector loads, NCCL's 16-byte rule) and every bucket is padded so that each of
+`shards` ranks owns an equal piece of every bucket, itself a multiple of `SHARD_ALIGN` (Megatron-LM's distributed
+optimizer: `mc/optimizer/param_layout.py`; ZeRO, arXiv 1910.02054, section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+ALIGN = 64  # elements; a parameter starts on a multiple of this
+SHARD_ALIGN = 16  # elements; a shard's length is a multiple of this
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter to place: `index` in the caller's list, its size in elements, and its kind."""
+
+    index: int
+    numel: int
+    key: Hashable = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's elements `[start, start + numel)` of its bucket."""
+
+    index: int
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Bucket:
+    key: Hashable
+    slots: tuple[Slot, ...]
+    numel: int  # with padding; a multiple of ALIGN and of shards * SHARD_ALIGN
+
+    def shard(self, index: int, shards: int) -> tuple[int, int]:
+        """The half-open range of elements that shard `index` of `shards` owns."""
+        size = self.numel // shards
+        return index * size, (index + 1) * size
+
+    def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
+        """The parts of parameters inside a shard: (slot, start, stop) in the parameter's own flat elements."""
+        low, high = self.shard(index, shards)
+        cuts = [(s, max(low, s.start) - s.start, min(high, s.stop) - s.start) for s in self.slots]
+        return [cut for cut in cuts if cut[1] < cut[2]]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def make_layout(items: Sequence[Item], shards: int, bucket_numel: int) -> list[Bucket]:
+    """Buckets of at least `bucket_numel` elements (the last of each kind may be smaller), in the order in which
+    backward completes them when it visits `items` last to first.
+
+    Raises ValueError for an empty parameter, `shards` < 1 or `bucket_numel` < 1.
+    """
+    if shards < 1 or bucket_numel < 1:
+        raise ValueError(f"shards ({shards}) and bucket_numel ({bucket_numel}) must be at least 1")
+    multiple = math.lcm(ALIGN, shards * SHARD_ALIGN)
+    open_slots: dict[Hashable, list[Slot]] = {}
+    done: list[tuple[int, Bucket]] = []  # (position at which backward completes it, bucket)
+
+    def close(key: Hashable, position: int) -> None:
+        slots = open_slots.pop(key)
+        done.append((position, Bucket(key, tuple(slots), _round_up(slots[-1].stop, multiple))))
+
+    last_of_kind: dict[Hashable, int] = {}
+    for position, item in enumerate(reversed(items)):
+        if item.numel < 1:
+            raise ValueError(f"parameter {item.index} is empty")
+        slots = open_slots.setdefault(item.key, [])
+        start = _round_up(slots[-1].stop, ALIGN) if slots else 0
+        slots.append(Slot(item.index, start, item.numel))
+        last_of_kind[item.key] = position
+        if slots[-1].stop >= bucket_numel:
+            close(item.key, position)
+    for key in list(open_slots):
+        close(key, last_of_kind[key])
+    return [bucket for _, bucket in sorted(done, key=lambda pair: pair[0])]
