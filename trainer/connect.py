@@ -1,0 +1,61 @@
+"""Joining the default process group of a run: one store, one prefix for each plan epoch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import WorkerEnv
+
+from .errors import DeviceError
+
+#: A peer that says nothing for this long is lost. Generous: a first step may compile, a node may read a slow disk.
+TIMEOUT = timedelta(minutes=10)
+
+
+def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
+    """The device of this worker. Raises DeviceError when the plan wants a GPU that this node does not have."""
+    if plan.cluster.device == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if env.local_rank >= found:
+        raise DeviceError(
+            f"rank {env.rank} wants GPU {env.local_rank} of {env.node}, which has {found} usable"
+            f" (cluster {plan.cluster.name!r} is a cuda cluster; `+cluster=local` trains on the CPU)"
+        )
+    return torch.device("cuda", env.local_rank)
+
+
+def connect(env: WorkerEnv, device: torch.device) -> None:
+    """Create the default group: gloo for CPU tensors (checks, stop flags, checkpoints) and NCCL for CUDA ones.
+
+    Rank 0 hosts the store. Keys are prefixed by run and epoch, so that a worker left over from an earlier epoch can
+    meet nobody in this one. Raises torch's network errors (see `trainer.errors.is_peer_loss`).
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if env.master_addr.startswith("127.") or env.master_addr == "localhost":
+        _keep_gloo_on_loopback()
+    store = dist.TCPStore(
+        env.master_addr, env.master_port, env.world_size, env.rank == 0, timeout=TIMEOUT, wait_for_workers=False
+    )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"{env.run_id}/{env.epoch}", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=TIMEOUT,
+    )
+
+
+def _keep_gloo_on_loopback() -> None:
+    # gloo would bind to whatever this machine's host name resolves to: a VPN, an address of yesterday's network.
+    # It takes the interface from the environment only.
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
