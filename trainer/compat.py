@@ -9,9 +9,51 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
 from torch.utils._pytree import tree_leaves  # tensors inside an operator's arguments and results
 
-__all__ = ["TorchDispatchMode", "storage_key", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "flash_backward", "flash_forward", "has_flash", "storage_key", "tree_leaves"]
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer 0."""
     return storage._cdata
+
+
+# ------------------------------------------------------------------- attention with its log-sum-exp (context parallel)
+
+
+def has_flash(q: torch.Tensor) -> bool:
+    """Whether the fused attention that also returns its log-sum-exp serves this tensor [b, h, s, d]."""
+    if q.is_cuda:  # the fused kernel is 16-bit only and wants head dimensions in steps of 8
+        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.dtype.is_floating_point
+
+
+def flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse [b, h, s_q]); equal head counts. SDPA proper does not return the log-sum-exp."""
+    if q.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return found[0], found[1]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
+    if q.is_cuda:
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the random generator; unused without dropout
+        none = torch.empty(0, device=q.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, q, k, v, out, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, none), scale=scale
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )

@@ -9,6 +9,7 @@ Seconds are exposed time: how long the caller's thread (CPU) or stream (CUDA) st
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -156,6 +157,31 @@ def start_receive(
     return Handle(out, work, axis, counter)
 
 
+def start_rotate(
+    tensors: list[Tensor], to: int, source: int, group: dist.ProcessGroup, axis: str, counter: CommCounter
+) -> Callable[[], list[Tensor]]:
+    """Send `tensors` to the global rank `to` and receive as many of the same shapes from `source`.
+
+    Returns a function that waits and gives what arrived. All transfers start as one batch, since NCCL may deadlock on
+    a ring of single sends.
+    """
+    arrived = [torch.empty_like(tensor) for tensor in tensors]
+    operations = [dist.P2POp(dist.isend, tensor, to, group) for tensor in tensors]
+    operations += [dist.P2POp(dist.irecv, out, source, group) for out in arrived]
+    for tensor in tensors:
+        counter.sent(axis, tensor.nbytes)
+    with counter.waiting(axis, tensors[0]):
+        works = dist.batch_isend_irecv(operations)
+
+    def wait() -> list[Tensor]:
+        with counter.waiting(axis, tensors[0]):
+            for work in works:
+                work.wait()
+        return arrived
+
+    return wait
+
+
 # ------------------------------------------------------------------------------------------- synchronous
 
 
@@ -176,3 +202,15 @@ def all_gather(
     tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
 ) -> Tensor:
     return start_all_gather(tensor, group, axis, counter, out).wait()
+
+
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter) -> Tensor:
+    """[n, ...] -> [n, ...]: piece i goes to the i-th rank of the group, piece i of the result came from it."""
+    if group is None:
+        return tensor
+    n = group.size()
+    out = torch.empty_like(tensor)
+    counter.sent(axis, tensor.nbytes * (n - 1) // n)
+    with counter.waiting(axis, tensor):
+        dist.all_to_all_single(out, tensor, group=group)
+    return out

@@ -1,0 +1,117 @@
+"""Context parallelism: every method equals attention on one rank, and zig-zag balances the work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reference.attention import attention
+from trainer.metrics.comm import CommCounter
+from trainer.model.attention import SDPA
+from trainer.parallel.context.allgather import AllGatherAttention
+from trainer.parallel.context.order import METHODS, causal_pairs, natural_order, positions, visible
+from trainer.parallel.context.ring import RingAttention
+from trainer.parallel.context.ulysses import UlyssesAttention
+from trainer.verify.ranks import run_ranks
+
+SEQ, BATCH, HEADS, DIM = 16, 2, 4, 8
+
+
+def inputs(kv_heads: int, packed: bool, dtype=torch.float64):
+    make = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(BATCH, SEQ, heads, DIM, dtype=dtype, generator=make) for heads in (HEADS, kv_heads, kv_heads)
+    )
+    grad = torch.randn(BATCH, SEQ, HEADS, DIM, dtype=dtype, generator=make)
+    # borders inside chunks, on chunk edges, and a document of one token
+    documents = torch.tensor([[0] * 5 + [1] * 3 + [2] * 8, [0] + [1] * 12 + [2] * 3]) if packed else None
+    return q, k, v, grad, documents
+
+
+def core_of(method: str, rank: int, size: int, counter: CommCounter):
+    group, ranks = dist.group.WORLD, tuple(range(size))
+    if method == "allgather":
+        return AllGatherAttention(group, size, rank, counter)
+    if method == "ulysses":
+        return UlyssesAttention(SDPA(causal=True), group, size, counter)
+    return RingAttention(method, group, ranks, rank, counter)
+
+
+def one_rank(rank: int, method: str, size: int, kv_heads: int, packed: bool) -> dict:
+    q, k, v, grad, documents = inputs(kv_heads, packed)
+    mine = torch.tensor(positions(method, SEQ, size, rank))
+    local = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
+    counter = CommCounter()
+    place = mine.expand(BATCH, -1)
+    out = core_of(method, rank, size, counter)(*local, place, None if documents is None else documents[:, mine])
+    out.backward(grad[:, mine])
+    return {"out": out, **dict(zip("qkv", (t.grad for t in local), strict=True)), "sent": counter.bytes["cp"]}
+
+
+def joined(results: list[dict], key: str, method: str, size: int) -> torch.Tensor:
+    return torch.cat([r[key] for r in results], dim=1)[:, natural_order(method, SEQ, size)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_one_rank(method, size, kv_heads, packed):
+    q, k, v, grad, documents = inputs(kv_heads, packed)
+    full = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = attention(*full, documents)
+    expected.backward(grad)
+    results = run_ranks(one_rank, size, method, size, kv_heads, packed)
+    torch.testing.assert_close(joined(results, "out", method, size), expected.detach(), rtol=0, atol=1e-12)
+    for key, tensor in zip("qkv", full, strict=True):
+        torch.testing.assert_close(joined(results, key, method, size), tensor.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_sent_equal_the_formulas(size):
+    """fp64; |k| = b * kv_heads * s/n * d elements of 8 bytes."""
+    piece = BATCH * 2 * SEQ // size * DIM * 8
+    hops = {"zigzag": 2 * 2 * (size - 1) + 2 * size, "ring": 2 * 2 * (size - 1) + 2 * size}
+    for method, count in hops.items():
+        sent = {r["sent"] for r in run_ranks(one_rank, size, method, size, 2, False)}
+        assert sent == {count * piece}
+    gathered = {r["sent"] for r in run_ranks(one_rank, size, "allgather", size, 2, False)}
+    assert gathered == {6 * (size - 1) * piece}  # k and v: gathered twice, gradients scattered once
+
+
+def test_zigzag_balances_causal_work_within_two_percent():
+    for size in (2, 4, 8, 16):
+        pairs = causal_pairs("zigzag", 8192, size)
+        assert (max(pairs) - min(pairs)) / max(pairs) < 0.02
+        assert max(causal_pairs("ring", 8192, size)) / min(causal_pairs("ring", 8192, size)) > size / 2
+        for method in METHODS:
+            assert sum(causal_pairs(method, 8192, size)) == 8192 * 8193 // 2
+
+
+@given(st.sampled_from(METHODS), st.integers(1, 6), st.integers(1, 4))
+def test_visible_blocks_are_exactly_the_causal_mask(method, size, half):
+    seq = 2 * size * half
+    if method == "ulysses":
+        return
+    order = [positions(method, seq, size, index) for index in range(size)]
+    assert sorted(p for part in order for p in part) == list(range(seq))
+    for index in range(size):
+        for source in range(size):
+            mine, theirs, see = order[index], order[source], visible(method, 2 * half, index, source)
+            expected = {(i, j) for i in mine for j in theirs if j <= i}
+            if see is None:
+                assert not expected
+                continue
+            rows, keys = mine[see.queries], theirs[see.keys]
+            found = {(i, j) for a, i in enumerate(rows) for b, j in enumerate(keys) if not see.causal or b <= a}
+            assert found == expected
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match="divisible by 8"):
+        positions("zigzag", 12, 4, 0)

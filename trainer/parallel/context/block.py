@@ -1,0 +1,94 @@
+"""Attention of one block of queries to one block of keys, with what is needed to join blocks: output and log-sum-exp.
+
+Shapes: q [b, h, s_q, d]; k, v [b, h_kv, s_k, d] with h_kv dividing h; out like q; lse [b, h, s_q] (fp32, or fp64).
+Joining follows FlashAttention (arXiv 2205.14135, section 3.1) and Ring Attention (arXiv 2310.01889): given the joined
+output and log-sum-exp, the gradient of each block can be computed alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer import compat
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse). `mask` [b, s_q, s_k] is True where a query may see a key, on top of `causal` (top-left aligned)."""
+    k, v = _expand(k, q), _expand(v, q)
+    if mask is None and compat.has_flash(q):
+        return compat.flash_forward(q, k, v, causal, scale)
+    scores = _scores(q, k, scale, causal, mask)
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - _finite(lse)[..., None])
+    return (weights.to(v.dtype) @ v), lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the *joined* attention."""
+    kv_heads = k.shape[1]
+    k, v = _expand(k, q), _expand(v, q)
+    if mask is None and compat.has_flash(q):
+        dq, dk, dv = compat.flash_backward(grad, q, k, v, out, lse, causal, scale)
+    else:
+        weights = torch.exp(_scores(q, k, scale, causal, mask) - _finite(lse)[..., None])
+        dv = weights.to(grad.dtype).transpose(-1, -2) @ grad
+        delta = (grad * out).sum(dim=-1, keepdim=True, dtype=weights.dtype)
+        dscores = (weights * ((grad @ v.transpose(-1, -2)).to(weights.dtype) - delta) * scale).to(q.dtype)
+        dq, dk = dscores @ k, dscores.transpose(-1, -2) @ q
+    return dq, _reduce(dk, kv_heads), _reduce(dv, kv_heads)
+
+
+def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over the keys of both. A side that saw no key has lse = -inf and weighs nothing."""
+    joined = torch.logaddexp(lse, more_lse)
+    safe = _finite(joined)
+    left, right = torch.exp(lse - safe)[..., None], torch.exp(more_lse - safe)[..., None]
+    return out * left + more.to(out.dtype) * right, joined
+
+
+def document_mask(documents_q: Tensor | None, documents_k: Tensor | None) -> Tensor | None:
+    """[b, s_q], [b, s_k] -> [b, s_q, s_k]: a packed document never attends across its border."""
+    if documents_q is None:
+        return None
+    return documents_q[:, :, None] == documents_k[:, None, :]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Blocks are joined in at least fp32, whatever they were computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q.dtype)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    if causal:
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return scores
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """exp(-inf - (-inf)) is nan; a row that saw nothing must give exp(-inf - 0) = 0."""
+    return torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
+
+
+def _expand(kv: Tensor, q: Tensor) -> Tensor:
+    """Repeat key/value heads for their query heads (grouped-query attention)."""
+    return kv if kv.shape[1] == q.shape[1] else kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def _reduce(grad: Tensor, kv_heads: int) -> Tensor:
+    """The transpose of `_expand`."""
+    return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(dim=2)

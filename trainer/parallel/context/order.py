@@ -1,0 +1,75 @@
+"""Which positions of a sequence each context-parallel rank holds, and what it may see. Pure.
+
+Methods: "zigzag" (ring over balanced shards), "ring" (ring over contiguous shards), "allgather" (keys and values
+gathered, balanced shards), "ulysses" (contiguous shards, heads exchanged for sequence; arXiv 2309.14509).
+Zig-zag: the sequence is cut into 2n chunks and rank i holds chunks i and 2n-1-i, so that every rank has the same number
+of causal pairs (Ultra-Scale Playbook, "Zig-Zag Ring Attention"; Llama 3, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+METHODS = ("zigzag", "ring", "allgather", "ulysses")
+BALANCED = ("zigzag", "allgather")
+
+
+def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
+    """The global positions of rank `index` of `size`, as ascending ranges of equal length.
+
+    Raises ValueError if the sequence cannot be cut evenly.
+    """
+    parts = 2 * size if method in BALANCED else size
+    if seq_len % parts:
+        raise ValueError(f"cp={size} with {method!r} needs a sequence length divisible by {parts}, got {seq_len}")
+    length = seq_len // parts
+    mine = (index, parts - 1 - index) if method in BALANCED else (index,)
+    return [range(part * length, (part + 1) * length) for part in mine]
+
+
+def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
+    return [position for chunk in chunks(method, seq_len, size, index) for position in chunk]
+
+
+def natural_order(method: str, seq_len: int, size: int) -> list[int]:
+    """Permutation that puts the ranks' shards, laid end to end, back into sequence order."""
+    laid = [position for index in range(size) for position in positions(method, seq_len, size, index)]
+    order = [0] * seq_len
+    for place, position in enumerate(laid):
+        order[position] = place
+    return order
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The part of a local query shard that sees a part of another rank's keys, and whether on the diagonal."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+ALL = slice(None)
+
+
+def visible(method: str, local_len: int, index: int, source: int) -> Visible | None:
+    """What rank `index` sees of the keys of rank `source` under a causal mask; None for nothing.
+
+    Shards are ascending, so a rank's own keys are one causal square. In zig-zag, keys from an earlier rank are seen by
+    all queries but only in their first half; keys from a later rank are seen whole, by the second half of the queries.
+    """
+    if source == index:
+        return Visible(ALL, ALL, True)
+    if method not in BALANCED:
+        return Visible(ALL, ALL, False) if source < index else None
+    half = local_len // 2
+    if source < index:
+        return Visible(ALL, slice(0, half), False)
+    return Visible(slice(half, None), ALL, False)
+
+
+def causal_pairs(method: str, seq_len: int, size: int) -> list[int]:
+    """(query, key) pairs that each rank computes: attention FLOPs are 4 * head_dim * heads times this, forward."""
+    if method == "ulysses":  # every rank holds the whole sequence for its heads
+        return [seq_len * (seq_len + 1) // 2 // size] * size
+    return [sum(position + 1 for position in positions(method, seq_len, size, index)) for index in range(size)]

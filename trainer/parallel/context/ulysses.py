@@ -1,0 +1,62 @@
+"""Ulysses (arXiv 2309.14509): exchange heads for sequence, attend as on one rank, exchange back.
+
+Needs heads divisible by cp. Fewer key/value heads than ranks are repeated until each rank has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import lcm
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.metrics.comm import CommCounter, all_gather, all_to_all
+
+Core = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class UlyssesAttention:
+    """An attention core for one rank: q, k, v [b, s / cp, heads, d] -> [b, s / cp, heads, d].
+
+    Inside, `core` sees whole sequences and 1 / cp of the heads.
+    """
+
+    def __init__(self, core: Core, group: dist.ProcessGroup, size: int, counter: CommCounter):
+        self.core, self.group, self.size, self.counter = core, group, size, counter
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        if q.shape[2] % self.size:
+            raise ValueError(f"ulysses needs heads divisible by cp={self.size}, a rank has {q.shape[2]} heads")
+        repeat = lcm(k.shape[2], self.size) // k.shape[2]
+        if repeat > 1:
+            k, v = (t.repeat_interleave(repeat, dim=2) for t in (k, v))
+        q, k, v = (_Exchange.apply(t, 2, 1, self) for t in (q, k, v))
+        positions = self.gather(positions)
+        documents = None if documents is None else self.gather(documents)
+        return _Exchange.apply(self.core(q, k, v, positions, documents), 1, 2, self)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[b, s / cp] -> [b, s]"""
+        return all_gather(local.t().contiguous(), self.group, "cp", self.counter).t().contiguous()
+
+    def exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
+        """Cut dimension `split` into one piece a rank, lay what arrives end to end along dimension `join`."""
+        pieces = torch.stack(tensor.chunk(self.size, dim=split)).contiguous()
+        arrived = all_to_all(pieces, self.group, "cp", self.counter)
+        return torch.cat(arrived.unbind(0), dim=join)
+
+
+class _Exchange(torch.autograd.Function):
+    """Its own transpose with the dimensions swapped."""
+
+    @staticmethod
+    def forward(ctx, tensor, split, join, ulysses: UlyssesAttention):
+        ctx.dims, ctx.ulysses = (split, join), ulysses
+        return ulysses.exchange(tensor, split, join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        split, join = ctx.dims
+        return ctx.ulysses.exchange(grad, join, split), None, None, None
