@@ -1,11 +1,21 @@
 """The plan module: everything that orchestrator and trainer share, and nothing else.
 
-The trainer imports this package and no other part of the orchestrator.
+The trainer imports this package and no other part of the orchestrator. Names are loaded when first used, so that
+`orch --help` can print the exit codes without paying for the plan's codec.
 """
 
-from .codec import PlanError, from_json, json_schema, load_plan, plan_hash, seal, to_json
-from .document import AXES, SCHEMA, Plan
-from .exits import Exit, meaning
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .codec import PlanError, from_json, json_schema, load_plan, plan_hash, seal, to_json
+    from .document import AXES, SCHEMA, Plan
+    from .exits import Exit, meaning
+
+_HOME = {
+    **dict.fromkeys(("PlanError", "from_json", "json_schema", "load_plan", "plan_hash", "seal", "to_json"), "codec"),
+    **dict.fromkeys(("AXES", "SCHEMA", "Plan"), "document"),
+    **dict.fromkeys(("Exit", "meaning"), "exits"),
+}
 
 __all__ = [
     "AXES",
@@ -21,3 +31,11 @@ __all__ = [
     "seal",
     "to_json",
 ]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

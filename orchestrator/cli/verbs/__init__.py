@@ -1,0 +1,28 @@
+"""The table of verbs. Each name is a module here with `add_arguments(parser)` and `run(args, overrides) -> int`.
+
+A verb's module is imported only when it is called, and imports its heavy parts inside `run`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    help: str
+    overrides: bool = False  # takes `key=value` words: a configuration
+    command: bool = False  # takes `-- program args`
+
+
+VERBS: dict[str, Verb] = {
+    "plan": Verb("place a model on a cluster: layout, memory, time, what limits it", overrides=True),
+    "submit": Verb("plan a job and start it; prints its handle", overrides=True, command=True),
+    "list": Verb("runs of this machine"),
+    "status": Verb("one run, live: state, step, loss, tokens/s, memory"),
+    "logs": Verb("what a run's workers and agents wrote"),
+    "cancel": Verb("stop a run after it has saved"),
+    "resume": Verb("continue a stopped run from its last checkpoint"),
+    "config": Verb("the resolved configuration, or the choices of every group", overrides=True),
+    "completion": Verb("a completion script for bash, zsh or fish"),
+    "version": Verb("versions of orch and of what it stands on"),
+}

@@ -1,0 +1,170 @@
+"""`orch <verb> [flags] [key=value ...] [-- program args]`.
+
+argparse reads verbs and flags; every other word is a Hydra override. This module imports nothing heavy: `orch --help`
+and completion answer in about the time that Python needs to start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from orchestrator.cli.verbs import VERBS, Verb
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import MEANING, Exit
+from orchestrator.suggest import did_you_mean, nearest
+
+#: What a shell reports for a process that Ctrl-C ended, and for one whose reader went away.
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the process exit code. Errors are one line on stderr, and JSON with `--json`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    ours = argv[: argv.index("--")] if "--" in argv else argv
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()  # so that a reader that went away is noticed here
+        return code
+    except OrchError as error:
+        return _refuse(error.message, error.exit, "--json" in ours)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return PIPE_CLOSED
+    except Exception as error:
+        return _crash(error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1")
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
+        print(help_text(), file=sys.stderr)
+        return Exit.USAGE
+    name, rest = argv[0], argv[1:]
+    if name in ("-h", "--help", "help"):
+        if rest and rest[0] in VERBS:
+            name, rest = rest[0], ["--help"]
+        else:
+            print(help_text())
+            return Exit.DONE
+    if name in ("-V", "--version"):
+        name = "version"
+    if name not in VERBS:
+        raise OrchError(f"unknown verb {name!r}; {did_you_mean(name, VERBS)}", Exit.USAGE)
+    return _run_verb(name, VERBS[name], rest)
+
+
+def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
+    from importlib import import_module
+
+    from orchestrator.cli.parser import make_parser
+
+    module = import_module(f"orchestrator.cli.verbs.{name}")
+    command = None
+    if "--" in words:
+        cut = words.index("--")
+        words, command = words[:cut], words[cut + 1 :]
+        if not verb.command:
+            raise OrchError(f"`orch {name}` runs no program: nothing may follow `--`")
+        if not command:
+            raise OrchError(f"`orch {name} ... --` needs a program to run after `--`")
+    parser = make_parser(name, verb)
+    module.add_arguments(parser)
+    args, extra = parser.parse_known_intermixed_args(words)
+    args.command = command
+    return int(module.run(args, _overrides(name, verb, extra, parser.flags())) or 0)
+
+
+def _overrides(name: str, verb: Verb, words: list[str], flags: list[str]) -> list[str]:
+    """The words that argparse did not know: overrides where the verb takes them, mistakes everywhere else."""
+    for word in words:
+        if word.startswith("-") and word != "-":
+            flag = word.split("=", 1)[0]
+            raise OrchError(f"`orch {name}` has no flag {flag}; {did_you_mean(flag, flags)}")
+        if not verb.overrides:
+            raise OrchError(f"`orch {name}` does not take {word!r}; see `orch {name} --help`")
+        if "=" not in word and not word.startswith("~"):
+            hint = nearest(word, VERBS)
+            raise OrchError(
+                f"{word!r} is not key=value"
+                + (f"; did you mean the verb {hint!r}?" if hint else "")
+                + "; overrides look like cluster=h100x64 or train.steps=100"
+            )
+    return words
+
+
+def help_text() -> str:
+    """The page of `orch --help`."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+    codes = "\n".join(f"  {int(code):>3}  {text}" for code, text in MEANING.items())
+    return f"""usage: orch <verb> [flags] [key=value ...] [-- program args]
+
+From "this model, this cluster" to a placed, running, observed training job.
+
+verbs:
+{verbs}
+
+configuration (Hydra overrides; `orch config --choices` lists every group and file):
+  cluster=h100x64              a file of a group; +cluster=h100x64 is the same; without a cluster: local
+  parallel=tp8_pp4_zero1       degrees as a word: tpN ppN dpN cpN epN zeroN vppN spN; dp left out: what is left
+  train.steps=100              one key
+  --config-dir DIR             your own files of any group first; ./conf is used when it exists
+
+start here:
+  orch plan +cluster=h100x64 parallel=tp8_pp4_zero1
+  orch submit +cluster=local parallel=tp2_pp2_zero1 --follow
+
+exit codes:
+{codes}
+  {INTERRUPTED:>3}  interrupted
+
+`orch <verb> --help` shows a verb's flags. Every verb takes --json. ORCH_DEBUG=1 or --debug shows tracebacks."""
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _refuse(message: str, code: int, as_json: bool) -> int:
+    """Say one line on stderr; with `--json` the same as an object on stdout."""
+    message = _one_line(message)
+    print(f"orch: error: {message}", file=sys.stderr)
+    if as_json:
+        import json
+
+        meaning = MEANING.get(code, "")  # IntEnum keys compare with plain integers
+        print(json.dumps({"error": {"message": message, "exit": int(code), "meaning": meaning}}))
+    return int(code)
+
+
+def _crash(error: Exception, as_json: bool, debug: bool) -> int:
+    """A bug of ours: one line, and the traceback where it can be found."""
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    where = "above" if debug else _keep(text)
+    if debug:
+        print(text, file=sys.stderr, end="")
+    return _refuse(f"internal error: {type(error).__name__}: {error} (traceback: {where})", Exit.INTERNAL, as_json)
+
+
+def _keep(text: str) -> str:
+    import tempfile
+
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="orch-crash-", suffix=".txt")  # readable by this user alone
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        return path
+    except OSError:
+        return "ORCH_DEBUG=1 shows it"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

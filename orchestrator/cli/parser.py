@@ -1,0 +1,32 @@
+"""argparse with our manners: one-line errors with an exit code, no abbreviations, flags that every verb has."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from orchestrator.cli.verbs import Verb
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
+
+    def flags(self) -> list[str]:
+        """Every long flag, for did-you-mean."""
+        return sorted(flag for flag in self._option_string_actions if flag.startswith("--"))
+
+
+def make_parser(name: str, verb: Verb) -> Parser:
+    """The parser of one verb with the common flags; a verb may define a common flag anew."""
+    tail = (" [key=value ...]" if verb.overrides else "") + (" [-- program args]" if verb.command else "")
+    parser = Parser(prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve")
+    parser.add_argument("--json", action="store_true", help="print JSON; errors too")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an internal error")
+    if verb.overrides:
+        parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own group files, searched first")
+    if tail:
+        parser.epilog = f"usage goes on:{tail}"
+    return parser
