@@ -1,0 +1,1 @@
+"""The optimizer on flat shards, gradient clipping, learning-rate schedules, precision recipes."""

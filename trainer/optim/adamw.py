@@ -1,0 +1,128 @@
+"""AdamW on the flat shard of each bucket, with a master copy where parameters are narrower (arXiv 1711.05101).
+
+One fused kernel a bucket reads and writes each element once: on a CPU 1.9 ms for 4 million elements, where the formula
+written with tensor operations takes 6.1 ms. It is torch's functional `adamw`: constructing `torch.optim.AdamW` imports
+`torch._dynamo`, a second and 100 MiB a rank, for nothing that we use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from orchestrator.plan.document import Optim
+from trainer.parallel.data.buckets import FlatBucket, GradBuckets
+from trainer.parallel.params import ParamInfo
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """Elements `[start, stop)` of one parameter's local tensor, flattened, as this rank holds them for one kind of
+    state. `tensor` is the live 1-D view: a save reads it, a load writes it."""
+
+    info: ParamInfo
+    kind: str  # one of KINDS
+    start: int
+    stop: int
+    tensor: Tensor
+    writes: bool  # this rank is the one of all holders that puts it into a checkpoint
+
+
+@dataclass
+class ShardState:
+    """The optimizer's tensors for one bucket, all 1-D of the shard's length in the master dtype."""
+
+    master: Tensor  # the parameter shard itself where its dtype is the master dtype
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class ShardedAdamW:
+    """Updates the shard that this rank owns of every bucket, then gathers the parameters."""
+
+    def __init__(self, buckets: GradBuckets, optim: Optim, master_dtype: torch.dtype):
+        self.buckets, self.optim, self.master_dtype = buckets, optim, master_dtype
+        self.states = [self._new_state(bucket) for bucket in buckets.buckets]
+        self.step_count = 0
+
+    def _new_state(self, bucket: FlatBucket) -> ShardState:
+        shard = bucket.param_shard
+        master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
+        return ShardState(master, torch.zeros_like(master), torch.zeros_like(master))
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
+        """One update with the gradients times `grad_scale` (clipping, loss scale). Starts the parameter gathers, in
+        forward order; `buckets.wait_params()` ends them."""
+        self.step_count += 1
+        scaled = not (isinstance(grad_scale, float) or grad_scale.device.type == "cpu") or float(grad_scale) != 1.0
+        pairs = zip(self.buckets.buckets, self.states, strict=True)
+        for bucket, state in reversed(list(pairs)):
+            grad = bucket.grad_shard.to(self.master_dtype)
+            if scaled:
+                grad.mul_(grad_scale)
+            self._update(bucket, state, grad, lr)
+            if state.master is not bucket.param_shard:
+                bucket.param_shard.copy_(state.master)
+            self.buckets.gather(bucket)
+
+    def _update(self, bucket: FlatBucket, state: ShardState, grad: Tensor, lr: float) -> None:
+        optim = self.optim
+        # the kernel adds one to the count before it corrects the bias
+        count = torch.full((), self.step_count - 1, dtype=torch.float32, device=grad.device)
+        adamw(
+            *([state.master], [grad], [state.exp_avg], [state.exp_avg_sq], [], [count]),
+            fused=True,
+            amsgrad=False,
+            beta1=optim.beta1,
+            beta2=optim.beta2,
+            lr=lr,
+            weight_decay=optim.weight_decay if bucket.kind.decay else 0.0,
+            eps=optim.eps,
+            maximize=False,
+        )
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def slices(self) -> Iterator[StateSlice]:
+        """Every piece of state of this rank. Together the ranks' pieces with `writes` cover each element of each
+        parameter once; tp-padding included, which `ParamInfo.valid` cuts off."""
+        parallel = self.buckets
+        first_replica = bool(parallel.zero) or parallel.mesh.index("grad") == 0
+        for bucket, state in zip(parallel.buckets, self.states, strict=True):
+            low, _ = bucket.range
+            for position, (slot, start, stop) in enumerate_pieces(bucket, parallel.shard_index, parallel.shards):
+                info, offset = bucket.infos[position], slot.start + start - low
+                for kind in KINDS:
+                    view = getattr(state, kind)[offset : offset + stop - start]
+                    yield StateSlice(info, kind, start, stop, view, first_replica and info.owner)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After a load into `slices`: make the parameters follow the master copy, on every rank."""
+        for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
+            if state.master is not bucket.param_shard:
+                bucket.param_shard.copy_(state.master)
+            self.buckets.gather(bucket)
+        self.buckets.wait_params()
+
+    def tensors(self) -> list[Tensor]:
+        """State held beside the parameters, for the account of memory."""
+        result = []
+        for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
+            result += [] if state.master is bucket.param_shard else [state.master]
+            result += [state.exp_avg, state.exp_avg_sq]
+        return result
+
+
+def enumerate_pieces(bucket: FlatBucket, index: int, shards: int) -> Iterator[tuple[int, tuple]]:
+    """(position in the bucket, piece) of every parameter piece in a shard."""
+    position_of = {slot.index: position for position, slot in enumerate(bucket.layout.slots)}
+    for piece in bucket.layout.pieces(index, shards):
+        yield position_of[piece[0].index], piece

@@ -1,0 +1,53 @@
+"""The global gradient norm over every axis, and clipping by it (Pascanu et al., arXiv 1211.5063)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.metrics.comm import all_reduce
+from trainer.parallel.data.buckets import GradBuckets
+
+#: Elements summed in one go. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; over rows of this length,
+#: added up in fp64, it is right to 3e-7 at the same speed.
+ROW = 512
+
+
+def squared_norm(flat: Tensor) -> Tensor:
+    """Sum of squares of a 1-D tensor, as a 0-d float64 tensor on its device."""
+    rows = flat.numel() // ROW * ROW
+    parts = [flat[:rows].view(-1, ROW)] if rows else []
+    if rows < flat.numel():
+        parts.append(flat[rows:].view(1, -1))
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=_at_least_fp32(flat.dtype)).double() for part in parts]
+    return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=flat.device)
+
+
+def grad_norm(buckets: GradBuckets, scale: float = 1.0) -> Tensor:
+    """The 2-norm of the whole model's gradient after `finish`, times `scale`: 0-d float64, the same on every rank.
+
+    Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Shards
+    are summed over the data-parallel ranks (ZeRO-1) and parts over the model's (tp, pp). Stays on the device: no host
+    synchronisation here.
+    """
+    owned = [squared_norm(bucket.grad_shard) for bucket in buckets.buckets if bucket.owner]
+    device = buckets.buckets[0].grads.device
+    total = torch.stack(owned).sum() if owned else torch.zeros((), dtype=torch.float64, device=device)
+    if buckets.zero:
+        all_reduce(total, buckets.mesh.group("grad"), "norm", buckets.counter)
+    all_reduce(total, buckets.mesh.group("model"), "norm", buckets.counter)
+    return total.sqrt_().mul_(scale)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients by so that their norm is at most `max_norm` (0 = no clipping).
+
+    The 1e-6 is `torch.nn.utils.clip_grad_norm_`'s, so that a single process with torch's own gives the same weights.
+    """
+    if max_norm <= 0:
+        return torch.ones_like(norm)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,43 @@
+"""Precision recipes: which dtype holds what (Micikevicius et al., arXiv 1710.03740; bf16: arXiv 1905.12322)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from orchestrator.plan.document import Train
+from trainer.errors import LayoutError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`param`: weights, activations, pipeline messages. `reduce`: gradient accumulation and reduction. `master`: the
+    optimizer's weights and moments."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+    master: torch.dtype
+
+    @property
+    def has_master_copy(self) -> bool:
+        return self.param != self.master
+
+
+def recipe(train: Train) -> Recipe:
+    """The plan's precision. `grad_dtype` bf16 with fp32 weights is refused: it would only lose digits.
+
+    Raises LayoutError.
+    """
+    param, reduce = DTYPES[train.precision], DTYPES[train.grad_dtype]
+    if train.precision == "fp16":
+        raise LayoutError("precision fp16 needs dynamic loss scaling, which is not there yet; legal: fp32, bf16")
+    if train.precision == "fp32" and reduce != torch.float32:
+        raise LayoutError(f"grad_dtype {train.grad_dtype} with precision fp32 loses digits and saves nothing; use fp32")
+    return Recipe(param, reduce, torch.float32)
+
+
+#: For parity tests: everything in double, where a real bug cannot hide behind rounding.
+FP64 = Recipe(torch.float64, torch.float64, torch.float64)

@@ -1,0 +1,231 @@
+"""Data parallelism and ZeRO-0/1 on flat buckets.
+
+Parameters become views of one flat buffer a bucket; gradients are added, in the reduce dtype, to a second flat buffer
+as backward produces them. When a bucket has had all its gradients of the step, its one collective starts, while
+backward goes on: a reduce-scatter (ZeRO-1: this rank keeps the sum of its shard) or an all-reduce (ZeRO-0).
+After the optimizer has updated its shard, an all-gather in place rebuilds the whole parameters. Ring bytes a rank sends
+are 2(n-1)/n times the parameters in both cases (ZeRO, arXiv 1910.02054, section 7.2; Megatron-LM `mc/distributed`).
+
+Gradients are *sums* on the wire. The loss has been divided by the step's global number of valid tokens, so nothing here
+scales by a world size, and unequal token counts over ranks and micro-batches need no care.
+
+Some gradients need a second sum: parts held by tensor-parallel ranks (norm weights under sequence parallelism,
+replicated key/value heads), copies of tied embeddings on the first and last pipeline stage. Sums commute, so that one
+comes after the first and moves only the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trainer.errors import LayoutError
+from trainer.metrics.comm import (
+    CommCounter,
+    Handle,
+    all_reduce,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from trainer.parallel.data.layout import Bucket, Item, make_layout
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.params import ParamInfo
+
+#: Under which axis the bytes of a composite group are booked.
+BOOKED = {"grad": "dp", "kv": "tp", "embedding": "pp"}
+
+
+class Kind(NamedTuple):
+    """What all parameters of a bucket have in common."""
+
+    dtype: torch.dtype
+    decay: bool
+    replicated: bool  # over tp: one of the holders counts it in norms and writes it
+    sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
+
+
+class FlatBucket:
+    """The buffers of one bucket, and this rank's shard of each as a view."""
+
+    def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shard: tuple[int, int],
+                 reduce_dtype: torch.dtype):  # fmt: skip
+        device = params[0].device
+        self.layout, self.infos, self.range = layout, infos, shard
+        self.kind: Kind = layout.key
+        self.owner = infos[0].owner
+        self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
+        self.grads = torch.zeros(layout.numel, dtype=reduce_dtype, device=device)
+        self.grad_views = []
+        for slot, param in zip(layout.slots, params, strict=True):
+            view = self.params[slot.start : slot.stop].view(param.shape)
+            view.copy_(param.detach())
+            param.data = view
+            self.grad_views.append(self.grads[slot.start : slot.stop].view(param.shape))
+        self.param_shard = self.params[slice(*shard)]
+        self.grad_shard = self.grads[slice(*shard)]
+        self.missing = 0  # gradients still to come before the reduction may start
+        self.reduction: Handle | None = None
+        self.gathering: Handle | None = None
+
+
+class GradBuckets:
+    """Gradient accumulation, reduction and parameter gathering of one rank.
+
+    A step: `expect(n)`; n backward passes (hooks collect every gradient, or `on_grad` is called by hand where a
+    schedule computes weight gradients itself); `finish()`; the optimizer updates `param_shard` of each bucket from its
+    `grad_shard` and calls `gather(bucket)`; `wait_params()` before the next forward.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, Parameter, ParamInfo]],
+        mesh: Mesh,
+        zero: int,
+        reduce_dtype: torch.dtype,
+        bucket_bytes: int,
+        counter: CommCounter,
+    ):
+        """`params` in forward order, each once. Their storage moves into the buckets. Raises LayoutError for `zero`
+        above 1, ValueError for a parameter that appears twice."""
+        if zero not in (0, 1):
+            raise LayoutError(f"flat buckets implement ZeRO-0 and ZeRO-1, not ZeRO-{zero}")
+        if len({id(param) for _, param, _ in params}) != len(params):
+            raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
+        self.mesh, self.zero, self.counter = mesh, zero, counter
+        self.shards = mesh.size("grad") if zero else 1
+        self.shard_index = mesh.index("grad") if zero else 0
+        self.passes = 0
+        self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
+        items = [Item(i, param.numel(), _kind(param, info)) for i, (_, param, info) in enumerate(params)]
+        layouts = make_layout(items, self.shards, max(1, bucket_bytes // reduce_dtype.itemsize))
+        self.buckets: list[FlatBucket] = []
+        self._seat: dict[Parameter, tuple[int, int]] = {}  # parameter -> (bucket, slot)
+        self._received: list[list[int]] = []
+        for number, layout in enumerate(layouts):
+            members = [params[slot.index] for slot in layout.slots]
+            infos = [info for _, _, info in members]
+            if len({info.owner for info in infos}) != 1:
+                raise ValueError(f"parameters {[i.name for i in infos]} share a bucket but not an owner")
+            shard = layout.shard(self.shard_index, self.shards)
+            self.buckets.append(FlatBucket(layout, [param for _, param, _ in members], infos, shard, reduce_dtype))
+            self._received.append([0] * len(members))
+            for position, (_, param, _) in enumerate(members):
+                self._seat[param] = (number, position)
+        self._hooks = [p.register_post_accumulate_grad_hook(self.on_grad) for p in self._seat]
+
+    # ------------------------------------------------------------------------------------------- gradients
+
+    def expect(self, passes: int) -> None:
+        """Begin a step in which every parameter gets `passes` gradients (micro-batches)."""
+        if self.launched:
+            raise RuntimeError("expect() before finish() of the step before")
+        self.passes = passes
+        for bucket, received in zip(self.buckets, self._received, strict=True):
+            bucket.missing = passes * len(received)
+            received[:] = [0] * len(received)
+
+    def on_grad(self, param: Tensor) -> None:
+        """Take `param.grad` into the bucket and clear it. Starts the reduction of every bucket that is now complete."""
+        number, position = self._seat[param]
+        bucket, received = self.buckets[number], self._received[number]
+        if received[position] == self.passes:
+            name = bucket.infos[position].name
+            raise RuntimeError(f"{name} got more than the {self.passes} gradients expected in this step")
+        view = bucket.grad_views[position]
+        if received[position]:
+            view.add_(param.grad)
+        else:
+            view.copy_(param.grad)
+        param.grad = None
+        received[position] += 1
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """In index order only: ranks may complete buckets in different orders, collectives must not."""
+        while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket, group = self.buckets[self.launched], self.mesh.group("grad")
+        if self.zero:
+            out = None if group is None else bucket.grad_shard
+            bucket.reduction = start_reduce_scatter(bucket.grads, group, "dp", self.counter, out=out)
+        else:
+            bucket.reduction = start_all_reduce(bucket.grads, group, "dp", self.counter)
+        self.launched += 1
+
+    def finish(self) -> None:
+        """Wait until every `grad_shard` holds the sum over all ranks and passes. A parameter without a gradient gets
+        zeros, so that a rank that does not use it takes part in the sum."""
+        while self.launched < len(self.buckets):
+            for position, count in enumerate(self._received[self.launched]):
+                if not count:
+                    self.buckets[self.launched].grad_views[position].zero_()
+            self._launch()
+        for bucket in self.buckets:
+            bucket.reduction.wait()
+            bucket.reduction = None
+            for name in bucket.kind.sums:
+                all_reduce(bucket.grad_shard, self.mesh.group(name), BOOKED.get(name, name), self.counter)
+        self.launched = 0
+
+    # ------------------------------------------------------------------------------------------- parameters
+
+    def gather(self, bucket: FlatBucket) -> None:
+        """Start to rebuild a bucket's parameters from every rank's `param_shard`."""
+        if self.zero:
+            group = self.mesh.group("grad")
+            if group is not None:
+                bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
+
+    def wait_params(self) -> None:
+        """Until every parameter is whole again. Buckets without a gather under way cost nothing."""
+        for bucket in self.buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+
+    # ------------------------------------------------------------------------------------------- views
+
+    def grad_of(self, param: Tensor) -> Tensor:
+        """A view of a parameter's gradient buffer: after `finish`, the sum where this rank owns the shard."""
+        number, position = self._seat[param]
+        return self.buckets[number].grad_views[position]
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Every parameter's whole summed gradient by name, shards gathered into copies: for verification only."""
+        result = {}
+        for bucket in self.buckets:
+            whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(), "dp", CommCounter()).wait()
+            for info, slot, view in zip(bucket.infos, bucket.layout.slots, bucket.grad_views, strict=True):
+                result[info.name] = whole[slot.start : slot.stop].view(view.shape).clone()
+        return result
+
+    def _shard_group(self) -> torch.distributed.ProcessGroup | None:
+        return self.mesh.group("grad") if self.zero else None
+
+    def param_tensors(self) -> list[Tensor]:
+        """The parameters' storage, for the account of memory."""
+        return [bucket.params for bucket in self.buckets]
+
+    def grad_tensors(self) -> list[Tensor]:
+        """The gradients' storage, for the account of memory."""
+        return [bucket.grads for bucket in self.buckets]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; they stay views of the buckets."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _kind(param: Parameter, info: ParamInfo) -> Kind:
+    sums = [name for name in (info.grad_sum_group, "embedding" if info.tied else None) if name]
+    return Kind(param.dtype, info.decay, len(info.replicas) > 1, tuple(sums))
