@@ -1,0 +1,89 @@
+"""Naive twin of trainer.model: the decoder as plain functions over a dict of full weights.
+
+Written from the papers, not from the code under test: heads one by one, complex numbers for rotary positions, softmax
+spelled out. Slow on purpose.
+"""
+
+import math
+
+import torch
+
+
+def norm(x, w, name, model):
+    if model.norm == "rms":
+        return x * (x.square().mean(-1, keepdim=True) + model.norm_eps) ** -0.5 * w[f"{name}.weight"]
+    x = x - x.mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def project(x, w, name):
+    y = torch.einsum("bsi,oi->bso", x, w[f"{name}.weight"])
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def rope(x, positions, theta):
+    """x [b, s, d]: pairs (i, i + d/2) as complex numbers, turned by position * theta^(-2i/d)."""
+    d = x.shape[-1]
+    frequency = torch.tensor([theta ** (-2 * i / d) for i in range(d // 2)], dtype=x.dtype)
+    turn = torch.polar(torch.ones((), dtype=x.dtype), positions[..., None].to(x.dtype) * frequency)
+    z = torch.complex(x[..., : d // 2].contiguous(), x[..., d // 2 :].contiguous()) * turn
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def attention(x, w, name, model, positions, documents):
+    b, s, _ = x.shape
+    d = model.head_dim
+    q, k, v = (project(x, w, f"{name}.{part}") for part in ("wq", "wk", "wv"))
+    allowed = torch.ones(b, s, s, dtype=torch.bool)
+    for i in range(s):
+        for j in range(s):
+            if j > i:
+                allowed[:, i, j] = False
+            elif documents is not None:
+                allowed[:, i, j] = documents[:, i] == documents[:, j]
+    heads = []
+    for h in range(model.heads):
+        g = h // (model.heads // model.kv_heads)
+        qh, kh, vh = q[..., h * d : (h + 1) * d], k[..., g * d : (g + 1) * d], v[..., g * d : (g + 1) * d]
+        if model.position == "rope":
+            qh, kh = rope(qh, positions, model.rope_theta), rope(kh, positions, model.rope_theta)
+        scores = (qh @ kh.transpose(1, 2) / math.sqrt(d)).masked_fill(~allowed, -math.inf).exp()
+        heads.append(scores / scores.sum(-1, keepdim=True) @ vh)
+    return output(torch.cat(heads, dim=-1), w, name, "wo")
+
+
+def output(x, w, name, matrix):
+    y = project(x, w, f"{name}.{matrix}")
+    return y + w[f"{name}.out_bias"] if f"{name}.out_bias" in w else y
+
+
+def act(x, model):
+    if model.activation == "silu":
+        return x / (1 + torch.exp(-x))
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def mlp(x, w, name, model):
+    up = project(x, w, f"{name}.up")
+    inner = act(project(x, w, f"{name}.gate"), model) * up if model.mlp == "gated" else act(up, model)
+    return output(inner, w, name, "down")
+
+
+def logits(w, model, tokens, positions, documents=None):
+    """Full weights by name, int64 [b, s] -> [b, s, vocab]."""
+    x = w["embed.weight"][tokens]
+    if model.position == "learned":
+        x = x + w["embed_positions.weight"][positions]
+    for i in range(model.layers):
+        x = x + attention(norm(x, w, f"layers.{i}.norm1", model), w, f"layers.{i}.attn", model, positions, documents)
+        x = x + mlp(norm(x, w, f"layers.{i}.norm2", model), w, f"layers.{i}.mlp", model)
+    return norm(x, w, "norm", model) @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
+
+
+def loss_sum(scores, targets):
+    """Sum of -log softmax(scores)[target] over targets that are not -100."""
+    total = scores.new_zeros(())
+    for row, target in zip(scores.flatten(0, 1), targets.flatten().tolist(), strict=True):
+        if target != -100:
+            total = total + row.exp().sum().log() - row[target]
+    return total

@@ -1,0 +1,30 @@
+"""Small models of every kind and micro-batches for them, shared by the tests of model and tensor parallelism."""
+
+from types import SimpleNamespace
+
+import torch
+
+from orchestrator.plan.document import Model
+from tests.plans import tiny_model
+
+LLAMA = {"norm": "rms", "position": "rope", "mlp": "gated", "activation": "silu", "bias": False}
+GPT = {"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}
+MHA, GQA, MQA = {"kv_heads": 4}, {"kv_heads": 2}, {"kv_heads": 1}
+
+
+def small(**changes) -> Model:
+    """Two layers; vocabulary 257, which no tp > 1 divides."""
+    return tiny_model(**{"layers": 2, **changes})
+
+
+def batch(model: Model, b: int = 3, s: int = 8, seed: int = 0, documents: bool = False, ignored: float = 0.3):
+    """A micro-batch with some targets ignored; with `documents`, two packed documents a sample."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, model.vocab, (b, s + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(b, s, generator=generator) < ignored] = -100
+    ids = (torch.arange(s) >= s // 2 + 1).long().expand(b, s) if documents else None
+    positions = torch.arange(s).expand(b, s)
+    if documents:
+        positions = torch.where(ids > 0, positions - (s // 2 + 1), positions)
+    return SimpleNamespace(tokens=tokens[:, :-1], targets=targets, positions=positions, documents=ids)

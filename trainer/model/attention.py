@@ -1,0 +1,61 @@
+"""Self-attention with grouped key/value heads (Ainslie et al. 2023, arXiv 2305.13245) through torch's SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model
+
+from .linear import Linear
+from .rope import Rope, rotate
+
+#: (q [b, heads, s, d], k and v [b, kv_heads, s, d], positions [b, s], documents [b, s] or None) -> [b, heads, s, d]
+Core = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Attention(nn.Module):
+    """[b, s, hidden] -> [b, s, hidden] without the output bias, which the block adds after its boundary.
+
+    Head counts are read off the weights' shapes, so a rank with a slice of the heads needs no other code. `core` is
+    replaceable: context parallelism puts its own there.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.head_dim = model.head_dim
+        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.wq = Linear(model.hidden, queries, model.bias)
+        self.wk = Linear(model.hidden, keys, model.bias)
+        self.wv = Linear(model.hidden, keys, model.bias)
+        self.wo = Linear(queries, model.hidden)
+        self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
+        self.core: Core = SDPA(model.causal)
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Rope | None) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        return self.wo(self.core(q, k, v, positions, documents).transpose(1, 2).flatten(-2))
+
+
+class SDPA:
+    """The whole sequence on one rank. Tokens of different packed documents do not see each other."""
+
+    def __init__(self, causal: bool):
+        self.causal = causal
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        mask = None if documents is None else self._mask(documents)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    def _mask(self, documents: Tensor) -> Tensor:
+        """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future."""
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        return same.tril() if self.causal else same

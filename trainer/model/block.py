@@ -1,0 +1,66 @@
+"""One pre-norm decoder block and its MLP.
+
+Around attention and MLP stand four boundaries, identities here. Parallelism replaces them: what leaves `attn_in` and
+`mlp_in` is what a column-parallel matrix may read, what enters `attn_out` and `mlp_out` is a row-parallel matrix's
+partial sum. Output biases are added after the boundary, else tp ranks would add them tp times.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model
+
+from .attention import Attention
+from .linear import Linear
+from .norm import make_norm
+from .rope import Rope
+
+#: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
+ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
+
+
+class MLP(nn.Module):
+    """[b, s, hidden] -> [b, s, hidden] without the output bias.
+
+    plain: down(act(up(x))); gated: down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202).
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.gate = Linear(model.hidden, model.ffn_hidden, model.bias) if model.mlp == "gated" else None
+        self.up = Linear(model.hidden, model.ffn_hidden, model.bias)
+        self.down = Linear(model.ffn_hidden, model.hidden)
+        self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
+        self.activation = ACTIVATIONS[model.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """[b, s, hidden] -> [b, s, hidden]; the input and output may be sequence shards, attention sees whole sequences."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.norm1, self.attn = make_norm(model), Attention(model)
+        self.norm2, self.mlp = make_norm(model), MLP(model)
+        self.attn_in, self.attn_out = nn.Identity(), nn.Identity()
+        self.mlp_in, self.mlp_out = nn.Identity(), nn.Identity()
+
+    def forward(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, rope: Rope | None = None
+    ) -> Tensor:
+        attended = self.attn_out(self.attn(self.attn_in(self.norm1(x)), positions, documents, rope))
+        x = x + _biased(attended, self.attn.out_bias)
+        return x + _biased(self.mlp_out(self.mlp(self.mlp_in(self.norm2(x)))), self.mlp.out_bias)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias

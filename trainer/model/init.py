@@ -1,0 +1,75 @@
+"""Initial weights that depend on (seed, parameter name) and nothing else: every layout starts from the same model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model
+
+from .stage import Stage
+
+#: Rows of dimension 0 drawn from one generator. A rank draws only the blocks that its rows touch, and holds one block
+#: of a full tensor at a time.
+ROWS = 4096
+
+
+class Slice(Protocol):
+    """Where a local tensor lies in its global one (`trainer.parallel.params.ParamInfo`)."""
+
+    global_shape: tuple[int, ...]
+    global_slices: tuple[slice, ...]
+
+    def valid(self, local: Tensor) -> Tensor: ...
+
+
+@torch.no_grad()
+def init_stage(stage: Stage, model: Model, seed: int, table: Mapping[str, Slice] | None = None) -> None:
+    """Fill every parameter in place; `table` says which slice of the full tensor a parameter holds (default: all).
+
+    Draws are made in fp32 and then rounded, so all precisions start from the same numbers. They come from the device
+    that holds the parameter: CPU and CUDA differ.
+    """
+    for name, param in stage.named_parameters():
+        if table is None:
+            fill(param, name, tuple(param.shape), tuple(slice(0, size) for size in param.shape), model, seed)
+        else:
+            info = table[name]
+            param.zero_()  # padding stays zero for ever: its gradient is zero and decay keeps it there
+            fill(info.valid(param), name, info.global_shape, info.global_slices, model, seed)
+
+
+def fill(out: Tensor, name: str, shape: tuple[int, ...], where: tuple[slice, ...], model: Model, seed: int) -> None:
+    """Write full_tensor(name)[where] into `out`, drawing no more than the rows that are asked for."""
+    if len(shape) == 1:
+        nn.init.constant_(out, 1.0 if name.endswith("weight") else 0.0)  # norms begin as identity, biases at zero
+        return
+    deviation = std(name, model)
+    rows, rest = where[0], where[1:]
+    for block in range(rows.start // ROWS, -(-rows.stop // ROWS)):
+        low, high = block * ROWS, min((block + 1) * ROWS, shape[0])
+        first, stop = max(low, rows.start), min(high, rows.stop)
+        if first >= stop:
+            continue
+        generator = torch.Generator(out.device).manual_seed(_seed(seed, name, block))
+        drawn = torch.empty(high - low, *shape[1:], dtype=torch.float32, device=out.device)
+        drawn.normal_(0.0, deviation, generator=generator)
+        out[first - rows.start : stop - rows.start].copy_(drawn[first - low : stop - low][(slice(None), *rest)])
+
+
+def std(name: str, model: Model) -> float:
+    """sqrt(2 / 5h) (Nguyen & Salazar 2019, arXiv 1910.05895: 0.02 at h = 1000), and for matrices that write into the
+    residual stream that over sqrt(2 layers) (GPT-2, section 2.3).
+    """
+    base = (2.0 / (5.0 * model.hidden)) ** 0.5
+    writes = name.endswith(("attn.wo.weight", "mlp.down.weight"))
+    return base / (2.0 * model.layers) ** 0.5 if writes else base
+
+
+def _seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)

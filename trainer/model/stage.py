@@ -1,0 +1,66 @@
+"""Consecutive layers of the decoder: what one pipeline stage computes. With all layers it is the whole model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model
+
+from .block import Block
+from .linear import Embedding, Linear
+from .norm import make_norm
+from .rope import rope_tables
+
+
+class Batch(Protocol):
+    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`)."""
+
+    tokens: Tensor  # [b, s] int64
+    positions: Tensor  # [b, s] int64, counted from the start of each document
+    documents: Tensor | None  # [b, s] int64: which packed document a token belongs to
+
+
+class Stage(nn.Module):
+    """Blocks `layers` of the model, with the embedding if `first` and the final norm and head if `last`.
+
+    Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on every layout. With
+    tied embeddings the head's weight is `embed.weight`; a last stage that is not also the first holds its own copy
+    under that name. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and
+    `head_in` are boundaries like those of a block.
+    """
+
+    def __init__(self, model: Model, layers: range, first: bool, last: bool):
+        super().__init__()
+        self.model, self.first, self.last = model, first, last
+        tied = model.tied_embeddings
+        if first or (last and tied):
+            self.embed = Embedding(model.vocab, model.hidden)
+        self.learned_positions = first and model.position == "learned"
+        if self.learned_positions:
+            self.embed_positions = Embedding(model.max_seq_len, model.hidden)
+        self.embed_out, self.positions_out, self.head_in = nn.Identity(), nn.Identity(), nn.Identity()
+        self.layers = nn.ModuleDict({str(index): Block(model) for index in layers})
+        if last:
+            self.norm = make_norm(model)
+            self.head = Linear(model.hidden, model.vocab)
+            self.tie()
+
+    def tie(self) -> None:
+        """Make head and embedding one parameter again, after something replaced the embedding's weight."""
+        if self.last and self.model.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
+        """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s, vocab] if last."""
+        if self.first:
+            x = self.embed_out(self.embed(batch.tokens))
+            if self.learned_positions:
+                x = x + self.positions_out(self.embed_positions(batch.positions))
+        rope = None
+        if self.model.position == "rope":
+            rope = rope_tables(batch.positions, self.model.head_dim, self.model.rope_theta, x.dtype)
+        for block in self.layers.values():
+            x = block(x, batch.positions, batch.documents, rope)
+        return self.head(self.head_in(self.norm(x))) if self.last else x

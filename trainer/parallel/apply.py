@@ -1,0 +1,136 @@
+"""From a plan to what one rank trains. This file states the order in which techniques are put on the model:
+
+1. refuse what is not proven                          legal.check
+2. build each stage on meta, whole: names and shapes  model.Stage
+3. cut it over tp: the registry of parameters         tensor.shard
+4. allocate this rank's slices and fill them          model.init_stage (same numbers on every layout)
+5. boundaries: communication at the edges of blocks   tensor.Boundary; vocab.ShardedLookup
+6. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.plan import Plan
+from trainer.metrics.comm import CommCounter
+from trainer.model.init import init_stage
+from trainer.model.stage import Stage
+
+from . import legal
+from .mesh import Mesh
+from .params import ParamInfo, ParamTable
+from .tensor import Boundary, Copy, Gather, KeepShard, Reduce, Scatter, shard
+from .vocab import ShardedLookup, VocabParallelLoss
+
+#: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp rank
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of the model: its stages in model order, their loss and the registry of its parameters."""
+
+    stages: list[Stage]
+    loss: Loss
+    table: ParamTable
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
+        """Every parameter once, in order of execution."""
+        seen: set[int] = set()
+        for stage in self.stages:
+            for name, param in stage.named_parameters():
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield name, param, self.table[name]
+
+
+def build(
+    plan: Plan,
+    mesh: Mesh,
+    counter: CommCounter,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    indices: Sequence[int] | None = None,
+) -> Part:
+    """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp, ...) of this rank.
+
+    Raises LayoutError for a plan that this trainer does not run.
+    """
+    legal.check(plan)
+    par = plan.parallel
+    count = par.pp * par.vpp
+    if indices is None:
+        indices = range(mesh.coord.pp, count, par.pp)
+    stages, table = [], {}
+    for index in sorted(indices):
+        first = sum(par.stage_layers[:index])
+        layers = range(first, first + par.stage_layers[index])
+        with torch.device("meta"):
+            stage = Stage(plan.model, layers, first=index == 0, last=index == count - 1)
+        infos = registry(plan, stage, mesh.coord.tp)
+        materialise(stage, infos, torch.device(device), dtype)
+        init_stage(stage, plan.model, plan.job.train.seed, infos)
+        if mesh.group("tp") is not None:
+            place_boundaries(stage, infos, mesh, par.sp, counter)
+        stages.append(stage)
+        table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
+    if len(stages) > 1 and plan.model.tied_embeddings and stages[0].first and stages[-1].last:
+        stages[-1].embed.weight = stages[0].embed.weight  # both ends on one rank: one parameter, no copy
+        stages[-1].tie()
+        table["embed.weight"] = replace(table["embed.weight"], tied=False)
+    return Part(stages, make_loss(plan, stages[-1], table, mesh, counter), table)
+
+
+def registry(plan: Plan, stage: Stage, tp_index: int) -> ParamTable:
+    """ParamInfo of every parameter of a stage that still has its global shapes."""
+    model, par = plan.model, plan.parallel
+    table = {}
+    for name, param in stage.named_parameters():
+        info = shard(name, tuple(param.shape), model, par.tp, tp_index, par.sp)
+        if name == "embed.weight" and model.tied_embeddings and par.pp > 1:
+            info = replace(info, tied=True, owner=info.owner and stage.first)
+        table[name] = info
+    return table
+
+
+def materialise(stage: Stage, table: ParamTable, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace every parameter by an uninitialised one of this rank's shape."""
+    for path, module in stage.named_modules():
+        for key, _ in list(module.named_parameters(recurse=False)):
+            name = f"{path}.{key}" if path else key
+            if name in table:  # the tied head is not: it follows the embedding
+                setattr(module, key, nn.Parameter(torch.empty(table[name].local_shape, device=device, dtype=dtype)))
+    stage.tie()
+
+
+def place_boundaries(stage: Stage, table: ParamTable, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
+    """Put tensor-parallel communication at the edges of blocks, embedding and head."""
+    group = mesh.group("tp")
+    into, out = (Gather, Scatter) if sp else (Copy, Reduce)
+    for block in stage.layers.values():
+        block.attn_in, block.attn_out = Boundary(into, group, counter), Boundary(out, group, counter)
+        block.mlp_in, block.mlp_out = Boundary(into, group, counter), Boundary(out, group, counter)
+    if stage.first:
+        rows = table["embed.weight"]
+        stage.embed.op = ShardedLookup(rows.start, rows.stop)
+        stage.embed_out = Boundary(out, group, counter)
+        if sp:
+            stage.positions_out = KeepShard(mesh.size("tp"), mesh.index("tp"))
+    if stage.last:
+        stage.head_in = Boundary(into, group, counter)
+
+
+def make_loss(plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter) -> Loss:
+    if not stage.last:
+        return _no_loss
+    columns = table["embed.weight" if plan.model.tied_embeddings else "head.weight"]
+    return VocabParallelLoss(columns.start, columns.stop - columns.start, mesh.group("tp"), counter)
+
+
+def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    raise AssertionError("only the rank with the last stage has logits")

@@ -1,0 +1,75 @@
+"""What this trainer runs, and one clear line for what it does not. Pure; called before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.plan import Plan
+from trainer.errors import LayoutError
+
+
+def check(plan: Plan) -> None:
+    """Raise LayoutError naming the first rule that the plan breaks, with the legal values where there are any."""
+    for problem in problems(plan):
+        raise LayoutError(problem)
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """Every reason to refuse, in the order in which a reader would fix them."""
+    yield from _unproven(plan)
+    yield from _tensor(plan)
+    yield from _sequence(plan)
+
+
+def _unproven(plan: Plan) -> Iterator[str]:
+    """Techniques that have not been shown equal to one process yet. A technique that lands leaves this list."""
+    model, par, train = plan.model, plan.parallel, plan.job.train
+    if model.moe is not None:
+        yield f"model {model.name} is a mixture of experts, which the trainer does not run yet (plan it with --dry-run)"
+    if model.mla is not None:
+        yield f"model {model.name} uses multi-head latent attention, which the trainer does not run yet"
+    if not model.causal:
+        yield f"model {model.name} is not causal: the trainer only predicts the next token"
+    if model.dropout:
+        yield f"model.dropout={model.dropout} is not implemented; use 0"
+    if par.cp > 1:
+        yield f"cp={par.cp} is not proven yet; use cp1"
+    if par.ep > 1:
+        yield f"ep={par.ep} needs a mixture of experts; use ep1"
+    if par.zero > 1:
+        yield f"zero={par.zero} is not proven yet; legal: 0, 1"
+    if train.recompute != "none":
+        yield f"train.recompute={train.recompute} is not proven yet; legal: none"
+    if train.precision == "fp16":
+        yield "train.precision=fp16 needs loss scaling, which is not proven yet; legal: fp32, bf16"
+    if train.compile:
+        yield "train.compile=true is not proven yet; use false"
+
+
+def _tensor(plan: Plan) -> Iterator[str]:
+    model, tp = plan.model, plan.parallel.tp
+    if model.heads % model.kv_heads:
+        yield f"model.kv_heads={model.kv_heads} must divide model.heads={model.heads}"
+    legal = [degree for degree in range(1, model.heads + 1) if _divides(degree, model)]
+    if tp not in legal:
+        yield (
+            f"tp={tp} does not fit model {model.name}: it must divide heads={model.heads} and"
+            f" ffn_hidden={model.ffn_hidden}, and divide or be a multiple of kv_heads={model.kv_heads};"
+            f" legal tp: {', '.join(map(str, legal))}"
+        )
+    if model.position == "rope" and model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim} must be even for rotary positions"
+
+
+def _divides(tp: int, model: object) -> bool:
+    fits_kv = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    return model.heads % tp == 0 and model.ffn_hidden % tp == 0 and fits_kv
+
+
+def _sequence(plan: Plan) -> Iterator[str]:
+    model, par, length = plan.model, plan.parallel, plan.job.train.seq_len
+    local = length // par.cp
+    if par.sp and local % par.tp:
+        yield f"sequence parallelism needs tp={par.tp} to divide seq_len / cp = {local}; use sp0 or another seq_len"
+    if model.position == "learned" and length > model.max_seq_len:
+        yield f"train.seq_len={length} is longer than the {model.max_seq_len} learned positions of {model.name}"

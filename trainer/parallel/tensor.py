@@ -1,0 +1,166 @@
+"""Tensor and sequence parallelism: which rank holds which rows, and the four boundaries around column/row pairs.
+
+Column-parallel matrices (wq, wk, wv, gate, up) hold a slice of their output features, row-parallel ones (wo, down) a
+slice of their input features and give partial sums (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Between such
+pairs activations are whole on every rank, or, with sequence parallelism, sharded over the sequence (Korthikanti et al.
+2022, arXiv 2205.05198, section 4.2.2):
+
+               into the pair                              out of the pair
+    TP         Copy:    identity    / all-reduce          Reduce:  all-reduce     / identity
+    TP + SP    Gather:  all-gather  / reduce-scatter      Scatter: reduce-scatter / all-gather    (forward / backward)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model
+from trainer.metrics.comm import CommCounter, all_gather, all_reduce, reduce_scatter
+
+from .params import ParamInfo
+
+AXIS = "tp"
+COLUMN = ("attn.wq.weight", "attn.wq.bias", "mlp.gate.weight", "mlp.gate.bias", "mlp.up.weight", "mlp.up.bias")
+KEY_VALUE = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
+ROW = ("attn.wo.weight", "mlp.down.weight")
+VOCABULARY = ("embed.weight", "head.weight")
+
+
+# ---------------------------------------------------------------------------------------------- slices
+
+
+def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool) -> ParamInfo:
+    """What tp rank `index` of `tp` holds of a parameter. Pure; degrees are checked by `legal.check`."""
+    dim, replicas, partial = None, tuple(range(tp)), sp and tp > 1
+    part, parts = index, tp
+    if tp == 1:
+        pass
+    elif name.endswith(KEY_VALUE):
+        # Fewer heads than ranks: neighbours hold the same head, each with the gradient of its own queries only.
+        share = max(1, tp // model.kv_heads)
+        part, parts, dim = index // share, tp // share, 0
+        replicas, partial = tuple(range(part * share, (part + 1) * share)), share > 1
+    elif name.endswith((*COLUMN, *VOCABULARY, *ROW)):
+        dim, replicas, partial = (1 if name.endswith(ROW) else 0), (index,), False
+    # else norms, output biases, positions: whole everywhere. With SP each rank sees a part of the sequence, so its
+    # gradient is a part too; without SP every rank computes the same full gradient.
+    size = shape[dim or 0]
+    padded = -(-size // parts) if dim is not None else size  # only the vocabulary may not divide
+    return ParamInfo(
+        name=name,
+        global_shape=tuple(shape),
+        shard_dim=dim,
+        start=min(part * padded, size) if dim is not None else 0,
+        stop=min((part + 1) * padded, size) if dim is not None else size,
+        padded=padded,
+        tp_partial_grad=partial,
+        replicas=replicas,
+        owner=index == replicas[0],
+        decay=len(shape) > 1,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- boundaries
+
+
+class Boundary(nn.Module):
+    """A communication at the edge of a column/row pair: [b, s or s/tp, hidden] -> [b, s or s/tp, hidden]."""
+
+    def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup, counter: CommCounter):
+        super().__init__()
+        self.function, self.group, self.counter = function, group, counter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x, self.group, self.counter)
+
+    def extra_repr(self) -> str:
+        return f"{self.function.__name__}, tp={self.group.size()}"
+
+
+class Copy(torch.autograd.Function):
+    """Identity forward, all-reduce backward: every rank's column slice contributes to the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+        ctx.group, ctx.counter = group, counter
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # In place: the gradient was just made by the matrices behind the boundary and nobody else holds it.
+        return all_reduce(grad.contiguous(), ctx.group, AXIS, ctx.counter), None, None
+
+
+class Reduce(torch.autograd.Function):
+    """All-reduce forward (in place, on the partial sum that a row-parallel matrix just made), identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+        if x.is_contiguous():
+            ctx.mark_dirty(x)
+        return all_reduce(x.contiguous(), group, AXIS, counter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class Gather(torch.autograd.Function):
+    """[b, s/tp, h] -> [b, s, h] forward, reduce-scatter over the sequence backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+        ctx.group, ctx.counter = group, counter
+        return gather_sequence(x, group, counter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_sequence(grad, ctx.group, ctx.counter), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """[b, s, h] partial sums -> [b, s/tp, h] sums forward, all-gather over the sequence backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+        ctx.group, ctx.counter = group, counter
+        return scatter_sequence(x, group, counter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_sequence(grad, ctx.group, ctx.counter), None, None
+
+
+class KeepShard(nn.Module):
+    """[b, s, h] -> this rank's [b, s/tp, h], without communication.
+
+    For values that every rank computes alike (learned positions). Each rank's gradient is that of its own shard, so
+    the parameter behind it has a partial gradient.
+    """
+
+    def __init__(self, parts: int, index: int):
+        super().__init__()
+        self.parts, self.index = parts, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(self.parts, dim=1)[self.index]
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+    """[b, s/n, h] of every rank -> [b, s, h]. Collectives join dimension 0, so for b > 1 the pieces are reordered."""
+    batch, length, hidden = x.shape
+    joined = all_gather(x.contiguous(), group, AXIS, counter)
+    if batch == 1:
+        return joined.view(1, -1, hidden)
+    return joined.view(-1, batch, length, hidden).transpose(0, 1).reshape(batch, -1, hidden)
+
+
+def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+    """Partial sums [b, s, h] -> this rank's [b, s/n, h] of their sum."""
+    batch, _, hidden = x.shape
+    pieces = x.view(batch, group.size(), -1, hidden).transpose(0, 1).contiguous() if batch > 1 else x.contiguous()
+    return reduce_scatter(pieces.view(-1, hidden), group, AXIS, counter).view(batch, -1, hidden)

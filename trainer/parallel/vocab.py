@@ -1,0 +1,101 @@
+"""The vocabulary cut over tensor-parallel ranks: embedding lookup and cross-entropy.
+
+Rank r of n holds rows [r*p, (r+1)*p) with p = ceil(vocab / n); rows past the vocabulary are padding, which no token
+looks up and no softmax counts. Full logits exist nowhere (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.metrics.comm import CommCounter, all_gather
+from trainer.model.loss import IGNORED
+
+from .tensor import AXIS
+
+#: Logits that are exponentiated at a time, in elements: bounds the fp32 temporaries next to bf16 logits.
+CHUNK = 1 << 24
+
+
+class ShardedLookup:
+    """An embedding `op`: rows of this rank's shard, zeros for other ranks' tokens. The sum over ranks is the lookup."""
+
+    def __init__(self, start: int, stop: int):
+        self.start, self.stop = start, stop
+
+    def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        elsewhere = (tokens < self.start) | (tokens >= self.stop)
+        rows = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+class VocabParallelLoss:
+    """Sum of -log p(target) over valid tokens, from this rank's columns of the logits; equal on every tp rank.
+
+    logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of columns that are not
+    padding. Without a group it is the plain loss, computed without keeping an fp32 copy of the logits.
+    """
+
+    def __init__(self, start: int, valid: int, group: dist.ProcessGroup | None, counter: CommCounter):
+        self.start, self.valid, self.group, self.counter = start, valid, group, counter
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return _CrossEntropy.apply(logits, targets, self.start, self.valid, self.group, self.counter)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Each rank reduces its columns to two numbers a token, log-sum-exp and the target's logit; one all-gather of
+    those is the only communication, and every rank adds them up in the same order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        valid: int,
+        group: dist.ProcessGroup | None,
+        counter: CommCounter,
+    ) -> Tensor:
+        flat, goal = logits.flatten(0, -2), targets.flatten()
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        column = goal - start
+        here = (column >= 0) & (column < valid)  # never true for IGNORED, which is negative
+        column = column.masked_fill(~here, 0)
+        mine = flat.new_zeros(1, 2, goal.numel(), dtype=wide)
+        for rows in _chunks(flat):
+            torch.logsumexp(flat[rows, :valid].to(wide), dim=-1, out=mine[0, 0, rows])
+        if valid:
+            mine[0, 1] = flat.gather(1, column[:, None]).squeeze(1).to(wide).masked_fill(~here, 0.0)
+        log_sums, goals = all_gather(mine, group, AXIS, counter).unbind(1)
+        total = torch.logsumexp(log_sums, dim=0)
+        counted = goal != IGNORED
+        ctx.save_for_backward(logits, total, column, here, counted)
+        ctx.valid = valid
+        return (total - goals.sum(0)).masked_fill(~counted, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """d/dlogits = softmax - onehot(target), for valid tokens and columns; zero elsewhere."""
+        logits, total, column, here, counted = ctx.saved_tensors
+        flat = logits.flatten(0, -2)
+        out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
+        scale = grad * counted
+        for rows in _chunks(flat):
+            part = (flat[rows, : ctx.valid].to(total.dtype) - total[rows, None]).exp_()
+            if ctx.valid:
+                part.scatter_add_(1, column[rows, None], -here[rows, None].to(part.dtype))
+            out[rows, : ctx.valid] = part.mul_(scale[rows, None])
+        return out.view_as(logits), None, None, None, None, None
+
+
+def _chunks(flat: Tensor) -> list[slice]:
+    """Slices of rows that hold at most CHUNK elements each."""
+    step = max(1, CHUNK // max(1, flat.shape[1]))
+    return [slice(first, first + step) for first in range(0, flat.shape[0], step)]
