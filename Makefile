@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 WORKERS ?= 2
 
-.PHONY: demo test test-fast lint clean
+.PHONY: demo test test-fast test-slurm testbed-slurm lint clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -14,6 +14,12 @@ test: .venv/.ready lint
 
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slurm: .venv/.ready
+	$(PYTEST) -m slurm tests/slurm
+
+testbed-slurm: .venv/.ready
+	@$(PY) -m tests.slurm.cluster start
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

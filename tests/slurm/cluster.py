@@ -1,0 +1,319 @@
+"""A real Slurm cluster on this machine: one slurmctld, one slurmd a node, its own munged, optional accounting.
+
+Every daemon is started in the foreground by us and ended by its pid. Several clusters run at once: each has its own
+folder, ports and munge socket. `python -m tests.slurm.cluster start` leaves one up to play with, `stop` ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from . import cluster_conf as conf
+from .cluster_conf import Shape
+from .packages import SBIN, find, install
+
+PREFIX = "orch-slurm-"
+
+
+class ClusterError(RuntimeError):
+    """The cluster could not be brought up; the message ends with the last lines of the log that knows why."""
+
+
+class Cluster:
+    """Use as a context manager. `env` is what Slurm's commands need; `run` calls one and returns its output."""
+
+    def __init__(self, shape: Shape | None = None, home: Path | None = None) -> None:
+        self.shape = shape or Shape()
+        self.home = home or Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.host = socket.gethostname().split(".")[0]
+        self.pids: dict[str, int] = {}
+        self.ports = _free_ports(self.shape.nodes)
+
+    # ------------------------------------------------------------------------------------------ life
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._write_files()
+        self._start_munge()
+        if self.shape.accounting:
+            self._start_accounting()
+        self.start_controller(clean=True)
+        if self.shape.accounting:
+            user = ["user", "root", "DefaultAccount=orch"]
+            self.run("sacctmgr", "-i", "add", "account", "orch")
+            self.run("sacctmgr", "-i", "modify", "user", "root", "set", "DefaultAccount=orch", check=False)
+            self.run("sacctmgr", "-i", "add", *user, check=False)
+        for name in self.shape.names:
+            self.start_node(name)
+        self.wait(lambda: self.idle() == self.shape.nodes, 30, f"{self.shape.nodes} idle nodes", "slurmctld.log")
+
+    def stop(self) -> None:
+        """Jobs, nodes, controller, database, munge; then whatever still carries our SLURM_CONF; then the folder."""
+        if "slurmctld" in self.pids:
+            self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False, timeout=10)
+        order = [*(f"slurmd-{n}" for n in self.shape.names), "slurmctld", "slurmdbd", "mariadbd", "munged"]
+        for name in order:
+            self._end(name, signal.SIGKILL if name.startswith("slurmd-") else signal.SIGTERM)
+        for pid in self.processes():
+            _signal(pid, signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def start_controller(self, clean: bool = False) -> None:
+        self._daemon("slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.home / "slurm.conf"))
+        self.wait(lambda: self.run("scontrol", "ping", check=False).count("is UP"), 20, "slurmctld", "slurmctld.log")
+
+    def stop_controller(self) -> None:
+        self._end("slurmctld", signal.SIGTERM)
+
+    def kill_controller(self) -> None:
+        self._end("slurmctld", signal.SIGKILL)
+
+    def start_node(self, name: str) -> None:
+        self._daemon("slurmd", "-D", "-N", name, "-f", str(self.home / "slurm.conf"), key=f"slurmd-{name}")
+
+    def kill_node(self, name: str) -> None:
+        """The node vanishes: its slurmd and every process of its job steps get SIGKILL, as when power is cut."""
+        self._end(f"slurmd-{name}", signal.SIGKILL)
+        for pid in self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"):
+            _signal(pid, signal.SIGKILL)
+
+    def reset(self) -> None:
+        """Back to an empty cluster: no jobs, every daemon up, every node idle."""
+        if "slurmctld" not in self.pids:
+            self.start_controller()
+        self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
+        self.run("scancel", "--user=root", check=False)
+        for name in self.shape.names:
+            if f"slurmd-{name}" not in self.pids:
+                self.start_node(name)
+        if self.idle() != self.shape.nodes:
+            self.run("scontrol", "update", f"NodeName={','.join(self.shape.names)}", "State=RESUME", check=False)
+        self.wait(lambda: self.idle() == self.shape.nodes, 40, "empty cluster", "slurmctld.log")
+
+    # ------------------------------------------------------------------------------------------ questions
+
+    @property
+    def env(self) -> dict[str, str]:
+        """This process's environment without Slurm's variables, pointed at the cluster."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SALLOC", "SQUEUE"))}
+        return {**kept, "SLURM_CONF": str(self.home / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+
+    def run(self, *argv: str, check: bool = True, timeout: float = 30) -> str:
+        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=timeout, cwd=self.home)
+        if check and done.returncode:
+            raise ClusterError(f"{' '.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def idle(self) -> int:
+        return len(self.run("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N", check=False).split())
+
+    def job_state(self, job: str) -> str:
+        """squeue's word for a job; empty when the controller has forgotten it."""
+        return self.run("squeue", "-h", "-j", job, "-t", "all", "-o", "%T", check=False).strip()
+
+    def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > end:
+                tail = self.log_tail(log) if log else ""
+                raise ClusterError(f"no {what} within {seconds:.0f} s\n{tail}")
+            time.sleep(0.1)
+
+    def log_tail(self, log: str, lines: int = 20) -> str:
+        path = self.home / "log" / log
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"no {log}"
+
+    def processes(self, variable: bytes = b"") -> list[int]:
+        """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and their children."""
+        ours = f"SLURM_CONF={self.home}/slurm.conf".encode() + b"\0"
+        return [pid for pid, env in _environments() if ours in env and variable in env]
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    def _write_files(self) -> None:
+        self.home.chmod(0o755)
+        for folder in ("state", "spool", "run", "log", "dev", "munge", "db"):
+            (self.home / folder).mkdir(mode=0o755)
+        for gpu in range(self.shape.gpus):  # any character device will do; 1:3 is the null device
+            os.mknod(self.home / "dev" / f"gpu{gpu}", 0o600 | 0o020000, os.makedev(1, 3))
+        files = {
+            "slurm.conf": conf.slurm_conf(self.shape, self.home, self.host, self.ports),
+            "gres.conf": conf.gres_conf(self.shape, self.home),
+            "topology.conf": conf.topology_conf(self.shape),
+            "cgroup.conf": conf.cgroup_conf(v1=Path("/sys/fs/cgroup/freezer").is_dir()),
+        }
+        if self.shape.accounting:
+            files["slurmdbd.conf"] = conf.slurmdbd_conf(self.home, self.ports)
+        for name, text in files.items():
+            (self.home / name).write_text(text)
+            (self.home / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
+        (self.home / "munge" / "key").write_bytes(random.SystemRandom().randbytes(128))
+        (self.home / "munge" / "key").chmod(0o600)
+
+    def _start_munge(self) -> None:
+        munge = self.home / "munge"
+        options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
+        self._daemon("munged", "-F", "--force", *(f"--{flag}={munge / name}" for flag, name in options.items()))
+        self.wait((munge / "socket").exists, 10, "munge socket", "munged.log")
+
+    def _start_accounting(self) -> None:
+        db, sock = self.home / "db", self.home / "run" / "mariadb.sock"
+        common = ["--no-defaults", f"--datadir={db}", "--user=root"]
+        installer = find("mariadb-install-db") or "mariadb-install-db"
+        self.run(installer, *common, "--auth-root-authentication-method=normal", "--skip-test-db", timeout=120)
+        options = [f"--socket={sock}", "--skip-networking", "--innodb-buffer-pool-size=32M", f"--pid-file={db}/pid"]
+        self._daemon("mariadbd", *common, *options)
+        self.wait(sock.exists, 60, "database socket", "mariadbd.log")
+        self._daemon("slurmdbd", "-D", extra={"MYSQL_UNIX_PORT": str(sock)})
+        self.wait(lambda: _listening(self.ports.dbd), 60, "slurmdbd", "slurmdbd.log")
+
+    def _daemon(self, program: str, *argv: str, key: str = "", extra: dict[str, str] | None = None) -> None:
+        key = key or program
+        path = find(program)
+        if path is None:
+            raise ClusterError(f"{program} is not installed")
+        with (self.home / "log" / f"{key}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [path, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env | (extra or {}),
+                start_new_session=True, cwd=self.home,
+            )  # fmt: skip
+        self.pids[key] = process.pid
+        _CHILDREN[process.pid] = process
+        (self.home / "cluster.json").write_text(json.dumps({"owner": os.getpid(), "pids": self.pids}))
+
+    def _end(self, key: str, how: signal.Signals) -> None:
+        pid = self.pids.pop(key, None)
+        if pid is None:
+            return
+        _signal(pid, how)
+        if not _gone(pid, 10):
+            _signal(pid, signal.SIGKILL)
+            _gone(pid, 5)
+
+
+#: Popen objects of our daemons: polled so that an ended one is reaped and not left a zombie.
+_CHILDREN: dict[int, subprocess.Popen] = {}
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                yield int(entry.name), (entry / "environ").read_bytes()
+            except OSError:
+                continue
+
+
+def _signal(pid: int, how: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, how)
+
+
+def _gone(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        child = _CHILDREN.get(pid)
+        if child is None and not _alive(pid):
+            return True
+        if child is not None and child.poll() is not None:
+            del _CHILDREN[pid]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    """False for a zombie too: where nobody reaps orphans, an ended daemon stays one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _free_ports(nodes: int) -> conf.Ports:
+    """Free ports below the kernel's ephemeral range, so that no outgoing connection takes one before its daemon."""
+    with ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < nodes + 2:
+            port = random.randrange(10000, 30000)
+            probe = stack.enter_context(socket.socket())
+            try:
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+            except OSError:
+                continue
+    return conf.Ports(found[0], found[1], found[2:])
+
+
+def _listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def reap_stale() -> None:
+    """Ends clusters whose owner died without stopping them (a killed test run)."""
+    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            owner = json.loads((home / "cluster.json").read_text())["owner"]
+        except (OSError, ValueError, KeyError):
+            continue
+        if owner and not _alive(owner):
+            _adopt(home).stop()
+
+
+def _adopt(home: Path) -> Cluster:
+    cluster = Cluster(home=home)
+    cluster.pids = json.loads((home / "cluster.json").read_text())["pids"]
+    return cluster
+
+
+def main(argv: list[str]) -> int:
+    """`start [nodes gpus]` prints how to use and end the cluster; `stop FOLDER` ends it."""
+    if argv[:1] == ["stop"] and len(argv) == 2:
+        _adopt(Path(argv[1])).stop()
+        return 0
+    if argv[:1] != ["start"] or not all(a.isdigit() for a in argv[1:]) or len(argv) not in (1, 3):
+        print("usage: python -m tests.slurm.cluster start [NODES GPUS_PER_NODE] | stop FOLDER", file=sys.stderr)
+        return 64
+    shape = Shape(nodes=int(argv[1]), gpus=int(argv[2])) if len(argv) == 3 else Shape()
+    if reason := install():
+        print(f"no test cluster: {reason}", file=sys.stderr)
+        return 76
+    cluster = Cluster(shape)
+    try:
+        cluster.start()
+    except ClusterError as error:
+        cluster.stop()
+        print(error, file=sys.stderr)
+        return 70
+    (cluster.home / "cluster.json").write_text(json.dumps({"owner": 0, "pids": cluster.pids}))  # outlives us
+    print(cluster.run("sinfo"), end="")
+    print(f"\nuse it:  export SLURM_CONF={cluster.home}/slurm.conf")
+    print(f"end it:  {sys.executable} -m {__spec__.name} stop {cluster.home}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
