@@ -7,19 +7,13 @@ whole table with the same pure function, and all end with the same line and exit
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from msgspec import Struct, json
 
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
 
 from .errors import PlanMismatch
-
-#: A node name has at most 253 bytes (RFC 1123). A longer one is cut, and then matches no name of a legal plan.
-NAME_CHARS = 256
-#: Bytes of one rank's answer: a name of control characters only, six JSON bytes each, and the rest.
-SEAT_BYTES = 2048
+from .messages import all_gather_bytes
 
 
 class Seat(Struct, frozen=True, kw_only=True):
@@ -36,7 +30,7 @@ class Seat(Struct, frozen=True, kw_only=True):
 def seat_of(plan: Plan, env: WorkerEnv) -> Seat:
     return Seat(
         rank=env.rank,
-        node=env.node[:NAME_CHARS],
+        node=env.node,
         local_rank=env.local_rank,
         epoch=env.epoch,
         told=env.plan_hash,
@@ -62,14 +56,7 @@ def check_peers(plan: Plan, env: WorkerEnv) -> None:
 
 def exchange(seat: Seat) -> list[Seat]:
     """All ranks' seats, by rank of the default group."""
-    mine = torch.frombuffer(bytearray(json.encode(seat).ljust(SEAT_BYTES)), dtype=torch.uint8)
-    table = torch.empty(dist.get_world_size() * SEAT_BYTES, dtype=torch.uint8)
-    dist.all_gather_into_tensor(table, mine)
-    raw_table = table.numpy().tobytes()
-    return [
-        json.decode(raw_table[at : at + SEAT_BYTES].rstrip(b" "), type=Seat)
-        for at in range(0, len(raw_table), SEAT_BYTES)
-    ]
+    return [json.decode(raw, type=Seat) for raw in all_gather_bytes(json.encode(seat))]
 
 
 def find_mismatch(plan: Plan, seats: list[Seat]) -> str | None:

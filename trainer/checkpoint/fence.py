@@ -1,0 +1,60 @@
+"""Fencing: at most one plan epoch of one run may commit into a checkpoint folder.
+
+After a network split or a lost agent an old worker can come back to life and write. The newest epoch leaves its token
+in the folder; whoever holds an older one finds that out under the folder's lock, before its rename, and ends with 77.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from trainer.errors import CheckpointError, Fenced
+
+from .files import locked, write_atomic
+from .format import FENCE
+
+
+class Fence(Struct, frozen=True, forbid_unknown_fields=True):
+    run_id: str
+    epoch: int
+
+
+def claim(folder: Path, token: Fence) -> None:
+    """Become the folder's only writer and sweep up what killed saves left.
+
+    Raises Fenced when a newer epoch of the same run holds it. Another run's claim is taken over: the folder was given
+    to this run by its plan, and the other run finds itself fenced at its next save.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with locked(folder):
+        current = read(folder)
+        if current and current.run_id == token.run_id and current.epoch > token.epoch:
+            raise Fenced(_message(folder, current, token))
+        write_atomic(folder / FENCE, msgspec.json.encode(token))
+        for left in [*folder.glob(".tmp-*"), *folder.glob(".trash-*")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def check(folder: Path, token: Fence) -> None:
+    """Raises Fenced unless `token` is still the folder's newest claim. Call it under the folder's lock to commit."""
+    current = read(folder)
+    if current != token:
+        raise Fenced(_message(folder, current, token))
+
+
+def read(folder: Path) -> Fence | None:
+    try:
+        return msgspec.json.decode((folder / FENCE).read_bytes(), type=Fence)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{folder / FENCE}: {error}; remove it if no run writes to this folder") from None
+
+
+def _message(folder: Path, current: Fence | None, token: Fence) -> str:
+    holder = f"epoch {current.epoch} of run {current.run_id!r}" if current else "nobody (fence.json was removed)"
+    return f"{folder} belongs to {holder}, this is epoch {token.epoch} of {token.run_id!r}: nothing more is written"

@@ -1,0 +1,155 @@
+"""What a checkpoint is: folder names, the manifest, and the pieces of state that ranks offer and ask for.
+
+    checkpoints/
+        fence.json                   who may write here: the newest run and plan epoch
+        step-00000100/               committed: the rename that made this name was the last act
+            manifest.json            everything below, with the sha256 of every file
+            rank-00000.safetensors   one file a rank: flat slices under full parameter names
+        .tmp-step-00000200.e3/       a save under way, or what a killed one left
+
+State is stored by full names (`layers.17.attn.wq.weight`), global shapes, and where each slice lies in them, never by
+rank or stage, so that a later version can read it into another layout. Padding is not stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+from trainer.parallel.params import ParamInfo
+
+SCHEMA = "orch.checkpoint/1"
+MANIFEST = "manifest.json"
+FENCE = "fence.json"
+STEP = re.compile(r"step-(\d{8})")
+
+Kind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous range of one rank's slice of one parameter (or of its optimizer state).
+
+    `data` is a 1-D view of live state: a save reads it, a load writes it. Its elements are `offset`, `offset + 1`, ...
+    of the flattened local tensor, whose shape `info.local_shape` includes padding.
+    """
+
+    kind: Kind
+    info: ParamInfo
+    offset: int
+    data: Tensor
+
+    def unpadded(self) -> Piece | None:
+        """Without the padding at the end of dimension 0; None if nothing else is in it.
+
+        Only dimension 0 is ever padded (vocabulary rows), so what is valid is a prefix of the flat tensor.
+        """
+        info = self.info
+        if info.shard_dim is None:
+            return self
+        size = max(0, info.stop - info.start)
+        if size == info.padded:
+            return self
+        if info.shard_dim != 0:
+            raise CheckpointError(f"{info.name}: padding of dimension {info.shard_dim} cannot be stored")
+        valid = size * prod(info.global_shape[1:]) - self.offset
+        return Piece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
+
+
+class Slice(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the flat elements [offset, offset + count) of a file's tensor lie in the global parameter.
+
+    They are consecutive elements of the block [start, stop) of dimension `dim` (None: of the whole parameter).
+    """
+
+    key: str  # tensor in the file
+    name: str  # full parameter name
+    kind: Kind
+    dim: int | None
+    start: int
+    stop: int
+    offset: int
+    count: int
+
+
+def block(info: ParamInfo) -> tuple[int | None, int, int]:
+    """(dim, start, stop) of `Slice` for a rank's share of a parameter."""
+    return (None, 0, 0) if info.shard_dim is None else (info.shard_dim, info.start, max(info.start, info.stop))
+
+
+class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    file: str
+    bytes: int
+    sha256: str
+    dtypes: dict[str, str]  # kind -> safetensors dtype
+    slices: list[Slice]
+
+
+class Layout(Struct, frozen=True, forbid_unknown_fields=True):
+    """Degrees of the plan that wrote it, for messages and for choosing between exact and converted resume."""
+
+    tp: int
+    cp: int
+    ep: int
+    pp: int
+    dp: int
+    zero: int
+    vpp: int
+
+    def __str__(self) -> str:
+        return "_".join(f"{axis}{getattr(self, axis)}" for axis in self.__struct_fields__)
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The last file written of a checkpoint, and the only one that says what the others are."""
+
+    schema: str = SCHEMA
+    run_id: str
+    epoch: int
+    plan_hash: str
+    layout: Layout
+    step: int  # optimizer steps completed
+    samples: int  # consumed so far, globally: the whole state of the data order
+    created: float  # Unix seconds
+    scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
+    parameters: dict[str, list[int]]  # full name -> global shape
+    files: list[FileRecord]
+
+    def slices(self) -> Iterator[tuple[FileRecord, Slice]]:
+        return ((record, part) for record in self.files for part in record.slices)
+
+
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+
+
+def decode(raw: bytes) -> Manifest:
+    """Raises CheckpointError with one line that says what is wrong."""
+    try:
+        head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        schema = msgspec.json.decode(head["schema"]) if "schema" in head else None
+        if schema != SCHEMA:
+            raise CheckpointError(f"schema is {schema!r}, this version reads {SCHEMA!r}")
+        return msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise CheckpointError(str(error)) from None
+
+
+def parameter_shapes(pieces: Iterable[Piece]) -> dict[str, list[int]]:
+    return {piece.info.name: list(piece.info.global_shape) for piece in pieces}

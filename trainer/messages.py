@@ -1,0 +1,60 @@
+"""Small byte strings between all ranks of the default group: checks, verdicts, checkpoint manifests.
+
+For the control path only (seconds apart), on CPU tensors and so on gloo. Without a process group a rank is alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_gather_bytes(data: bytes) -> list[bytes]:
+    """Every rank's `data`, by rank, on every rank. Lengths may differ."""
+    world = world_size()
+    if world == 1:
+        return [data]
+    sizes = torch.empty(world, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64))
+    width = max(int(sizes.max()), 1)
+    table = torch.empty(world * width, dtype=torch.uint8)
+    dist.all_gather_into_tensor(table, _tensor(data, width))
+    return _rows(table, sizes, width)
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Every rank's `data`, by rank, on rank 0; an empty list on the others."""
+    world = world_size()
+    if world == 1:
+        return [data]
+    sizes = torch.empty(world, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64))
+    width = max(int(sizes.max()), 1)
+    rows = [torch.empty(width, dtype=torch.uint8) for _ in range(world)] if dist.get_rank() == 0 else None
+    dist.gather(_tensor(data, width), rows, dst=0)
+    return [] if rows is None else _rows(torch.cat(rows), sizes, width)
+
+
+def broadcast_bytes(data: bytes) -> bytes:
+    """Rank 0's `data` on every rank; what the others pass is ignored."""
+    if world_size() == 1:
+        return data
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(size, src=0)
+    width = max(int(size), 1)
+    row = _tensor(data, width) if dist.get_rank() == 0 else torch.empty(width, dtype=torch.uint8)
+    dist.broadcast(row, src=0)
+    return _rows(row, size, width)[0]
+
+
+def _tensor(data: bytes, width: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+
+
+def _rows(table: torch.Tensor, sizes: torch.Tensor, width: int) -> list[bytes]:
+    raw = table.numpy().tobytes()
+    return [raw[index * width : index * width + size] for index, size in enumerate(sizes.tolist())]
