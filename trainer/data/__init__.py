@@ -1,0 +1,1 @@
+"""Text in, micro-batches out: corpus, tokenizer, token store, order of samples, loader."""
