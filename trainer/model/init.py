@@ -35,6 +35,8 @@ def init_stage(stage: Stage, model: Model, seed: int, table: Mapping[str, Slice]
     that holds the parameter: CPU and CUDA differ.
     """
     for name, param in stage.named_parameters():
+        if param.is_meta:  # a dry build: shapes only
+            continue
         if table is None:
             fill(param, name, tuple(param.shape), tuple(slice(0, size) for size in param.shape), model, seed)
         else:
