@@ -1,0 +1,37 @@
+"""Pipeline schedules: pure data. Built by name, checked, simulated, lowered; drawn by the planner, run by the trainer.
+
+One technique a file, each a function from (rank, pp, micro_batches, vpp) to that rank's order of compute actions.
+"""
+
+from .actions import Action, Kind, ScheduleError, parse_action
+from .lower import Program, lower, peer_of, receive_early, receive_of
+from .registry import SCHEDULES, build, illegal
+from .schedule import Schedule
+from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
+from .table import read_table, write_table
+from .validate import problem, program_problem
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "Kind",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "build",
+    "illegal",
+    "lower",
+    "parse_action",
+    "peak_in_flight",
+    "peer_of",
+    "problem",
+    "program_problem",
+    "read_table",
+    "receive_early",
+    "receive_of",
+    "simulate",
+    "write_table",
+]

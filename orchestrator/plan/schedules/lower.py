@@ -1,0 +1,74 @@
+"""From compute orders to full programs: sends and receives in an order that cannot deadlock.
+
+Both halves of a transfer are placed at one moment of one global order: when the producer ends, in the simulation with
+unit costs. Every rank's program is a sub-sequence of that order, so the programs finish even if each send blocks until
+its receive runs (rendezvous), and any two ranks name their mutual transfers in the same order, which NCCL asks for.
+"""
+
+from __future__ import annotations
+
+from .actions import Action, Kind
+from .schedule import Schedule
+from .simulate import simulate
+
+Program = tuple[Action, ...]
+
+
+def lower(schedule: Schedule) -> tuple[Program, ...]:
+    """Program of every rank. Neighbouring stages on one rank hand over in memory, without SEND and RECV.
+
+    Raises ScheduleError if the compute orders deadlock.
+    """
+    events: list[tuple[float, int, Action, int]] = []  # (time, transfers before computes, action, rank)
+    for rank, spans in enumerate(simulate(schedule).spans):
+        for action, start, end in spans:
+            events.append((start, 1, action, rank))
+            if receive_of(schedule, action) is not None:
+                events.append((end, 0, action, rank))
+    events.sort()
+    programs: list[list[Action]] = [[] for _ in range(schedule.pp)]
+    for _, is_compute, action, rank in events:
+        if is_compute:
+            programs[rank].append(action)
+            continue
+        receive = receive_of(schedule, action)
+        kind = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
+        programs[rank].append(action._replace(kind=kind))
+        programs[schedule.stage_rank[receive.stage]].append(receive)
+    return tuple(map(tuple, programs))
+
+
+def receive_of(schedule: Schedule, action: Action) -> Action | None:
+    """The receive on another rank that a compute action's result goes to, if there is one."""
+    kind, stage, micro_batch = action
+    if kind is Kind.F and not schedule.is_last(stage):
+        target = Action(Kind.RECV_F, stage + 1, micro_batch)
+    elif kind in (Kind.B, Kind.I) and not schedule.is_first(stage):
+        target = Action(Kind.RECV_B, stage - 1, micro_batch)
+    else:
+        return None
+    return None if schedule.stage_rank[target.stage] == schedule.stage_rank[stage] else target
+
+
+def peer_of(schedule: Schedule, action: Action) -> int:
+    """Pipeline rank on the other end of a SEND or RECV."""
+    towards_next = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    return schedule.stage_rank[action.stage + (1 if towards_next else -1)]
+
+
+def receive_early(program: Program) -> Program:
+    """Post every receive one compute action earlier, so that the transfer runs beside that action.
+
+    Only for transports that match messages by tag (gloo): it gives up the common order of a pair's transfers.
+    """
+    result: list[Action] = []
+    barrier = 0  # where the latest compute action stands; receives move up to here
+    for action in program:
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            result.insert(barrier, action)
+            barrier += 1
+        else:
+            if action.kind not in (Kind.SEND_F, Kind.SEND_B):
+                barrier = len(result)
+            result.append(action)
+    return tuple(result)

@@ -1,0 +1,77 @@
+"""Schedules by name, what each can be asked for, and `build`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from . import afab, dualpipe, dualpipev, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
+from .actions import Action, ScheduleError
+from .schedule import Schedule, loop_placement, mirror_placement, v_placement
+
+Order = Callable[[int, int, int, int], Iterator[Action]]  # (rank, pp, micro_batches, vpp)
+
+
+@dataclass(frozen=True)
+class Entry:
+    order: Order
+    place: Callable[[int, int], tuple[int, ...]]  # (pp, vpp) -> stage_rank
+    vpp: tuple[int, int | None]  # fewest and most stages a rank; None: no limit
+    even: bool = False  # pp and micro_batches must be even
+
+
+def _v(pp: int, vpp: int) -> tuple[int, ...]:
+    return v_placement(pp)
+
+
+def _mirror(pp: int, vpp: int) -> tuple[int, ...]:
+    return mirror_placement(pp)
+
+
+SCHEDULES: dict[str, Entry] = {
+    "afab": Entry(afab.order, loop_placement, (1, None)),
+    "1f1b": Entry(one_f_one_b.order, loop_placement, (1, 1)),
+    "interleaved": Entry(interleaved.order, loop_placement, (2, None)),
+    "zb_h1": Entry(zb_h1.order, loop_placement, (1, 1)),
+    "zb_h2": Entry(zb_h2.order, loop_placement, (1, 1)),
+    "zbv": Entry(zbv.order, _v, (2, 2)),
+    "dualpipe": Entry(dualpipe.order, _mirror, (1, 1), even=True),
+    "dualpipev": Entry(dualpipev.order, _v, (2, 2)),
+}
+
+
+def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
+    """None, or one line: which number the schedule cannot take, and the nearest that it can."""
+    entry = SCHEDULES.get(name)
+    if entry is None:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        return f"no schedule {name!r}{hint} Choices: {', '.join(SCHEDULES)}"
+    for what, value in (("pp", pp), ("micro_batches", micro_batches), ("vpp", vpp)):
+        if value < 1:
+            return f"schedule {name}: {what} is {value}, want at least 1"
+    low, high = entry.vpp
+    if not low <= vpp <= (high or vpp):
+        want = f"exactly {low}" if low == high else f"at least {low}"
+        other = " (vpp=1 is 1f1b)" if name == "interleaved" else ""
+        return f"schedule {name} wants {want} virtual stages a rank, vpp is {vpp}{other}; nearest: vpp={low}"
+    for what, value in (("pp", pp), ("micro_batches", micro_batches)):
+        if entry.even and value % 2:
+            nearest = [number for number in (value - 1, value + 1) if number]
+            return f"schedule {name} wants an even {what}, not {value}; nearest: {' or '.join(map(str, nearest))}"
+    return None
+
+
+def build(name: str, pp: int, micro_batches: int, vpp: int = 1) -> Schedule:
+    """The named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the line of `illegal`.
+
+    Any number of micro-batches runs, also fewer than ranks; bubbles are as published from the number on that each
+    schedule's module names.
+    """
+    problem = illegal(name, pp, micro_batches, vpp)
+    if problem:
+        raise ScheduleError(problem)
+    entry = SCHEDULES[name]
+    orders = tuple(tuple(entry.order(rank, pp, micro_batches, vpp)) for rank in range(pp))
+    return Schedule(name, pp, vpp, micro_batches, entry.place(pp, vpp), orders)

@@ -1,0 +1,162 @@
+"""Run a schedule on paper: start and end of every action, bubble, and peak of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .actions import Action, Kind, ScheduleError
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of one micro-batch through one stage; a tuple gives one number a model stage.
+
+    The defaults are the usual ones: input and weight gradient cost as much as the forward, and B costs both.
+    """
+
+    forward: float | tuple[float, ...] = 1.0
+    backward_input: float | tuple[float, ...] = 1.0
+    backward_weight: float | tuple[float, ...] = 1.0
+    transfer: float = 0.0  # between two ranks, from the end of the producer to the start of the consumer
+
+    def of(self, kind: Kind, model_stage: int) -> float:
+        def pick(cost: float | tuple[float, ...]) -> float:
+            return cost[model_stage] if isinstance(cost, tuple) else cost
+
+        if kind is Kind.F:
+            return pick(self.forward)
+        if kind is Kind.I:
+            return pick(self.backward_input)
+        if kind is Kind.W:
+            return pick(self.backward_weight)
+        return pick(self.backward_input) + pick(self.backward_weight)
+
+
+class Span(NamedTuple):
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What each rank does when; time counts from the first action of the step."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]  # rank -> in order of execution
+    busy: tuple[float, ...] = field(init=False)  # seconds of work a rank
+
+    def __post_init__(self) -> None:
+        busy = tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+        object.__setattr__(self, "busy", busy)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time of all ranks over their busy time: (p - 1) / m for AFAB and 1F1B with equal stages."""
+        total = sum(self.busy)
+        return (len(self.spans) * self.makespan - total) / total if total else 0.0
+
+    @property
+    def own_bubble_ratio(self) -> float:
+        """Idle over busy time of the worst rank between its own first start and last end.
+
+        The measure of the zero-bubble papers: it is what recurs step after step when the ranks are not brought into
+        line between two steps, and is 0 for ZB-H2 where ranks only start and end one after another.
+        """
+        ratios = [
+            (spans[-1].end - spans[0].start) / busy - 1
+            for spans, busy in zip(self.spans, self.busy, strict=True)
+            if busy
+        ]
+        return max(ratios, default=0.0)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Start every action as soon as its rank is free and its inputs have arrived.
+
+    Raises ScheduleError if the ranks wait for each other for ever, naming what each waits for.
+    """
+    costs = costs or Costs()
+    duration = {
+        (kind, stage): costs.of(kind, schedule.model_stage(stage))
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        for stage in range(len(schedule.stage_rank))
+    }
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
+    waiting: dict[Action, int] = {}  # input that has not ended yet -> rank that waits for it
+    todo = list(range(schedule.pp))
+    while todo:
+        rank = todo.pop()
+        order, mine = schedule.orders[rank], spans[rank]
+        free = mine[-1].end if mine else 0.0
+        while len(mine) < len(order):
+            action = order[len(mine)]
+            start, missing = _arrival(schedule, action, rank, ended, costs.transfer)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            start = max(free, start)
+            free = start + duration[action.kind, action.stage]
+            mine.append(Span(action, start, free))
+            ended[action] = free
+            if action in waiting:
+                todo.append(waiting.pop(action))
+    stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
+    if stuck:
+        raise ScheduleError(f"schedule {schedule.name} deadlocks: {_blame(schedule, spans, ended, stuck)}")
+    return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+def _arrival(
+    schedule: Schedule, action: Action, rank: int, ended: Mapping[Action, float], transfer: float
+) -> tuple[float, Action | None]:
+    """(when the action's inputs are here, None), or (0, the first input that is still missing)."""
+    latest = 0.0
+    for source in schedule.needs(action):
+        end = ended.get(source)
+        if end is None:
+            return 0.0, source
+        latest = max(latest, end + (transfer if schedule.stage_rank[source.stage] != rank else 0.0))
+    return latest, None
+
+
+def _blame(schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]) -> str:
+    parts = []
+    for rank in stuck[:4]:
+        action = schedule.orders[rank][len(spans[rank])]
+        missing = next(source for source in schedule.needs(action) if source not in ended)
+        parts.append(f"rank {rank} at {action} waits for {missing}")
+    return ", ".join(parts)
+
+
+def peak_in_flight(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
+    """Most stage activations that each rank holds at once, in units of one micro-batch through one stage.
+
+    An activation is held from its F to the end of its B or W. `weight_share` is the part of it that W alone still
+    needs after I (M_W / M_B in arXiv 2401.10241); 1 is the safe bound. With v stages a rank, v units are what 1F1B
+    would count as one micro-batch.
+    """
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0.0
+        for action in order:
+            if action.kind is Kind.F:
+                held += 1
+                peak = max(peak, held)
+            elif action.kind is Kind.B:
+                held -= 1
+            elif action.kind is Kind.I:
+                held -= 1 - weight_share
+            else:
+                held -= weight_share
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,19 @@
+"""What ZB-H1 and ZB-H2 share: one forward, one input gradient, and weight gradients `behind` micro-batches later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .actions import Action, Kind
+
+
+def postponed(stage: int, micro_batches: int, ahead: int, behind: int) -> Iterator[Action]:
+    ahead, behind = min(ahead, micro_batches), min(behind, micro_batches)
+    yield from (Action(Kind.F, stage, index) for index in range(ahead))
+    for index in range(micro_batches):
+        if index + ahead < micro_batches:
+            yield Action(Kind.F, stage, index + ahead)
+        yield Action(Kind.I, stage, index)
+        if index >= behind:
+            yield Action(Kind.W, stage, index - behind)
+    yield from (Action(Kind.W, stage, index) for index in range(micro_batches - behind, micro_batches))

@@ -1,0 +1,75 @@
+"""A user's own schedule as text: one row a rank, one action a cell.
+
+CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots and carry no meaning), or JSON: a list
+of such lists, or an object `{"rows": [...], "name": ..., "copies": 2}`. The placement of stages follows from the rows.
+Sends and receives may stand in the table and are left out: `lower` derives them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+from .actions import COMPUTE, Action, ScheduleError, parse_action
+from .schedule import Schedule
+from .validate import problem
+
+
+def read_table(text: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
+    """Parse and prove a table. Raises ScheduleError with the row and cell that is wrong."""
+    copies = 1
+    if text.lstrip().startswith(("[", "{")):
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise ScheduleError(f"schedule {name}: not JSON: {error}") from None
+        if isinstance(rows, dict):
+            name, copies, rows = rows.get("name", name), rows.get("copies", 1), rows.get("rows")
+    else:
+        rows = list(csv.reader(io.StringIO(text.strip())))
+    if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
+        raise ScheduleError(f"schedule {name}: want one row of actions a rank")
+    if not isinstance(name, str) or copies not in (1, 2):
+        raise ScheduleError(f"schedule {name}: name is text and copies is 1 or 2, not {copies!r}")
+    schedule = _assemble(name, copies, [_row(name, rank, row) for rank, row in enumerate(rows)])
+    wrong = problem(schedule, max_in_flight)
+    if wrong:
+        raise ScheduleError(wrong)
+    return schedule
+
+
+def write_table(schedule: Schedule) -> str:
+    """CSV that `read_table` reads back (of a schedule with one model copy)."""
+    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
+
+
+def _row(name: str, rank: int, row: list) -> tuple[Action, ...]:
+    actions = []
+    for cell, text in enumerate(row):
+        if text is None or text == "":
+            continue
+        try:
+            action = parse_action(text if isinstance(text, str) else repr(text))
+        except ScheduleError as error:
+            raise ScheduleError(f"schedule {name}, row {rank}, cell {cell}: {error}") from None
+        if action.kind in COMPUTE:
+            actions.append(action)
+    return tuple(actions)
+
+
+def _assemble(name: str, copies: int, orders: list[tuple[Action, ...]]) -> Schedule:
+    owner: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if owner.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"schedule {name}: stage {action.stage} is on ranks {owner[action.stage]} and {rank}"
+                )
+    ranks, stages = len(orders), len(owner)
+    if sorted(owner) != list(range(stages)) or not stages or stages % (ranks * copies):
+        want = f"0 to a multiple of {ranks * copies} less one"
+        raise ScheduleError(f"schedule {name}: {ranks} rows name stages {sorted(owner)}; want {want}")
+    micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
+    placement = tuple(owner[stage] for stage in range(stages))
+    return Schedule(name, ranks, stages // (ranks * copies), micro_batches, placement, tuple(orders))

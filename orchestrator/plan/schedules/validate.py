@@ -1,0 +1,127 @@
+"""Prove that a schedule or a lowered program is complete, legal and free of deadlock, or say why not."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from .actions import COMPUTE, RECEIVES, Action, Kind, ScheduleError
+from .lower import Program, peer_of, receive_of
+from .schedule import Schedule
+from .simulate import peak_in_flight, simulate
+
+
+def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | None:
+    """None, or one line naming the first thing wrong with a schedule's compute orders.
+
+    Every micro-batch passes each stage of its route exactly once forward and once backward (B, or I then W), on the
+    rank that holds the stage; the ranks finish; no rank holds more than `max_in_flight` stage activations.
+    """
+    found: Counter[Action] = Counter()
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            if action.kind not in COMPUTE:
+                return f"{_at(schedule, rank)}: {action} is not one of F, B, I, W"
+            if not 0 <= action.micro_batch < schedule.micro_batches:
+                return f"{_at(schedule, rank)}: {action}, but micro-batches are 0 to {schedule.micro_batches - 1}"
+            if action.stage not in schedule.route(action.micro_batch):
+                return f"{_at(schedule, rank)}: {action}, but that micro-batch does not pass that stage"
+            if schedule.stage_rank[action.stage] != rank:
+                return f"{_at(schedule, rank)}: {action}, but the stage is on rank {schedule.stage_rank[action.stage]}"
+            found[action] += 1
+            if found[action] > 1:
+                return f"{_at(schedule, rank)}: {action} happens twice"
+    for micro_batch in range(schedule.micro_batches):
+        for stage in schedule.route(micro_batch):
+            whole, i, w = (found[Action(kind, stage, micro_batch)] for kind in (Kind.B, Kind.I, Kind.W))
+            where = f"schedule {schedule.name}: micro-batch {micro_batch} of stage {stage}"
+            if not found[Action(Kind.F, stage, micro_batch)]:
+                return f"{where} has no forward"
+            if (whole, i, w) not in ((1, 0, 0), (0, 1, 1)):
+                return f"{where} wants B, or I and W; has {whole} B, {i} I, {w} W"
+    try:
+        simulate(schedule)
+    except ScheduleError as error:
+        return str(error)
+    if max_in_flight is not None:
+        for rank, peak in enumerate(peak_in_flight(schedule)):
+            if peak > max_in_flight:
+                return f"{_at(schedule, rank)} holds {peak:g} stage activations at once, the bound is {max_in_flight:g}"
+    return None
+
+
+def program_problem(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool = True) -> str | None:
+    """None, or one line naming the first thing wrong with lowered programs.
+
+    Each result that another rank needs is sent once and received once, before its use. With `rendezvous` the programs
+    must finish although every send and receive blocks until its other half runs, and two ranks must name their mutual
+    transfers in the same order; without, sends are buffered and receives wait only when their value is used.
+    """
+    for rank, program in enumerate(programs):
+        if tuple(action for action in program if action.kind in COMPUTE) != schedule.orders[rank]:
+            return f"{_at(schedule, rank)}: the program computes in another order than the schedule"
+    wanted = {receive for order in schedule.orders for action in order if (receive := receive_of(schedule, action))}
+    received = Counter(action for program in programs for action in program if action.kind in RECEIVES)
+    if received != Counter(wanted):
+        wrong = next(iter((received - Counter(wanted)) or (Counter(wanted) - received)))
+        return f"schedule {schedule.name}: {wrong} happens {received[wrong]} times, want {int(wrong in wanted)}"
+    return _run(schedule, programs, rendezvous)
+
+
+def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) -> str | None:
+    """Execute the programs with the strictest or the loosest meaning of SEND and RECV."""
+    heads = [0] * schedule.pp
+    done: set[Action] = set()
+    arrived: set[Action] = set()
+    todo = deque(range(schedule.pp))
+    while todo:
+        rank = todo.popleft()
+        program = programs[rank]
+        while heads[rank] < len(program):
+            action = program[heads[rank]]
+            if action.kind in COMPUTE:
+                if not _ready(schedule, action, rank, done, arrived):
+                    break
+                done.add(action)
+            elif rendezvous:
+                peer = peer_of(schedule, action)
+                other = programs[peer][heads[peer]] if heads[peer] < len(programs[peer]) else None
+                if other != _other_half(action):
+                    break
+                arrived.add(action if action.kind in RECEIVES else other)
+                heads[peer] += 1
+                todo.append(peer)
+            elif action.kind not in RECEIVES:
+                arrived.add(_other_half(action))
+                todo.append(peer_of(schedule, action))
+            heads[rank] += 1
+    stuck = [rank for rank in range(schedule.pp) if heads[rank] < len(programs[rank])]
+    if not stuck:
+        return None
+    where = ", ".join(f"rank {rank} at {programs[rank][heads[rank]]}" for rank in stuck[:4])
+    return f"schedule {schedule.name} deadlocks: {where}"
+
+
+def _ready(schedule: Schedule, action: Action, rank: int, done: set[Action], arrived: set[Action]) -> bool:
+    for source in schedule.needs(action):
+        if schedule.stage_rank[source.stage] == rank:
+            if source not in done:
+                return False
+        elif receive_of(schedule, source) not in arrived:
+            return False
+    return True
+
+
+def _other_half(action: Action) -> Action:
+    """SEND -> its RECV and RECV -> its SEND."""
+    kind, stage, micro_batch = action
+    if kind is Kind.SEND_F:
+        return Action(Kind.RECV_F, stage + 1, micro_batch)
+    if kind is Kind.RECV_F:
+        return Action(Kind.SEND_F, stage - 1, micro_batch)
+    if kind is Kind.SEND_B:
+        return Action(Kind.RECV_B, stage - 1, micro_batch)
+    return Action(Kind.SEND_B, stage + 1, micro_batch)
+
+
+def _at(schedule: Schedule, rank: int) -> str:
+    return f"schedule {schedule.name}, rank {rank}"
