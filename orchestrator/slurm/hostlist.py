@@ -1,0 +1,132 @@
+"""Slurm's host lists: `n[0-3,7],gpu-[001-002]x` <-> names. Pure; a job's nodes are learnt without calling scontrol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby, product
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+#: More names than this is a typing mistake (`n[0-99999999]`), not a cluster.
+MAX_NAMES = 1 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
+_TOKEN = re.compile(r"\[([0-9,-]*)\]|([A-Za-z0-9._-]+)")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?\Z")
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)\Z")
+
+
+def expand(text: str) -> list[str]:
+    """Names in the order written. Empty, `(null)` and `None` are no nodes. Anything else odd raises OrchError (65)."""
+    text = text.strip()
+    if text in ("", "(null)", "None", "None assigned"):
+        return []
+    names: list[str] = []
+    for part in _split(text):
+        names.extend(_expand_one(part, text, MAX_NAMES - len(names)))
+    for name in names:
+        if not _NAME.match(name):
+            raise _bad(text, f"{name!r} is not a node name")
+    return names
+
+
+def compress(names: Iterable[str]) -> str:
+    """The shortest-in-practice host list of a set of names: runs of the last number are folded, width kept.
+
+    Each name once, in natural order (n2 before n10).
+    """
+    families: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+    parts: list[str] = []
+    for name in set(names):
+        if not _NAME.match(name):
+            raise _bad(name, "not a node name")
+        found = _LAST_NUMBER.match(name)
+        if found is None:
+            parts.append(name)
+        else:  # width belongs to the key only where it is padding: n9 and n10 fold together, n09 and n9 do not
+            prefix, digits, suffix = found.groups()
+            padding = len(digits) if digits[0] == "0" and len(digits) > 1 else 0
+            families.setdefault((prefix, suffix, padding), []).append((int(digits), len(digits)))
+    _adopt_full_width(families)
+    parts += [_fold(key, sorted(number for number, _ in numbers)) for key, numbers in families.items()]
+    return ",".join(sorted(parts, key=natural_key))
+
+
+def natural_key(name: str) -> tuple[list[tuple[int, int | str]], int]:
+    """Sort key under which n2 comes before n10, and n9 before n09."""
+    pieces = (piece for piece in re.split(r"([0-9]+)", name) if piece)
+    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces], len(name)
+
+
+def _adopt_full_width(families: dict[tuple[str, str, int], list[tuple[int, int]]]) -> None:
+    """n[001-099] and n100 are one run: an unpadded number as wide as a padded family belongs to it."""
+    for prefix, suffix, padding in [key for key in families if key[2]]:
+        unpadded = families.pop((prefix, suffix, 0), [])
+        families[prefix, suffix, padding] += [item for item in unpadded if item[1] == padding]
+        if rest := [item for item in unpadded if item[1] != padding]:
+            families[prefix, suffix, 0] = rest
+
+
+def _fold(key: tuple[str, str, int], numbers: list[int]) -> str:
+    prefix, suffix, padding = key
+    ranges = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        first, last = (f"{n:0{padding}d}" for n in (members[0], members[-1]))
+        ranges.append(first if first == last else f"{first}-{last}")
+    alone = len(numbers) == 1
+    return f"{prefix}{ranges[0]}{suffix}" if alone else f"{prefix}[{','.join(ranges)}]{suffix}"
+
+
+def _split(text: str) -> Iterator[str]:
+    """At commas outside brackets."""
+    depth, start = 0, 0
+    for index, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise _bad(text, "brackets do not pair up")
+        if char == "," and not depth:
+            yield text[start:index]
+            start = index + 1
+    if depth:
+        raise _bad(text, "a bracket is not closed")
+    yield text[start:]
+
+
+def _expand_one(part: str, whole: str, room: int) -> Iterator[str]:
+    pieces: list[list[str]] = []
+    position, count = 0, 1
+    while position < len(part):
+        token = _TOKEN.match(part, position)
+        if token is None:
+            raise _bad(whole, f"unexpected {part[position]!r}")
+        pieces.append([token[2]] if token[2] else _numbers(token[1], whole, room))
+        count *= len(pieces[-1])
+        if count > room:
+            raise _bad(whole, f"more than {MAX_NAMES} names")
+        position = token.end()
+    if not pieces:
+        raise _bad(whole, "an empty name")
+    return map("".join, product(*pieces))
+
+
+def _numbers(inside: str, whole: str, room: int) -> list[str]:
+    result: list[str] = []
+    for piece in inside.split(","):
+        found = _RANGE.match(piece)
+        if not found:
+            raise _bad(whole, f"{piece!r} is not a range of numbers")
+        first, last = found[1], found[2] or found[1]
+        if int(last) < int(first):
+            raise _bad(whole, f"the range {piece} runs backwards")
+        if int(last) - int(first) >= room:
+            raise _bad(whole, f"more than {MAX_NAMES} names")
+        result.extend(f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    return result
+
+
+def _bad(text: str, why: str) -> OrchError:
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return OrchError(f"host list {shown!r}: {why}", Exit.CONFIG)
