@@ -1,7 +1,6 @@
-"""Parameter and FLOP counts of a transformer, from its shapes alone.
+"""Parameter counts of a transformer, and FLOPs by part, from its shapes alone.
 
-Every function takes a model by its shape attributes (`orchestrator.plan.document.Model` or the config's `ModelSpec`)
-and returns exact integers (parameters) or floats (FLOPs, multiply and add counted as two).
+Parameters are exact integers. The FLOP conventions live in `orchestrator.plan.flops`, which the trainer's MFU shares.
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473) equations 2 and 3; Korthikanti et al. 2022 (arXiv 2205.05198)
 appendix A; Shazeer 2019 (arXiv 1911.02150) for shared key-value heads; DeepSeek-V3 (arXiv 2412.19437) for MLA and MoE.
@@ -9,31 +8,22 @@ appendix A; Shazeer 2019 (arXiv 1911.02150) for shared key-value heads; DeepSeek
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from msgspec import Struct, structs
 
-from msgspec import Struct
+from orchestrator.config.schema import ModelSpec
+from orchestrator.plan import flops
+from orchestrator.plan.document import Model
 
 
-class Shape(Protocol):
-    """The attributes that counting needs; `document.Model` documents each."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_hidden: int
-    vocab: int
-    max_seq_len: int
-    norm: str
-    position: str
-    mlp: str
-    bias: bool
-    tied_embeddings: bool
-    causal: bool
-    moe: Any
-    mla: Any
-    extra_params: dict[str, int]
+def resolve(spec: ModelSpec) -> Model:
+    """The plan's model: derived shapes filled in (`kv_heads`, `head_dim`) and the parameters counted."""
+    shape = structs.asdict(spec) | {
+        "kv_heads": spec.kv_heads or spec.heads,
+        "head_dim": spec.head_dim or spec.hidden // spec.heads,
+        "parameters": 0,
+    }
+    model = Model(**shape)
+    return structs.replace(model, parameters=parameter_count(model))
 
 
 class LayerParams(Struct, frozen=True):
@@ -55,7 +45,7 @@ def _mlp(hidden: int, width: int, gated: bool, bias: bool) -> tuple[int, int]:
     return (columns + 1) * hidden * width + (columns * width if bias else 0), hidden if bias else 0
 
 
-def _attention(model: Shape) -> tuple[int, int]:
+def _attention(model: Model) -> tuple[int, int]:
     """(tp-divided, replicated) parameters of one attention, without the layer's norms."""
     h = model.hidden
     if model.mla is not None:
@@ -74,16 +64,16 @@ def _attention(model: Shape) -> tuple[int, int]:
     return (split + queries + key_values, h) if model.bias else (split, 0)
 
 
-def norm_params(model: Shape) -> int:
+def norm_params(model: Model) -> int:
     """One normalisation: RMSNorm has a weight, LayerNorm a weight and a bias."""
     return model.hidden * (1 if model.norm == "rms" else 2)
 
 
-def is_moe_layer(model: Shape, layer: int) -> bool:
+def is_moe_layer(model: Model, layer: int) -> bool:
     return model.moe is not None and layer >= model.moe.first_dense_layers
 
 
-def layer_params(model: Shape, layer: int) -> LayerParams:
+def layer_params(model: Model, layer: int) -> LayerParams:
     """Trainable parameters of decoder layer `layer` (0-based)."""
     gated = model.mlp == "gated"
     attention, replicated = _attention(model)
@@ -98,16 +88,18 @@ def layer_params(model: Shape, layer: int) -> LayerParams:
     return LayerParams(attention, shared, moe.experts * expert, replicated + router + row_bias)
 
 
-def embedding_params(model: Shape) -> tuple[int, int]:
+def embedding_params(model: Model) -> tuple[int, int]:
     """(token table, position table): the first is divided by tp over the vocabulary, the second is replicated."""
     return model.vocab * model.hidden, model.max_seq_len * model.hidden if model.position == "learned" else 0
 
 
-def parameter_count(model: Shape) -> int:
+def parameter_count(model: Model | ModelSpec) -> int:
     """Every parameter that the published figure counts: layers, embeddings, final norm, head, `extra_params`.
 
     For GPT-style models this is N = h*V + L*(12 h^2 + 13 h) + 2h (+ s_max*h), planning.md C1.
     """
+    if isinstance(model, ModelSpec):
+        return resolve(model).parameters
     table, positions = embedding_params(model)
     head = 0 if model.tied_embeddings else table
     layers = sum(layer_params(model, layer).total for layer in range(model.layers))
@@ -129,64 +121,18 @@ class LayerFlops(Struct, frozen=True):
         return self.attention_gemm + self.attention_core + self.ffn_gemm
 
 
-def layer_flops(model: Shape, layer: int, seq_len: int) -> LayerFlops:
-    """Forward FLOPs per token of decoder layer `layer` at sequence length `seq_len`.
-
-    Matmuls are 2 FLOPs a weight; norms and activations are memory-bound and not counted. Causal attention counts the
-    lower triangle only (half), the convention of `6*N + 6*L*h*s` (planning.md C1).
-    """
-    h = model.hidden
-    columns = 3 if model.mlp == "gated" else 2
-    if model.mla is not None:
-        m = model.mla
-        query_key = m.qk_nope_head_dim + m.qk_rope_head_dim
-        weights = h * (m.kv_lora_rank + m.qk_rope_head_dim)
-        weights += model.heads * (m.kv_lora_rank * (m.qk_nope_head_dim + m.v_head_dim) + m.v_head_dim * h)
-        weights += m.q_lora_rank * (h + model.heads * query_key) if m.q_lora_rank else h * model.heads * query_key
-        widths = model.heads * (query_key + m.v_head_dim)
-    else:
-        weights = h * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-        widths = 2 * model.heads * model.head_dim
-    if is_moe_layer(model, layer):
-        moe = model.moe
-        ffn = columns * h * (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden) + h * moe.experts
-    else:
-        ffn = columns * h * model.ffn_hidden
-    core = 2.0 * widths * seq_len * (0.5 if model.causal else 1.0)
-    return LayerFlops(2.0 * weights, core, 2.0 * ffn)
+def layer_flops(model: Model, layer: int, seq_len: int) -> LayerFlops:
+    """Forward FLOPs per token of decoder layer `layer` (0-based) at sequence length `seq_len`."""
+    core = flops.attention_core_flops(model, seq_len) / model.layers
+    return LayerFlops(2.0 * flops.attention_weights(model), core, 2.0 * flops.mlp_weights(model, layer))
 
 
-def head_flops(model: Shape) -> float:
-    """Forward FLOPs per token of the output projection."""
+def head_flops(model: Model) -> float:
+    """Forward FLOPs per token of the output projection, tied or not."""
     return 2.0 * model.hidden * model.vocab
 
 
-def model_flops_per_token(model: Shape, seq_len: int) -> float:
-    """Model FLOPs per token, forward and backward: 6*N_matmul + 6*L*h*s (causal) or 12*L*h*s (full attention).
-
-    The token table is a lookup and costs nothing; the head costs 6*V*h even when its weight is tied. MFU is measured
-    against this number, so recomputation never raises it.
-    """
-    layers = sum(layer_flops(model, layer, seq_len).total for layer in range(model.layers))
-    return 3.0 * (layers + head_flops(model))
-
-
-def hardware_flops_per_token(model: Shape, seq_len: int, recompute: str) -> float:
-    """FLOPs per token that are really executed: recomputation adds a forward of what it dropped.
-
-    `recompute`: "none"; "selective" re-runs the attention core; "full" re-runs every layer (not the head), which gives
-    the 96*B*s*L*h^2*(1 + s/6h + V/16Lh) of arXiv 2104.04473 for GPT shapes with full attention.
-    """
-    flops = [layer_flops(model, layer, seq_len) for layer in range(model.layers)]
-    again = {
-        "none": 0.0,
-        "selective": sum(f.attention_core for f in flops),
-        "full": sum(f.total for f in flops),
-    }[recompute]
-    return model_flops_per_token(model, seq_len) + again
-
-
-def active_parameters(model: Shape) -> int:
+def active_parameters(model: Model) -> int:
     """Parameters that one token touches (MoE: `top_k` of the routed experts)."""
     total = parameter_count(model)
     if model.moe is None:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.planner.model_math import (
-    active_parameters,
-    hardware_flops_per_token,
-    layer_params,
-    model_flops_per_token,
-    parameter_count,
-)
+from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
+from orchestrator.planner.model_math import active_parameters, head_flops, layer_flops, layer_params, parameter_count
 
 from . import shapes
 
@@ -78,3 +73,10 @@ def test_causal_attention_halves_only_the_core():
     s = 8192
     difference = model_flops_per_token(full, s) - model_flops_per_token(causal, s)
     assert difference == pytest.approx(6 * 32 * 4096 * s)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "deepseek_v3", "bert_large"])
+def test_parts_add_up_to_the_whole(name):
+    m, s = getattr(shapes, name)(), 4096
+    parts = sum(layer_flops(m, layer, s).total for layer in range(m.layers)) + head_flops(m)
+    assert 3 * parts == pytest.approx(model_flops_per_token(m, s), rel=1e-12)

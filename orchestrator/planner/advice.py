@@ -1,0 +1,91 @@
+"""What a plan warns about, each in one line with its price and what to change."""
+
+from __future__ import annotations
+
+from orchestrator.plan import Plan
+
+GIB = 1 << 30
+BUBBLE = 0.20  # idle share of a pipeline that is worth a line
+
+
+def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None) -> list[str]:
+    """Every warning of a plan. `inside_nvlink`: the nearest word whose tensor-parallel groups stay inside NVLink, and
+    its step seconds."""
+    found = [
+        _memory(plan),
+        _tp_outside(plan, inside_nvlink),
+        _bubble(plan),
+        _sequence_length(plan),
+        _replicated_state(plan),
+        _demo(plan),
+    ]
+    return [line for line in found if line]
+
+
+def _memory(plan: Plan) -> str | None:
+    memory = plan.memory
+    if memory.total <= memory.capacity:
+        return None
+    parts = {name: getattr(memory, name) for name in ("params", "grads", "optimizer", "activations", "buffers")}
+    largest = max(parts, key=lambda name: parts[name])
+    change = {
+        "params": "raise tp or pp, or shard them (zero3)",
+        "grads": "raise tp or pp, or shard them (zero2)",
+        "optimizer": "shard it (zero1)" if plan.parallel.zero == 0 else "raise tp, pp or dp",
+        "activations": "train.recompute=full, a smaller parallel.micro_batch_size, or a higher tp",
+        "buffers": "a smaller parallel.micro_batch_size",
+    }[largest]
+    return (
+        f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of {memory.capacity / GIB:.1f} GiB;"
+        f" the largest part is {largest} with {parts[largest] / GIB:.1f} GiB: {change}"
+    )
+
+
+def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
+    level = plan.placement["tp"].worst_level
+    if level in ("self", "nvlink"):
+        return None
+    line = f"tensor-parallel groups of {plan.parallel.tp} leave NVLink and cross {level}"
+    exposed = plan.time.exposed_comm_s["tp"]
+    line += f": {exposed:.3g} s of tensor-parallel communication a step, {exposed / plan.time.step_s:.0%} of it"
+    if inside is None:
+        return line
+    word, seconds = inside
+    cost = plan.time.step_s - seconds
+    return f"{line}; predicted cost against {word}: {cost:+.3g} s a step ({cost / seconds:+.0%})"
+
+
+def _bubble(plan: Plan) -> str | None:
+    if plan.time.bubble_ratio <= BUBBLE:
+        return None
+    par = plan.parallel
+    return (
+        f"pipeline bubble {plan.time.bubble_ratio:.0%} of the busy time: {par.micro_batches} micro-batches for"
+        f" {par.pp} stages; raise the global batch, lower pp, or use virtual stages (vppN)"
+    )
+
+
+def _sequence_length(plan: Plan) -> str | None:
+    if plan.job.train.seq_len <= plan.model.max_seq_len:
+        return None
+    return (
+        f"train.seq_len={plan.job.train.seq_len} is longer than the {plan.model.max_seq_len} tokens that"
+        f" {plan.model.name} was made for"
+    )
+
+
+def _replicated_state(plan: Plan) -> str | None:
+    """ZeRO-1 costs no communication, so not sharding a large optimizer state is worth a line."""
+    par = plan.parallel
+    replicas = par.dp * par.cp * par.ep
+    saved = plan.memory.optimizer * (1 - 1 / replicas)
+    if par.zero or replicas == 1 or saved < 0.05 * plan.memory.capacity:
+        return None
+    held = f"the optimizer's {plan.memory.optimizer / GIB:.1f} GiB are held {replicas} times"
+    return f"{held}: zero1 frees {saved / GIB:.1f} GiB a rank at no cost"
+
+
+def _demo(plan: Plan) -> str | None:
+    if not plan.job.data.demo:
+        return None
+    return f"data {plan.job.data.name} is a demo corpus: it shows the machinery, it does not train a language model"

@@ -1,0 +1,51 @@
+"""Seconds of one communication operation: latency plus bytes over the path (alpha-beta, Hockney 1994).
+
+Sizes follow the ring algorithms (Thakur et al. 2005; NCCL's accounting): with a tensor of B bytes over n ranks a rank
+sends B*(n-1)/n in an all-gather or reduce-scatter, twice that in an all-reduce, B*(n-1)/n in an all-to-all of B bytes a
+rank, and B in a point-to-point transfer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .fabric import Path, Pattern
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+
+PATTERN: dict[str, Pattern] = {
+    "all_reduce": "ring",
+    "all_gather": "ring",
+    "reduce_scatter": "ring",
+    "all_to_all": "exchange",
+    "p2p": "chain",
+}
+
+
+def sent_bytes(operation: Operation, size: float, n: int) -> float:
+    """Bytes that one rank sends. `size`: bytes of the whole tensor (all-to-all and p2p: of one rank's buffer)."""
+    if n == 1:
+        return 0.0
+    if operation == "p2p":
+        return size
+    return size * (n - 1) / n * (2 if operation == "all_reduce" else 1)
+
+
+def seconds(operation: Operation, size: float, n: int, path: Path) -> float:
+    """Time of one operation over groups of n ranks that all run it at once.
+
+    Latency: a ring pays one turn (twice for all-reduce) or, as trees do, 2*log2(n) of its longest hop when that is
+    less; an all-to-all sends to its n-1 peers from up to 8 channels at a time; a transfer pays one hop.
+    """
+    if n == 1:
+        return 0.0
+    turns = 2 if operation == "all_reduce" else 1
+    if operation == "p2p":
+        latency = path.hop_s
+    elif operation == "all_to_all":
+        latency = path.hop_s * (1 + (n - 1) / 8)
+    else:
+        ring = turns * path.turn_s * (n - 1) / n
+        tree = turns * 2 * max(1, (n - 1).bit_length()) * path.hop_s
+        latency = min(ring, tree)
+    return latency + sent_bytes(operation, size, n) * path.seconds_per_byte

@@ -1,0 +1,98 @@
+"""Roofline: seconds that one GPU computes, by operator group, for one micro-batch of one pipeline stage.
+
+Each group takes the longer of its FLOPs at the reachable rate and its bytes at the reachable memory bandwidth
+(Williams et al. 2009), plus a launch a kernel. Communication is not in here.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.document import Cluster, Model, Parallel, Train
+
+from .model_math import head_flops, is_moe_layer, layer_flops, layer_params
+from .profile import Profile
+from .traffic import WIDTH
+
+KERNELS_A_LAYER = 14  # forward: 4 to 7 matmuls, attention, 2 norms, rotary, activation, 2 residual sums
+
+
+class Rates(Struct, frozen=True):
+    """What one GPU reaches: FLOP/s of matmuls and of the attention core, bytes/s of memory, seconds a launch."""
+
+    matmul: float
+    attention: float
+    memory: float
+    launch_s: float
+    peak: float  # data-sheet FLOP/s of this precision: what MFU is measured against
+
+
+def rates(cluster: Cluster, profile: Profile, precision: str) -> Rates:
+    """Raises OrchError (65) when the GPU does not compute in `precision`."""
+    peak = cluster.gpu.peak_flops.get(precision)
+    if peak is None:
+        known = ", ".join(cluster.gpu.peak_flops)
+        raise OrchError(f"train.precision {precision}: GPU {cluster.gpu.name} computes in {known}", Exit.CONFIG)
+    return Rates(
+        matmul=peak * profile.gemm.get(precision, profile.gemm_default),
+        attention=peak * profile.attention,
+        memory=cluster.gpu.hbm_bytes_per_s * profile.hbm,
+        launch_s=profile.kernel_launch_s,
+        peak=peak,
+    )
+
+
+class StageSeconds(Struct, frozen=True):
+    """One micro-batch on one virtual stage."""
+
+    forward: float
+    backward: float  # with whatever recompute repeats
+    attention_core: float  # of one forward: what ring attention hides behind
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates) -> tuple[float, float]:
+    """(forward seconds, of which attention core) of one decoder layer and micro-batch on one GPU."""
+    width, tp = WIDTH[train.precision], parallel.tp
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    flops = layer_flops(model, layer, train.seq_len)
+    params = layer_params(model, layer)
+    experts = params.experts / parallel.ep if is_moe_layer(model, layer) else 0
+    weight_bytes = (params.attention + params.ffn + experts) / tp * width
+    matmul = max((flops.attention_gemm + flops.ffn_gemm) * tokens / tp / rate.matmul, weight_bytes / rate.memory)
+    core = flops.attention_core * tokens / tp / rate.attention
+    # read and write: two norms and two residual sums over hidden; rotary over queries and keys; the activation
+    ffn = model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden if experts else model.ffn_hidden
+    rows = 10 * model.hidden / (tp if parallel.sp else 1)
+    columns = ((3 if model.mlp == "gated" else 2) * ffn + 2 * (model.heads + model.kv_heads) * model.head_dim) / tp
+    elementwise = (rows + columns) * width * tokens / rate.memory
+    return matmul + core + elementwise + KERNELS_A_LAYER * rate.launch_s, core
+
+
+def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[StageSeconds]:
+    """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    result, start = [], 0
+    for stage, count in enumerate(parallel.stage_layers):
+        forward = core = 0.0
+        for layer in range(start, start + count):
+            seconds, attention = layer_seconds(model, layer, parallel, train, rate)
+            forward, core = forward + seconds, core + attention
+        start += count
+        again = {"none": 0.0, "selective": core, "full": forward}[train.recompute]
+        if stage == len(parallel.stage_layers) - 1:
+            logits = tokens * model.vocab / parallel.tp
+            loss = logits * (WIDTH[train.precision] + 8) / rate.memory  # cast to fp32, soft-max, in place
+            forward += head_flops(model) * tokens / parallel.tp / rate.matmul + loss
+        result.append(StageSeconds(forward, 2 * forward + again, core))
+    return result
+
+
+def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> float:
+    """AdamW is memory-bound: reads gradient, master and both moments, writes the last three and the weight (30 B)."""
+    return parameters / shards * 30 / rate.memory + 2 * rate.launch_s

@@ -1,0 +1,97 @@
+"""From a nesting order of the axes to ranks, seats and groups; and from layers to pipeline stages.
+
+A rank is a seat: rank r sits on GPU r % gpus_per_node of node r // gpus_per_node, nodes in topology order. A nesting
+order says which coordinate each rank has: the innermost axis varies fastest, so its groups are the closest together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from orchestrator.plan.document import Axis, Cluster, Coord, Model, Rank
+from orchestrator.plan.ranks import AXES
+
+from .model_math import head_flops, layer_flops
+
+
+def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
+    """Every distinct nesting order, the default (planning.md E1: TP, CP, EP, PP, DP) first.
+
+    An axis of degree 1 may stand anywhere without moving a rank, so it stays at its default place.
+    """
+    moving = [axis for axis in AXES if degrees[axis] > 1]
+    for permutation in itertools.permutations(moving):
+        following = iter(permutation)
+        yield tuple(next(following) if degrees[axis] > 1 else axis for axis in AXES)
+
+
+def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> np.ndarray:
+    """Ranks of every group in which only `varying` axes vary: int array [groups, members].
+
+    Members are sorted by those coordinates, the last of `varying` slowest, as in `orchestrator.plan.ranks.groups`.
+    """
+    outer_first = list(reversed(order))
+    grid = np.arange(np.prod([degrees[axis] for axis in outer_first], dtype=int))
+    grid = grid.reshape([degrees[axis] for axis in outer_first])
+    fixed = [axis for axis in outer_first if axis not in varying]
+    last = list(reversed(list(varying)))
+    moved = grid.transpose([outer_first.index(axis) for axis in [*fixed, *last]])
+    return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
+
+
+def seat_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> list[Rank]:
+    """Ranks with their node, GPU and the NIC that serves that GPU."""
+    gpus, nics = cluster.gpus_per_node, cluster.nics_per_node
+    return [
+        Rank(
+            rank=rank,
+            node=cluster.node_names[rank // gpus],
+            gpu=rank % gpus,
+            nic=rank % gpus * nics // gpus,
+            coord=Coord(**coord),
+        )
+        for rank, coord in enumerate(all_coords)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- stages
+
+
+def stage_costs(model: Model, stage_layers: Sequence[int], seq_len: int) -> list[float]:
+    """Forward FLOPs per token of each stage; the head weighs on the last one (the embedding is a look-up)."""
+    costs, start = [], 0
+    for count in stage_layers:
+        costs.append(sum(layer_flops(model, layer, seq_len).total for layer in range(start, start + count)))
+        start += count
+    costs[-1] += head_flops(model)
+    return costs
+
+
+def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
+    """Decoder layers of each of `stages` stages, in model order, so that the slowest stage is as fast as possible.
+
+    The head counts as work of the last stage and the token table as memory of the first: the fullest stages are
+    those in the middle, which for 126 layers in 16 stages gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783,
+    section 3.3.2). An even split wins when it is within `tolerance` of the best: equal stages interleave better.
+    """
+    layers = model.layers
+    if stages == 1:
+        return [layers]
+    each = layer_flops(model, layers - 1, seq_len).total
+    head = head_flops(model) / each  # in layers
+    extra = [0.0] * stages
+    extra[-1] += head
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        # ties: the middle first, then the end; the first stage last, because it also holds the token table
+        best = min(range(stages), key=lambda s: (counts[s] + 1 + extra[s], s == 0, s == stages - 1, s))
+        counts[best] += 1
+    slowest = max(count + more for count, more in zip(counts, extra, strict=True))
+    if layers % stages == 0:
+        even = layers // stages + head
+        if even <= slowest * (1 + tolerance):
+            return [layers // stages] * stages
+    return counts

@@ -1,0 +1,165 @@
+"""Bytes on the worst rank, by category: model states, activations, buffers.
+
+States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the recipes of planning.md C2. Activations are
+counted tensor by tensor as the trainer's autograd keeps them; with every option of the paper switched on the sum is
+that of Korthikanti et al. (arXiv 2205.05198, equations 1 to 4), which the tests check.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
+
+from .model_math import is_moe_layer
+from .profile import Profile, profile_for
+from .traffic import WIDTH, rank_parameters
+
+
+class Kernels(Struct, frozen=True, kw_only=True):
+    """Which tensors the implementation keeps for backward."""
+
+    fused_attention: bool = True  # scores are recomputed in the kernel: only its softmax statistics stay
+    keep_gathered: bool = True  # with SP, matmul inputs are kept whole (ours) or gathered again in backward (Megatron)
+    fused_activation: bool = False  # the gated activation keeps its two inputs only
+
+
+class States(Struct, frozen=True):
+    """Bytes of weights, gradients and optimizer on one rank."""
+
+    params: float
+    grads: float
+    optimizer: float
+
+
+def model_states(dense: int, experts: int, parallel: Parallel, train: Train) -> States:
+    """States of a rank that holds `dense` and `experts` parameters (before data-parallel sharding).
+
+    Weights in the training precision; gradients in `grad_dtype`, whole until they are reduced (ZeRO-0 and 1); AdamW's
+    two moments in fp32, and an fp32 master copy when the weights are narrower. Experts shard over cp * dp, all other
+    weights over cp * ep * dp.
+    """
+    weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
+    state = 8 if weight == 4 else 12
+    params = grads = optimizer = 0.0
+    for count, shards in ((dense, parallel.cp * parallel.ep * parallel.dp), (experts, parallel.cp * parallel.dp)):
+        params += count * weight / (shards if parallel.zero >= 3 else 1)
+        grads += count * gradient / (shards if parallel.zero >= 2 else 1)
+        optimizer += count * state / (shards if parallel.zero >= 1 else 1)
+    return States(params, grads, optimizer)
+
+
+def layer_activations(
+    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train, kernels: Kernels
+) -> dict[str, float]:
+    """Bytes that one layer keeps for backward, by tensor. tokens: of one micro-batch on this rank (b * s / cp)."""
+    width, tp = WIDTH[train.precision], parallel.tp
+    rows = tp if parallel.sp else 1  # what is cut along the sequence between the blocks
+    gathered = 1 if kernels.keep_gathered or not parallel.sp else tp
+    kept = {
+        "norm inputs": 2 * model.hidden * width / rows,
+        "matmul inputs": 2 * model.hidden * width / gathered,
+        **_attention(model, parallel, train, kernels, width),
+        **_mlp(model, layer, parallel, kernels, width, gathered),
+    }
+    if model.dropout:
+        kept["dropout masks"] = 2 * model.hidden / rows
+    return {name: size * tokens for name, size in kept.items()}
+
+
+def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels, width: int) -> dict[str, float]:
+    """Bytes a token of queries, keys, values, attention output and what the softmax keeps."""
+    tp = parallel.tp
+    heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
+    if model.mla is not None:
+        m = model.mla
+        key = m.qk_nope_head_dim + m.qk_rope_head_dim
+        elements = heads * (2 * key + 2 * m.v_head_dim) + m.q_lora_rank * 2 + m.kv_lora_rank * 2
+    else:
+        elements = (2 * heads + 2 * kv_heads) * model.head_dim
+    kept = {"attention": elements * width}
+    if kernels.fused_attention:
+        kept["softmax statistics"] = 4 * heads
+    elif train.recompute == "none":
+        # softmax output and the dropped-out copy that multiplies the values; with dropout a mask of one byte
+        kept["attention scores"] = heads * train.seq_len * (2 * width + (1 if model.dropout else 0))
+    return kept
+
+
+def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: int, gathered: int) -> dict[str, float]:
+    """Bytes a token: inputs of the activation, its output, and what multiplies the down projection."""
+    copies = 2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
+    if not is_moe_layer(model, layer):
+        return {"mlp": copies * model.ffn_hidden * width / parallel.tp}
+    moe = model.moe
+    ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
+    routed = 2 * moe.top_k * model.hidden / gathered  # what arrives at the experts, and what they give back
+    return {"mlp": copies * ffn * width / parallel.tp, "routed tokens": routed * width, "router": 8 * moe.experts}
+
+
+def in_flight(parallel: Parallel, pp_rank: int) -> float:
+    """Micro-batches (of one virtual stage each) whose activations pipeline rank `pp_rank` holds at its peak.
+
+    1F1B: min(p - r, m) (arXiv 2104.04473, section 2.2.1); interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more
+    (section 2.2.2), so (p-1)/(pv) more layers than 1F1B on the first rank; all-forward-all-backward: every one.
+    """
+    p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
+    if parallel.schedule == "afab":
+        return m * v
+    if v > 1:
+        return min(m * v, 2 * (p - pp_rank - 1) + (v - 1) * p + 1)
+    return min(m, p - pp_rank)
+
+
+def activations(model: Model, parallel: Parallel, train: Train, pp_rank: int, kernels: Kernels | None = None) -> float:
+    """Bytes kept for backward at the peak of pipeline rank `pp_rank`, logits included."""
+    kernels = kernels or Kernels()
+    width = WIDTH[train.precision]
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    rows = parallel.tp if parallel.sp else 1
+    stages = [chunk * parallel.pp + pp_rank for chunk in range(parallel.vpp)]
+    starts = [sum(parallel.stage_layers[:stage]) for stage in stages]
+    layers = [i for s, stage in zip(starts, stages, strict=True) for i in range(s, s + parallel.stage_layers[stage])]
+    whole = [sum(layer_activations(model, i, tokens, parallel, train, kernels).values()) for i in layers]
+    boundary = model.hidden * width / rows * tokens
+    if train.recompute == "full":  # a layer keeps its input; the one being recomputed has everything
+        held, live = boundary * len(layers), max(whole, default=0.0)
+    else:
+        held, live = sum(whole), 0.0
+    result = held * in_flight(parallel, pp_rank) / parallel.vpp + live
+    if stages[-1] == len(parallel.stage_layers) - 1:
+        gathered = rows if parallel.sp and not kernels.keep_gathered else 1
+        result += boundary + model.hidden * width / gathered * tokens  # the final norm and what it feeds the head
+        result += 2 * width * tokens * -(-model.vocab // parallel.tp)  # logits and their gradient
+    return result
+
+
+def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) -> float:
+    """Bytes beside the model: the device's context and communicators, gathered sequences, received hidden states."""
+    width = WIDTH[train.precision]
+    hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
+    result = float(profile.context_bytes)
+    if parallel.tp > 1:
+        result += 2 * hidden  # one gathered input and one partial sum
+    if parallel.pp > 1:
+        result += 2 * hidden / (parallel.tp if parallel.sp else 1)
+    if parallel.zero >= 3:
+        result += 2 * parallel.bucket_bytes
+    return result
+
+
+def accounts(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:
+    """One account a pipeline rank, whose number is in `worst_rank` (the caller turns it into a rank)."""
+    beside = buffers(model, parallel, train, profile_for(cluster.gpu.name, cluster.device))
+    result = []
+    for pp_rank in range(parallel.pp):
+        states = model_states(*rank_parameters(model, parallel, pp_rank), parallel, train)
+        kept = activations(model, parallel, train, pp_rank)
+        parts = {
+            **{"params": states.params, "grads": states.grads, "optimizer": states.optimizer},
+            **{"activations": kept, "buffers": beside},
+        }
+        parts = {name: round(size) for name, size in parts.items()}
+        total, capacity = sum(parts.values()), cluster.gpu.memory_bytes
+        result.append(Memory(**parts, total=total, capacity=capacity, worst_rank=pp_rank))
+    return result

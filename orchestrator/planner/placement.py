@@ -1,0 +1,117 @@
+"""Which nesting order of the axes to use: every order is costed, none is sampled.
+
+Objective, lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then expert-parallel groups
+inside one, then the predicted step time; orders within 0.5 % of the best are ties and go to the one that stays on the
+lowest levels, then to the nesting nearest the default (TP, CP, EP, PP, DP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Parallel
+from orchestrator.plan.ranks import degrees
+
+from .collective import PATTERN
+from .fabric import NOWHERE, Fabric, Path, Pattern
+from .layout import group_members, orders
+from .profile import Profile
+from .step_time import Work, assemble, exposed_seconds
+from .topology import NVLINK, SELF
+from .traffic import Traffic
+
+TIE = 0.005
+
+PathKey = tuple[tuple[Axis, ...], Pattern]
+
+
+class Candidate(Struct, frozen=True):
+    """One nesting order and its price."""
+
+    order: tuple[Axis, ...]
+    paths: dict[PathKey, Path]
+    exposed: dict[str, float]  # seconds by axis
+    step_s: float
+
+    def worst_level(self, axis: Axis) -> str:
+        return self.paths[(axis,), "ring"].worst_level
+
+    def outside_nvlink(self, axis: Axis) -> bool:
+        return self.worst_level(axis) not in (SELF, NVLINK)
+
+
+def candidates(
+    cluster: Cluster,
+    profile: Profile,
+    parallel: Parallel,
+    traffic: Sequence[Traffic],
+    work: Work,
+    only: Sequence[Axis] | None = None,
+) -> list[Candidate]:
+    """Every nesting order with its predicted step time, default order first; or just the order `only`."""
+    fabric = Fabric(cluster, profile)
+    sizes = degrees(parallel)
+    wanted: set[PathKey] = {(item.varying, PATTERN[item.operation]) for item in traffic}
+    wanted |= {((axis,), "ring") for axis in AXES}  # for the worst level of axes that send nothing
+    seen: dict[tuple, Path] = {}  # groups are the same in every order that gives their axes the same strides
+
+    def path(order: Sequence[Axis], key: PathKey) -> Path:
+        varying, pattern = key
+        if all(sizes[axis] == 1 for axis in varying):
+            return NOWHERE
+        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying)
+        wrap = pattern != "chain" or varying != ("pp",) or parallel.vpp > 1
+        slot = (shape, pattern, wrap)
+        if slot not in seen:
+            seen[slot] = fabric.path(group_members(order, sizes, varying), pattern, wrap)
+        return seen[slot]
+
+    result = []
+    for order in [tuple(only)] if only else orders(sizes):
+        paths = {key: path(order, key) for key in wanted}
+        exposed = exposed_seconds(traffic, paths, work, parallel.pp)
+        result.append(Candidate(order, paths, exposed, assemble(work, exposed, parallel)[0]))
+    return result
+
+
+def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
+    """The best candidate by the objective above."""
+
+    def height(candidate: Candidate) -> int:
+        rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
+        return sum(rank[candidate.worst_level(axis)] for axis in AXES)
+
+    rest = list(found)
+    for axis in ("tp", "ep"):
+        least = min(candidate.outside_nvlink(axis) for candidate in rest)
+        rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
+    fastest = min(candidate.step_s for candidate in rest)
+    rest = [candidate for candidate in rest if candidate.step_s <= fastest * (1 + TIE)]
+    return min(rest, key=height)  # the first of equals: nearest to the default
+
+
+def axis_placement(candidate: Candidate, traffic: Sequence[Traffic]) -> dict[str, AxisPlacement]:
+    """For each axis the worst level that its groups cross and the bytes a step that its busiest rank sends, by level.
+
+    "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
+    """
+    result = {}
+    for axis in AXES:
+        by_level: dict[str, float] = {}
+        worst = candidate.worst_level(axis)
+        for item in traffic:
+            if item.axis == axis:
+                path = candidate.paths[item.varying, PATTERN[item.operation]]
+                for level, share in path.share.items():
+                    by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+        result[axis] = AxisPlacement(worst_level=worst, bytes_per_step_by_level=by_level)
+    return result
+
+
+def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
+    stride = 1
+    for inner in order[: order.index(axis)]:
+        stride *= sizes[inner]
+    return stride

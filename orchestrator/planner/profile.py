@@ -1,0 +1,72 @@
+"""What hardware reaches of its data sheet. The one place for constants that are measured rather than derived.
+
+Each number names the measurement behind it: rows of the calibration tables (`gemm_mamf`, `comm`) by their id or
+accelerator. A later calibration replaces this module's values, not the formulas that use them.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """Fractions of the cluster description's rates that a training job reaches. Bytes and seconds where named."""
+
+    gemm: dict[str, float]  # best matmul / peak FLOP/s, by precision
+    gemm_default: float
+    attention: float  # fused attention core / peak FLOP/s
+    hbm: float  # memory-bound kernels / memory bandwidth
+    nvlink: float  # ring collective bus bandwidth / link rate
+    fabric: float
+    contention: float  # collectives inside a training step / the same collectives alone
+    kernel_launch_s: float  # fixed cost of one operator on the critical path
+    context_bytes: int  # device context, communicators and workspaces that no tensor owns
+    source: str
+
+
+#: gemm_mamf rows, BF16 and FP8; None precision = any other. Matched by the longest prefix of the GPU's name.
+_GEMM: dict[str, dict[str, float]] = {
+    "A100": {"bf16": 0.869, "fp16": 0.869},
+    "H100": {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709},
+    "H200": {"bf16": 0.803, "fp16": 0.803, "fp8": 0.734},
+    "GH200": {"bf16": 0.838, "fp16": 0.838, "fp8": 0.776},
+    "B200": {"bf16": 0.776, "fp16": 0.776, "fp8": 0.763},
+    "GB200": {"bf16": 0.729, "fp16": 0.729, "fp8": 0.723},
+    "B300": {"bf16": 0.786, "fp16": 0.786, "fp8": 0.745},
+}
+
+_GPU_SOURCE = (
+    "gemm: gemm_mamf by accelerator, 0.75 where it has no row (assumed); nvlink 0.80: comm-0364 ring 370 of 450 GB/s;"
+    " fabric 0.93: comm-0236 373 of 400 GB/s; contention 0.77: collectives in training about 30 % slower than alone"
+    " (vTrain, MICRO 2024); attention, hbm, launch, context: assumed"
+)
+
+
+def profile_for(gpu_name: str, device: str) -> Profile:
+    """The profile of a GPU by its name ("H100-SXM5-80GB"), or of a CPU core."""
+    if device == "cpu":
+        return Profile(
+            gemm={},
+            gemm_default=0.6,
+            attention=0.2,
+            hbm=0.6,
+            nvlink=0.8,
+            fabric=0.8,
+            contention=1.0,
+            kernel_launch_s=2e-5,
+            context_bytes=0,  # a process's own size is not counted against the share of memory
+            source="assumed",
+        )
+    matches = [name for name in _GEMM if gpu_name.upper().startswith(name)]
+    return Profile(
+        gemm=_GEMM[max(matches, key=len)] if matches else {},
+        gemm_default=0.75,
+        attention=0.5,
+        hbm=0.8,
+        nvlink=0.80,
+        fabric=0.93,
+        contention=0.77,
+        kernel_launch_s=3e-6,
+        context_bytes=2 << 30,
+        source=_GPU_SOURCE,
+    )

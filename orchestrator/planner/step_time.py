@@ -1,0 +1,119 @@
+"""Seconds of one optimizer step: compute, exposed communication by axis, pipeline bubble, optimizer.
+
+1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) with unequal stages: the slowest rank is busy for all m
+micro-batches, and the first micro-batch must walk through all others: T = m*S_max + (sum(S) - S_max)/v, which for
+equal stages is the bubble ratio (p-1)/(v*m).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from msgspec import Struct
+
+from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
+
+from . import collective
+from .compute import Rates, StageSeconds, optimizer_seconds, stage_seconds
+from .fabric import Path
+from .traffic import Traffic, rank_parameters
+
+
+class Work(Struct, frozen=True):
+    """What a step computes, wherever its ranks are."""
+
+    ranks: list[float]  # seconds a micro-batch of each pipeline rank, all its virtual stages, forward and backward
+    windows: dict[str, float]  # seconds a step in which communication may hide, by `traffic.Window`
+    optimizer_s: float
+
+
+def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Work:
+    stages = stage_seconds(model, parallel, train, rate)
+    by_rank: list[list[StageSeconds]] = [stages[rank :: parallel.pp] for rank in range(parallel.pp)]
+    ranks = [sum(stage.both for stage in own) for own in by_rank]
+    slowest = by_rank[ranks.index(max(ranks))]
+    m = parallel.micro_batches
+    shards = parallel.dp * parallel.ep * parallel.cp if parallel.zero else 1
+    most = max(sum(rank_parameters(model, parallel, rank)) for rank in range(parallel.pp))
+    return Work(
+        ranks=ranks,
+        windows={
+            "none": 0.0,
+            "attention": m * 3 * sum(stage.attention_core for stage in slowest),
+            "backward": sum(stage.backward for stage in slowest),  # of the last micro-batch
+            "compute": m * ranks[by_rank.index(slowest)],
+        },
+        optimizer_s=optimizer_seconds(most, shards, rate),
+    )
+
+
+def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[tuple, Path], work: Work, pp: int) -> dict[str, float]:
+    """Communication that nothing hides, by axis, seconds a step (without the pipeline's fill and drain).
+
+    The last operation of a hidden series has nothing left to hide behind. A 1F1B pipeline has no slack between a
+    micro-batch's way down and its gradient's way up, so every transfer between stages is exposed.
+    """
+    result = dict.fromkeys(AXES, 0.0)
+    for item in traffic:
+        path = paths[item.varying, collective.PATTERN[item.operation]]
+        once = collective.seconds(item.operation, item.size, item.members, path)
+        count = item.count + (2 * (pp - 1) if item.axis == "pp" else 0)
+        total = once * count
+        hidden = min(work.windows[item.window], max(0.0, total - once))
+        result[item.axis] += total - hidden
+    return result
+
+
+def assemble(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> tuple[float, float, float]:
+    """(step seconds, bubble seconds of the slowest rank, bubble ratio = idle / busy over the pipeline)."""
+    m = parallel.micro_batches
+    inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / m  # on the path of every micro-batch and stage
+    busy = [seconds + inner for seconds in work.ranks]
+    slowest = max(busy)
+    span = m * slowest + (sum(busy) - slowest) / parallel.vpp
+    idle = (parallel.pp * span - m * sum(busy)) / (m * sum(busy))
+    step = span + exposed["pp"] + exposed["dp"] + work.optimizer_s
+    return step, span - m * slowest, idle
+
+
+def predict(work: Work, exposed: Mapping[str, float], parallel: Parallel, outside: Container[str] = ()) -> Time:
+    """`outside`: axes whose groups leave their NVLink domain (for the advice in `limited_by`)."""
+    step, bubble, ratio = assemble(work, exposed, parallel)
+    compute = parallel.micro_batches * max(work.ranks) + work.optimizer_s
+    return Time(
+        step_s=step,
+        compute_s=compute,
+        exposed_comm_s=dict(exposed),
+        bubble_ratio=ratio,
+        limited_by=_limited_by(step, compute, bubble, exposed, parallel, outside),
+    )
+
+
+ADVICE = {
+    "tp": "tensor-parallel communication: lower tp",
+    "cp": "context-parallel communication: lower cp or raise the sequence length a rank",
+    "ep": "expert all-to-all: lower ep",
+    "pp": "transfers between pipeline stages: lower pp or raise the micro-batch size",
+    "dp": "gradient synchronisation: raise the micro-batches a step, or lower dp",
+    "bubble": "the pipeline bubble: more micro-batches, virtual stages (vppN) or a lower pp",
+}
+
+
+def _limited_by(
+    step: float,
+    compute: float,
+    bubble: float,
+    exposed: Mapping[str, float],
+    parallel: Parallel,
+    outside: Container[str],
+) -> str:
+    """One phrase for the largest term that is not compute, or compute itself when nothing else reaches 5 %."""
+    terms = {**exposed, "bubble": bubble}
+    worst = max(terms, key=lambda name: terms[name])
+    share = terms[worst] / step
+    if share < 0.05:
+        return f"compute ({compute / step:.0%} of the step)"
+    if worst == "bubble" and parallel.pp > 1 and parallel.micro_batches * parallel.vpp < parallel.pp:
+        return f"the pipeline bubble ({share:.0%} of the step): fewer micro-batches than stages; raise the global batch"
+    inside = ", so that its groups stay inside one NVLink domain" if worst in ("tp", "ep") and worst in outside else ""
+    return f"{ADVICE[worst]}{inside} ({share:.0%} of the step)"

@@ -1,0 +1,141 @@
+"""What every axis sends in one optimizer step: operations, message sizes and counts, and what may hide them.
+
+Independent of where the ranks are: the same list is costed for every placement. Bytes are of the busiest stage.
+Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section 4.2) for tensor and
+sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv
+2310.01889) for ring attention; Lepikhin et al. (GShard, arXiv 2006.16668) for expert all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from orchestrator.plan.document import Axis, Model, Parallel, Train
+
+from .collective import Operation, sent_bytes
+from .model_math import embedding_params, is_moe_layer, layer_params, norm_params
+
+#: What a transfer can run beside: nothing, the attention core (ring attention), the last micro-batch's backward
+#: (gradient buckets), or all compute (weights gathered ahead).
+Window = Literal["none", "attention", "backward", "compute"]
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Traffic(Struct, frozen=True):
+    """`count` operations of `size` bytes (of the whole tensor) a step, over groups in which `varying` axes vary."""
+
+    axis: Axis
+    varying: tuple[Axis, ...]
+    operation: Operation
+    size: float
+    count: float
+    window: Window = "none"
+    members: int = 1
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends in a step."""
+        return self.count * sent_bytes(self.operation, self.size, self.members)
+
+
+def stage_parameters(model: Model, parallel: Parallel, stage: int) -> tuple[int, int]:
+    """(dense, expert) parameters that one rank of virtual stage `stage` holds.
+
+    Tied embeddings with pp > 1: the last stage holds a copy of the table as its head.
+    """
+    start = sum(parallel.stage_layers[:stage])
+    dense, experts = 0, 0
+    for layer in range(start, start + parallel.stage_layers[stage]):
+        params = layer_params(model, layer)
+        dense += (params.attention + params.ffn) // parallel.tp + params.replicated
+        experts += params.experts // (parallel.tp * parallel.ep)
+    last = len(parallel.stage_layers) - 1
+    table, positions = embedding_params(model)
+    table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
+    if stage == 0:
+        dense += table + positions
+    if stage == last:
+        dense += norm_params(model)
+        if not model.tied_embeddings or last > 0:
+            dense += table
+    return dense, experts
+
+
+def rank_parameters(model: Model, parallel: Parallel, pp_rank: int) -> tuple[int, int]:
+    """(dense, expert) parameters of a pipeline rank: all its virtual stages (stage = chunk * pp + rank)."""
+    parts = [stage_parameters(model, parallel, chunk * parallel.pp + pp_rank) for chunk in range(parallel.vpp)]
+    return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
+
+
+def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic]:
+    """Every transfer of one step on the busiest pipeline rank."""
+    width = WIDTH[train.precision]
+    busiest = max(range(parallel.pp), key=lambda rank: sum(rank_parameters(model, parallel, rank)))
+    chunks = [chunk * parallel.pp + busiest for chunk in range(parallel.vpp)]
+    layers = [layer for stage in chunks for layer in _layers(parallel, stage)]
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    hidden_bytes = tokens * model.hidden * width
+    passes = 3 if train.recompute == "full" else 2  # forward, (forward again,) backward
+    m = parallel.micro_batches
+    result: list[Traffic] = []
+
+    def add(axis: Axis, operation: Operation, size: float, count: float, window: Window = "none", varying=None) -> None:
+        varying = varying or (axis,)
+        n = 1
+        for name in varying:
+            n *= getattr(parallel, name)
+        if n > 1 and size > 0 and count > 0:
+            result.append(Traffic(axis, tuple(varying), operation, size, count, window, n))
+
+    # two boundaries a layer and pass: an all-reduce, or with SP the all-gather and reduce-scatter that make one up
+    boundaries = 2 * len(layers) * m * passes
+    if parallel.sp:
+        add("tp", "all_gather", hidden_bytes, boundaries)
+        add("tp", "reduce_scatter", hidden_bytes, boundaries)
+    else:
+        add("tp", "all_reduce", hidden_bytes, boundaries)
+
+    kv_heads_here = max(1, model.kv_heads // parallel.tp)
+    key_values = 2 * kv_heads_here * model.head_dim * tokens * width
+    # keys and values go round in forward, they and their gradients in backward
+    ring_steps = (parallel.cp - 1) * len(layers) * m
+    add("cp", "p2p", key_values, ring_steps * (passes - 1), "attention")
+    add("cp", "p2p", 2 * key_values, ring_steps, "attention")
+
+    moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
+    if model.moe is not None:
+        routed = hidden_bytes * model.moe.top_k / (parallel.tp if parallel.sp else 1)
+        add("ep", "all_to_all", routed, 2 * moe_layers * m * passes)
+
+    boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
+    add("pp", "p2p", boundary, 2 * m * parallel.vpp)
+
+    dense, experts = rank_parameters(model, parallel, busiest)
+    grad_width = WIDTH[train.grad_dtype]
+    for count, varying in ((dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))):
+        _gradients(add, count, varying, parallel, width, grad_width)
+    return result
+
+
+def _gradients(add, parameters: int, varying, parallel: Parallel, width: int, grad_width: int) -> None:
+    """Gradient sum and weight gathering of `parameters` a rank: 2Psi for ZeRO 0 to 2, 3Psi a micro-batch for ZeRO-3."""
+    if parameters == 0:
+        return
+    gradients, weights = parameters * grad_width, parameters * width
+    buckets = max(1.0, gradients / parallel.bucket_bytes)
+    if parallel.zero == 0:
+        add("dp", "all_reduce", gradients / buckets, buckets, "backward", varying)
+        return
+    add("dp", "reduce_scatter", gradients / buckets, buckets, "backward", varying)
+    if parallel.zero < 3:
+        add("dp", "all_gather", weights / buckets, buckets, "none", varying)
+    else:  # gathered for every forward and again for every backward
+        add("dp", "all_gather", weights / buckets, 2 * buckets * parallel.micro_batches, "compute", varying)
+
+
+def _layers(parallel: Parallel, stage: int) -> range:
+    start = sum(parallel.stage_layers[:stage])
+    return range(start, start + parallel.stage_layers[stage])

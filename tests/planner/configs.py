@@ -1,0 +1,92 @@
+"""Typed configs made by hand, so that planner tests need no Hydra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from orchestrator.config.schema import ClusterSpec, Config, LevelSpec, ModelSpec
+from orchestrator.plan.document import Model
+
+SOURCE = "test"
+H100 = {
+    "name": "H100-SXM5-80GB",
+    "memory_gib": 79.6,
+    "peak_tflops": {"fp32": 67, "bf16": 989, "fp16": 989, "fp8": 1979},
+    "hbm_gb_per_s": 3350,
+    "source": SOURCE,
+}
+
+
+def cluster(
+    nodes: int = 8,
+    gpus: int = 8,
+    levels: list[tuple[str, int | list[int], float]] | None = None,
+    domain_nodes: int = 1,
+    **more: Any,
+) -> ClusterSpec:
+    """DGX H100 nodes. levels: (name, nodes per switch, oversubscription), innermost first; default as h100x64."""
+    levels = [("leaf", 4, 1.0), ("spine", nodes, 1.0)] if levels is None else levels
+    return msgspec.convert(
+        {
+            "name": f"h100x{nodes * gpus}",
+            "device": "cuda",
+            "nodes": nodes,
+            "gpus_per_node": gpus,
+            "gpu": H100,
+            "nvlink": {"domain_nodes": domain_nodes, "gb_per_s": 450, "latency_us": 3.4, "source": SOURCE},
+            "nic": {"per_node": gpus, "rails": gpus, "gbit_per_s": 400, "latency_us": 9.6, "source": SOURCE},
+            "levels": [
+                {
+                    "name": name,
+                    "nodes_per_switch": per_switch,
+                    "gbit_per_s": 400,
+                    "latency_us": 9.6 + 0.5 * index,
+                    "oversubscription": over,
+                    "source": SOURCE,
+                }
+                for index, (name, per_switch, over) in enumerate(levels)
+            ],
+            **more,
+        },
+        ClusterSpec,
+    )
+
+
+def h100x16384() -> ClusterSpec:
+    pods = [384] * 5 + [128]
+    return cluster(2048, 8, [("rack", 2, 1.0), ("pod", pods, 7.0), ("core", 2048, 1.0)])
+
+
+def model_spec(model: Model) -> ModelSpec:
+    values = structs.asdict(model)
+    del values["parameters"]
+    return ModelSpec(**values)
+
+
+def config(cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+    """A whole job; `train` holds keys of `TrainSpec`."""
+    values = {"steps": 100, "seq_len": 8192, "global_batch_samples": 1024, **train}
+    if "global_batch_tokens" in values:
+        del values["global_batch_samples"]
+    return msgspec.convert(
+        {
+            "cluster": cluster_spec,
+            "model": model_spec(model),
+            "parallel": parallel or {},
+            "data": {"name": "stdlib", "paths": ["stdlib"], "extensions": [".py"], "demo": True, "cache_dir": "data"},
+            "optim": {"lr": 3e-4},
+            "train": values,
+            "checkpoint": {},
+            "metrics": {},
+            "backend": {"name": "local"},
+        },
+        Config,
+        from_attributes=True,
+    )
+
+
+def level(spec: ClusterSpec, name: str) -> LevelSpec:
+    return next(level for level in spec.levels if level.name == name)
