@@ -220,7 +220,7 @@ class BackendSpec(Frozen):
 
 
 class RunSpec(Frozen):
-    name: RunName | None = None  # None: <model>-<parallel word>
+    name: RunName | None = None  # None: <model>-<parallel choice> (text once loaded)
     dir: Path | None = None  # run folders are made here; None: <home>/runs
     allow_oom: bool = False  # submit even when the plan does not fit the memory
 

@@ -1,0 +1,71 @@
+"""Which files each config group has, by listing folders: no Hydra, so that completion is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+PRIMARY = "orch"  # conf/orch.yaml; not `config`, which a project's own conf folder probably has for itself
+
+
+def shipped() -> Path:
+    """The `conf` folder beside the package: in a checkout and in an installed wheel alike."""
+    return Path(__file__).resolve().parents[2] / "conf"
+
+
+def folders(config_dir: str | Path | None = None) -> list[Path]:
+    """Where group files are looked for, first match wins: the user's folder, then the shipped one.
+
+    `config_dir` is the user's; without it `./conf` when there is one. Raises OrchError when it is not a folder.
+    """
+    ours = shipped()
+    if config_dir is None:
+        user = Path.cwd() / "conf"
+        if not user.is_dir():
+            return [ours]
+    else:
+        user = Path(config_dir)
+        if not user.is_dir():
+            what = "is not a folder" if user.exists() else "does not exist"
+            raise OrchError(f"--config-dir {str(config_dir)!r} {what}", Exit.USAGE)
+    user = user.resolve()
+    return [ours] if user == ours else [user, ours]
+
+
+class Library:
+    """The group files of some folders."""
+
+    def __init__(self, folders: list[Path]):
+        self.folders = folders
+
+    def groups(self) -> list[str]:
+        """Every group that has files, nested ones as `cluster/node`."""
+        found: dict[str, None] = {}
+        for folder in self.folders:
+            for path in sorted(folder.rglob("*.yaml")):
+                group = path.parent.relative_to(folder).as_posix()
+                if group != ".":
+                    found.setdefault(group)
+        return list(found)
+
+    def files(self, group: str) -> list[str]:
+        """The choices of one group, sorted."""
+        names = {path.stem for folder in self.folders for path in (folder / group).glob("*.yaml")}
+        return sorted(names)
+
+    def path(self, group: str, name: str) -> Path | None:
+        """The file behind one choice: the user's before the shipped one."""
+        for folder in self.folders:
+            path = folder / group / f"{name}.yaml"
+            if path.is_file():
+                return path
+        return None
+
+    def show(self, path: Path) -> str:
+        """A file as a person would name it: `conf/train/demo.yaml` for ours, its path for the user's."""
+        ours = shipped()
+        if path.is_relative_to(ours):
+            return f"conf/{path.relative_to(ours).as_posix()}"
+        return str(path)

@@ -1,0 +1,175 @@
+"""Command-line words, read and judged before Hydra sees them.
+
+Hydra's override grammar has traps for the people who type it: add against override (`+x=` or `x=`), unquoted text that
+is a syntax error or changes its type, commas that mean a sweep. Each word is parsed here against the schema, so that
+unknown keys get a did-you-mean, `+x=` equals `x=`, and text reaches the configuration byte-exact. What leaves this
+module is a list of overrides that Hydra takes as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple, get_args
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
+
+from . import grammar
+from .groups import Library
+from .schema import GROUPS, Config
+from .structured import bare, fields, is_open, is_text, optional, struct_of
+
+#: A later one of these replaces an earlier other one: nobody means both.
+EXCLUSIVE = (("train.global_batch_samples", "train.global_batch_tokens"),)
+_WORD = re.compile(r"(~|\+{0,2})([^=]*?)(?:=(.*))?", re.DOTALL)
+
+
+class Override(NamedTuple):
+    key: str  # "train.steps", or a group: "cluster", "cluster/node"
+    text: str  # as typed, after the first "="
+    group: bool
+    hydra: str  # what Hydra is given
+
+
+def read(words: list[str], library: Library) -> list[Override]:
+    """Overrides in the order typed; of several choices for one group the last. Raises OrchError (64, or 78)."""
+    found = [_read_one(word, library) for word in words]
+    last = {override.key: index for index, override in enumerate(found)}
+    found = [o for index, o in enumerate(found) if not o.group or last[o.key] == index]
+    keys = [override.key for override in found]
+    for pair in EXCLUSIVE:
+        for given, other in (pair, pair[::-1]):
+            if given in keys and other not in keys:
+                found.append(Override(other, "null", False, f"{other}=null"))
+    return found
+
+
+def _read_one(word: str, library: Library) -> Override:
+    shown = show(word)
+    if not word.isprintable():
+        bad = next(c for c in word if not c.isprintable())
+        what = "bytes that are not UTF-8" if "\ud800" <= bad <= "\udfff" else f"the unprintable character {bad!a}"
+        raise OrchError(f"{shown} holds {what}: configuration text is printable and on one line", Exit.USAGE)
+    if "_target_" in word:
+        raise OrchError(f"{shown}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
+    match = _WORD.fullmatch(word)
+    prefix, key, text = match[1], match[2].strip(), match[3]
+    if prefix == "~":
+        raise OrchError(f"{shown}: keys cannot be deleted, every one is needed; set it to null where that is legal")
+    if text is None or not key:
+        raise OrchError(f"{shown} is not key=value")
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        raise OrchError(f"{shown}: Hydra's own settings are not used; --config-dir adds a folder of group files")
+    if "@" in key or ":" in key:
+        raise OrchError(f"{shown}: groups have fixed places, write {key.split('@')[0].split(':')[0]}=<file>")
+    key = key.removeprefix("/")
+    if key.split("/")[0] in GROUPS and "." not in key:
+        return _choice(key, text.strip(), library)
+    return _value(key, text, shown)
+
+
+# ------------------------------------------------------------------------------------------- groups
+
+
+def _choice(group: str, text: str, library: Library) -> Override:
+    if group not in library.groups():
+        raise OrchError(f"unknown group {group!r}; {did_you_mean(group, library.groups())}")
+    name = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    files = library.files(group)
+    if name in files:
+        return Override(group, name, True, f"{group}={quote(name)}")
+    if "," in name or name.startswith("["):
+        raise OrchError(f"{group}={show(name)}: one at a time; a sweep is one command each")
+    if group == "parallel" and grammar.looks_like_word(name):
+        grammar.parse(name)  # refuses what is not a word
+        return Override(group, name, True, f"{group}={name}")
+    what = "it needs a name" if not name else f"there is no {group} {show(name)}"
+    tail = f"; or a word: {grammar.RULE}" if group == "parallel" else ""
+    raise OrchError(f"{group}={show(name)}: {what}; {did_you_mean(name, files)}{tail}")
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def _value(key: str, text: str, shown: str) -> Override:
+    annotation, opened = find(key, shown)
+    raw = text.strip()
+    if struct_of(annotation) is not None and not (raw.startswith("{") or (raw == "null" and optional(annotation))):
+        example = next(iter(fields(struct_of(annotation))))
+        raise OrchError(f"{shown}: {key} holds keys of its own; set one, like {key}.{example}=...")
+    if is_text(annotation) and not ("${" in text or (raw == "null" and optional(annotation)) or _quoted(raw)):
+        return Override(key, text, False, f"{key}={quote(text)}")
+    _check_value(key, raw, shown, annotation)
+    return Override(key, text, False, f"{'++' if opened else ''}{key}={text}")
+
+
+def find(key: str, shown: str) -> tuple[Any, bool]:
+    """(type of the value at a dotted key, whether the key itself is of the user's choosing). Raises OrchError."""
+    struct: Any = Config
+    annotation: Any = None
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if struct is not None:
+            legal = {
+                name: field.type for name, field in fields(struct).items() if not (index == 0 and name == "choices")
+            }
+            if part not in legal:
+                where = ".".join(parts[:index])
+                raise OrchError(
+                    f"{shown}: unknown {'key' if where else 'group or key'} {part!r}"
+                    f"{f' in {where}' if where else ''}; {did_you_mean(part, legal)}"
+                )
+            annotation = legal[part]
+        elif is_open(annotation):
+            annotation = get_args(bare(annotation))[1]
+            return (annotation if index == len(parts) - 1 else Any), True
+        elif annotation is Any:
+            return Any, True
+        elif part.isdigit() and _list_item(annotation) is not None:
+            annotation = _list_item(annotation)
+        else:
+            where = ".".join(parts[:index])
+            raise OrchError(f"{shown}: {where} is a single value, it has no key {part!r}")
+        struct = struct_of(annotation)
+    return annotation, False
+
+
+def _list_item(annotation: Any) -> Any:
+    kind = bare(annotation)
+    return get_args(kind)[0] if getattr(kind, "__origin__", None) is list else None
+
+
+def _check_value(key: str, raw: str, shown: str, annotation: Any) -> None:
+    """Refuse sweeps and what Hydra's grammar cannot read, with advice on quoting."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(f"{key}={raw}")
+    except HydraException:
+        if _list_item(annotation) is not None:
+            advice = f"write a list like \"{key}=['first','second']\", each text in quotes"
+        else:
+            advice = f"quote text like \"{key}='some text'\""
+        raise OrchError(f"{shown} cannot be read; {advice}") from None
+    if parsed.is_sweep_override():
+        raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is one command each")
+
+
+def _quoted(raw: str) -> bool:
+    """Whether this is one string in quotes, as Hydra's grammar reads it."""
+    return bool(re.fullmatch(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", raw))
+
+
+def quote(text: str) -> str:
+    """Text as a quoted string of Hydra's grammar: backslashes count only before a quote, where they are doubled."""
+    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
+    tail = len(escaped) - len(escaped.rstrip("\\"))
+    return f"'{escaped}{chr(92) * tail}'"
+
+
+def show(word: str, limit: int = 80) -> str:
+    """A word as it can be printed on one line."""
+    text = ascii(word) if not word.isprintable() else f"'{word}'"
+    return text if len(text) <= limit else f"{text[: limit - 4]}...'"

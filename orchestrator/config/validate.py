@@ -1,0 +1,49 @@
+"""What no single field can say: rules between fields, and the derived ones filled in."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .schema import Config
+
+if TYPE_CHECKING:
+    from .explain import Origin
+
+
+def validate(config: Config, origin: Origin) -> Config:
+    """The config with `run.name` filled in. Raises OrchError naming the rule."""
+    train = config.train
+    if (train.global_batch_samples is None) == (train.global_batch_tokens is None):
+        both = "both are" if train.global_batch_tokens is not None else "neither is"
+        raise origin.error(
+            "train.global_batch_samples", f"set it or train.global_batch_tokens, exactly one; {both} set"
+        )
+    if train.global_batch_tokens is not None and train.global_batch_tokens % train.seq_len:
+        near = max(1, round(train.global_batch_tokens / train.seq_len)) * train.seq_len
+        raise origin.error(
+            "train.global_batch_tokens", f"must be a multiple of train.seq_len {train.seq_len}; the nearest is {near}"
+        )
+    if not config.cluster.gpu.peak_tflops:
+        raise origin.error("cluster.gpu.peak_tflops", "needs the rate of at least one precision")
+    if not config.cluster.levels:
+        raise origin.error("cluster.levels", "needs at least one level, innermost first")
+    for part in ("moe", "mla"):
+        spec = getattr(config.model, part)
+        for name, value in msgspec.structs.asdict(spec).items() if spec else ():
+            if value < (0 if name in ("shared_ffn_hidden", "first_dense_layers") else 1):
+                raise origin.error(f"model.{part}.{name}", f"must be positive, not {value}")
+    if config.model.moe and config.model.moe.top_k > config.model.moe.experts:
+        raise origin.error("model.moe.top_k", f"is larger than the {config.model.moe.experts} experts")
+    if config.run.name is not None:
+        return config
+    run = msgspec.structs.replace(config.run, name=default_name(config))
+    return msgspec.structs.replace(config, run=run)
+
+
+def default_name(config: Config) -> str:
+    """`<model>-<parallel choice>` within the rule for run names."""
+    text = f"{config.model.name}-{config.choices.get('parallel', 'custom')}".lower()
+    return re.sub(r"[^a-z0-9]+", "-", text)[:40].strip("-") or "run"
