@@ -97,6 +97,17 @@ def test_equals_one_process_in_float32(sp):
     compare(small(**LLAMA, **GQA), 4, sp, torch.float32, 1e-5)
 
 
+def test_bf16_runs_in_bf16_and_stays_near_one_process_in_float32():
+    """No proof (rounding hides bugs), but every kernel and collective must take the dtype."""
+    model = small(**LLAMA, **GQA)
+    plan = make_plan(model=model, tp=2, micro_batch_size=B, seq_len=S)
+    expected = one_process(model, torch.float32)
+    found = run_ranks(lambda rank: train_step(plan, Mesh.from_plan(plan, rank), torch.bfloat16)[1], 2)
+    assert all(grad.dtype == torch.bfloat16 for grad in found[0]["grads"].values())
+    assert found[0]["loss"] == found[1]["loss"] == pytest.approx(expected["loss"], rel=5e-3)
+    assert found[0]["square"].sqrt().item() == pytest.approx(expected["square"].sqrt().item(), rel=5e-2)
+
+
 @pytest.mark.parametrize("sp", [False, True])
 def test_packed_documents(sp):
     compare(small(**LLAMA), 2, sp, torch.float64, 1e-10, documents=True)

@@ -1,0 +1,173 @@
+"""The fork harness, the mesh and the counted collectives, on real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.plans import make_plan
+from tests.trainer.samples import small
+from trainer.metrics.comm import (
+    CommCounter,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+    start_receive,
+    start_send,
+)
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.process
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ harness
+
+
+def test_results_of_any_nesting_come_back_exactly():
+    def work(rank, text):
+        tensors = [torch.tensor(rank, dtype=torch.bfloat16), torch.arange(3)[::2]]
+        return {"t": tensors, "none": None, "text": text, "deep": {"x": {"y": torch.zeros(0, 2)}}, "f": 0.1 + rank}
+
+    results = run_ranks(work, 3, "söme\n")
+    for rank, result in enumerate(results):
+        assert result["text"] == "söme\n" and result["none"] is None and result["f"] == 0.1 + rank
+        assert result["t"][0].dtype == torch.bfloat16 and result["t"][0] == rank
+        assert result["t"][1].tolist() == [0, 2] and result["deep"]["x"]["y"].shape == (0, 2)
+
+
+def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path):
+    def work(rank):
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        if rank == 1:
+            raise ValueError("the cause")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="the cause") as error:
+        run_ranks(work, 3)
+    assert error.value.rank == 1 and str(error.value).startswith("rank 1: Traceback")
+    assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_a_killed_rank_is_named():
+    with pytest.raises(RankError, match="rank 0: ended with code -9 and no result"):
+        run_ranks(lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else dist.barrier(), 2)
+
+
+def test_a_hanging_rank_shows_where_it_stands(tmp_path):
+    def stand_still(rank):
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        if rank == 1:
+            time.sleep(60)
+
+    with pytest.raises(RankError, match="rank 1 did not finish") as error:
+        run_ranks(stand_still, 2, timeout=1.5)
+    assert "stand_still" in str(error.value)
+    assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_ranks_die_with_their_parent(tmp_path):
+    code = f"""
+import os, time
+from pathlib import Path
+from trainer.verify.ranks import run_ranks
+def work(rank):
+    (Path({str(tmp_path)!r}) / str(rank)).write_text(str(os.getpid()))
+    time.sleep(60)
+run_ranks(work, 2)
+"""
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=root)
+    deadline = time.monotonic() + 60
+    while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    parent.kill()
+    parent.wait()
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+# ------------------------------------------------------------------------------------------------ mesh
+
+
+def test_every_group_reaches_exactly_its_members():
+    plan = make_plan(tp=2, pp=2, dp=2, model=small(kv_heads=1, layers=4))
+
+    def work(rank):
+        mesh = Mesh.from_plan(plan, rank)
+        sums = {}
+        for name in mesh.members:
+            value = torch.tensor([2**rank])
+            sums[name] = int(all_reduce(value, mesh.group(name), name, CommCounter()))
+        own = {"pp": id(mesh.group("pp")), "embedding": id(mesh.group("embedding"))}
+        return {"sums": sums, "sizes": {name: mesh.size(name) for name in mesh.members}, "own": own}
+
+    for rank, result in enumerate(run_ranks(work, 8)):
+        for name, total in result["sums"].items():
+            members = Mesh.alone(plan, rank).ranks(name)
+            assert total == sum(2**member for member in members), (rank, name)
+            assert result["sizes"][name] == len(members)
+        assert result["sums"]["kv"] == result["sums"]["tp"], "one key/value head: all tp ranks share it"
+        assert result["own"]["pp"] != result["own"]["embedding"], "point-to-point has a group of its own"
+
+
+def test_a_middle_stage_is_in_no_embedding_group():
+    plan = make_plan(pp=4)
+    mesh = Mesh.alone(plan, 1)
+    assert mesh.ranks("embedding") == () and mesh.group("embedding") is None and mesh.size("embedding") == 1
+    assert Mesh.alone(plan, 3).ranks("embedding") == (0, 3) and Mesh.alone(plan, 3).index("pp") == 3
+
+
+# ------------------------------------------------------------------------------------------------ collectives
+
+
+def test_collectives_are_right_and_counted_by_the_ring_formulas():
+    def work(rank):
+        counter, group, n = CommCounter(), dist.group.WORLD, 4
+        out = {"sum": all_reduce(torch.full((6,), rank + 1.0), group, "a", counter)}
+        out["gathered"] = all_gather(torch.tensor([[rank]]), group, "b", counter)
+        out["mine"] = reduce_scatter(torch.arange(8.0) + rank, group, "c", counter)
+        to, source = (rank + 1) % n, (rank - 1) % n
+        send = start_send(torch.tensor([rank]), to, group, "d", counter)
+        out["from"] = start_receive(torch.empty(1, dtype=torch.int64), source, group, "d", counter).wait()
+        send.wait()
+        handle = start_all_reduce(torch.ones(2), group, "e", counter, op=dist.ReduceOp.MAX)
+        out["late"] = handle.wait() + handle.wait()
+        sent, seconds = counter.take()
+        return {**out, "sent": sent, "seconds": seconds, "after": counter.take()}
+
+    for rank, result in enumerate(run_ranks(work, 4)):
+        assert result["sum"].tolist() == [10.0] * 6 and result["gathered"].tolist() == [[0], [1], [2], [3]]
+        assert result["mine"].tolist() == [4.0 * (2 * rank) + 6, 4.0 * (2 * rank + 1) + 6]
+        assert result["from"].item() == (rank - 1) % 4 and result["late"].tolist() == [2.0, 2.0]
+        assert result["sent"] == {"a": 2 * 24 * 3 // 4, "b": 32 * 3 // 4, "c": 32 * 3 // 4, "d": 8, "e": 2 * 8 * 3 // 4}
+        assert result["seconds"].keys() == result["sent"].keys() and min(result["seconds"].values()) > 0
+        assert result["after"] == [{}, {}]
+        json.dumps(result["seconds"])
+
+
+def test_without_a_group_nothing_moves_and_nothing_is_counted():
+    counter, x = CommCounter(), torch.arange(4.0)
+    assert all_reduce(x, None, "tp", counter) is x and all_gather(x, None, "tp", counter) is x
+    assert reduce_scatter(x, None, "tp", counter) is x
+    out = torch.empty(4)
+    assert all_gather(x, None, "tp", counter, out=out) is out and torch.equal(out, x)
+    assert counter.take() == ({}, {})
