@@ -57,9 +57,16 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, documents: Tensor | None = None, rope: Rope | None = None
     ) -> Tensor:
-        attended = self.attn_out(self.attn(self.attn_in(self.norm1(x)), positions, documents, rope))
-        x = x + _biased(attended, self.attn.out_bias)
-        return x + _biased(self.mlp_out(self.mlp(self.mlp_in(self.norm2(x)))), self.mlp.out_bias)
+        x = x + _biased(self.attn_out(self.attend(x, positions, documents, rope)), self.attn.out_bias)
+        return x + _biased(self.mlp_out(self.mix(x)), self.mlp.out_bias)
+
+    # The two halves up to their partial sums are methods, so that recomputation can be put around each.
+
+    def attend(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Rope | None) -> Tensor:
+        return self.attn(self.attn_in(self.norm1(x)), positions, documents, rope)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.mlp(self.mlp_in(self.norm2(x)))
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

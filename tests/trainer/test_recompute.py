@@ -1,0 +1,69 @@
+"""Recomputation changes memory and work, never a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.plans import make_plan
+from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
+from trainer.metrics.comm import CommCounter
+from trainer.metrics.memory import StorageTracker
+from trainer.parallel.apply import build
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.recompute import apply_recompute
+from trainer.verify.ranks import run_ranks
+
+B, S = 2, 16
+MODES = ("none", "selective", "full")
+
+
+def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
+    part = build(plan, mesh, CommCounter(), dtype=dtype)
+    (stage,) = part.stages
+    apply_recompute(stage, mode)
+    names = [name for name, _, _ in part.parameters()]
+    data = batch(plan.model, B, S, 0, True)
+    with StorageTracker() as tracker:
+        loss = part.loss(stage(None, data), data.targets)
+        kept = tracker.live
+    with FlopCounterMode(display=False) as flops:
+        loss.backward()
+    grads = {name: param.grad for name, param, _ in part.parameters()}
+    products = sum(
+        count for op, count in flops.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
+    )
+    return {"loss": loss.item(), "grads": grads, "kept": kept, "products": products, "names": names}
+
+
+@pytest.mark.parametrize("kind", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_one_rank(kind):
+    plan = make_plan(model=small(**kind, **GQA), micro_batch_size=B, seq_len=S)
+    plain, selective, full = (run(plan, Mesh.alone(plan), mode) for mode in MODES)
+    for other in (selective, full):
+        assert other["loss"] == plain["loss"]
+        assert other["names"] == plain["names"]
+        assert all(torch.equal(other["grads"][name], grad) for name, grad in plain["grads"].items())
+    assert full["kept"] < selective["kept"] < plain["kept"]
+    assert selective["products"] == plain["products"] < full["products"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+def test_tensor_parallel(sp):
+    """Without sequence parallelism a partial sum is reduced in place: what was kept must not be that tensor."""
+    plan = make_plan(model=small(**LLAMA, **GQA), tp=2, sp=sp, micro_batch_size=B, seq_len=S)
+    results = run_ranks(lambda rank: [run(plan, Mesh.from_plan(plan, rank), mode) for mode in MODES], 2)
+    for plain, selective, full in results:
+        for other in (selective, full):
+            assert other["loss"] == plain["loss"]
+            assert all(torch.equal(other["grads"][name], grad) for name, grad in plain["grads"].items())
+        assert full["kept"] < selective["kept"] < plain["kept"]
+
+
+def test_unknown_mode_is_refused():
+    plan = make_plan(model=small(**LLAMA, **GQA), micro_batch_size=B, seq_len=S)
+    part = build(plan, Mesh.alone(plan), CommCounter())
+    with pytest.raises(ValueError, match="legal: none, selective, full"):
+        apply_recompute(part.stages[0], "some")

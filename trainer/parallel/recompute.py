@@ -1,0 +1,79 @@
+"""Activation recomputation: what backward needs is computed again instead of kept (Chen et al. 2016, arXiv 1604.06174).
+
+full       a block keeps its input alone; forward runs again, its communication included.
+selective  by operator: results of matrix products and of attention are kept, everything between them (norms, rotary
+           positions, activations; with sequence parallelism the gathered sequence) is made again. Cheap in FLOPs, and
+           with a fused attention it drops more than recomputing the attention core would (Korthikanti et al. 2022,
+           arXiv 2205.05198, section 5, where the core was not fused yet).
+
+Recomputation wraps methods of a block on the instance: names of parameters do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.model.attention import SDPA
+from trainer.model.block import Block
+from trainer.model.stage import Stage
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def apply_recompute(stage: Stage, mode: str) -> None:
+    """Put `mode` (none, selective, full) on every block of a stage. Gradients stay equal to the bit."""
+    for block in stage.layers.values():
+        if mode == "full":
+            block.forward = _again(block.forward)
+        elif mode == "selective":
+            block.attend = _again(block.attend, _attention_contexts(block))
+            block.mix = _again(block.mix, partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set()))
+        elif mode != "none":
+            raise ValueError(f"recompute={mode!r}; legal: none, selective, full")
+
+
+def _attention_contexts(block: Block) -> Callable[[], Any]:
+    # A core of context parallelism attends block by block: keeping each partial result would cost more than it saves.
+    keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
+    return partial(_contexts, products=3, keep=keep)
+
+
+def _again(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:
+    """`function`, keeping its inputs and what `contexts` says. Nothing here draws random numbers: no state is kept."""
+    extra = {} if contexts is None else {"context_fn": contexts}
+
+    def run(*args: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **extra)
+
+    return run
+
+
+def _contexts(products: int, keep: set) -> Any:
+    """Keep the first `products` matrix products and all of `keep`.
+
+    The last product of each half is left out: backward never reads it, and tensor parallelism sums into it in place.
+    """
+    seen = {False: 0, True: 0}  # by pass: forward, recomputation
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in keep:
+            return CheckpointPolicy.MUST_SAVE
+        if op in PRODUCTS:
+            seen[ctx.is_recompute] += 1
+            if seen[ctx.is_recompute] <= products:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
