@@ -118,7 +118,7 @@ def _case(config: Config, cluster: doc.Cluster, model: doc.Model) -> legality.Ca
         vpp=par.vpp,
         zero=par.zero,
         sp=par.tp > 1 if par.sp is None else par.sp,
-        schedule=par.schedule or ("interleaved" if par.vpp > 1 else "1f1b"),
+        schedule=par.schedule,
         allow_tp_across_nvlink=par.allow_tp_across_nvlink,
         micro_batch_size=par.micro_batch_size or 1,
         global_batch_samples=_global_batch(config),
@@ -147,7 +147,6 @@ def _global_batch(config: Config) -> int:
 
 def _parallel(config: Config, case: legality.Case) -> doc.Parallel:
     par, stages = config.parallel, case.pp * case.vpp
-    micro_batches = case.global_batch_samples // (case.micro_batch_size * case.dp * case.ep)
     return doc.Parallel(
         tp=case.tp,
         cp=case.cp,
@@ -159,11 +158,11 @@ def _parallel(config: Config, case: legality.Case) -> doc.Parallel:
         sp=case.sp and case.tp > 1,
         world_size=case.gpus,
         order=list(AXES) if par.order is None else _order(par.order),
-        schedule=case.schedule,
+        schedule=case.schedule_name,
         stage_layers=_stage_layers(par.stage_layers, case, stages),
         micro_batch_size=case.micro_batch_size,
-        micro_batches=micro_batches,
-        accumulation=micro_batches,
+        micro_batches=case.micro_batches,
+        accumulation=case.micro_batches,
         global_batch_samples=case.global_batch_samples,
         global_batch_tokens=case.global_batch_samples * case.seq_len,
         bucket_bytes=round(par.bucket_mib * MIB),

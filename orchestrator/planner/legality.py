@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct, structs
 
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit
+from orchestrator.plan import Exit, schedules
 from orchestrator.plan.document import Cluster, Model
 
 
@@ -27,7 +27,7 @@ class Case(Struct, frozen=True, kw_only=True):
     vpp: int
     zero: int
     sp: bool
-    schedule: str
+    schedule: str | None  # None: what suits vpp
     allow_tp_across_nvlink: bool
     micro_batch_size: int
     global_batch_samples: int
@@ -38,6 +38,14 @@ class Case(Struct, frozen=True, kw_only=True):
     @property
     def gpus(self) -> int:
         return len(self.cluster.node_names) * self.cluster.gpus_per_node
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch_samples // (self.micro_batch_size * self.dp * self.ep)
+
+    @property
+    def schedule_name(self) -> str:
+        return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
 
     @property
     def word(self) -> str:
@@ -143,12 +151,8 @@ def _batch(case: Case) -> str | None:
     return None
 
 
-def _interleaving(case: Case) -> str | None:
-    """Interleaved 1F1B walks through groups of pp micro-batches (arXiv 2104.04473, section 2.2.2)."""
-    m = case.global_batch_samples // (case.micro_batch_size * case.dp * case.ep)
-    if case.vpp > 1 and case.schedule == "interleaved" and m % case.pp:
-        return f"vpp={case.vpp} needs micro-batches in multiples of pp={case.pp}, a step has {m}"
-    return None
+def _schedule(case: Case) -> str | None:
+    return schedules.illegal(case.schedule_name, case.pp, case.micro_batches, case.vpp)
 
 
 RULES: dict[str, Callable[[Case], str | None]] = {
@@ -163,7 +167,7 @@ RULES: dict[str, Callable[[Case], str | None]] = {
     "sequence": _sequence,
     "positions": _positions,
     "batch": _batch,
-    "interleaving": _interleaving,
+    "schedule": _schedule,
 }
 
 

@@ -12,8 +12,9 @@ from msgspec import Struct
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 
 from .model_math import is_moe_layer
+from .pipeline import in_flight, rank_stages
 from .profile import Profile, profile_for
-from .traffic import WIDTH, rank_parameters
+from .traffic import WIDTH, rank_parameters, stage_range
 
 
 class Kernels(Struct, frozen=True, kw_only=True):
@@ -97,37 +98,22 @@ def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: 
     return {"mlp": copies * ffn * width / parallel.tp, "routed tokens": routed * width, "router": 8 * moe.experts}
 
 
-def in_flight(parallel: Parallel, pp_rank: int) -> float:
-    """Micro-batches (of one virtual stage each) whose activations pipeline rank `pp_rank` holds at its peak.
-
-    1F1B: min(p - r, m) (arXiv 2104.04473, section 2.2.1); interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more
-    (section 2.2.2), so (p-1)/(pv) more layers than 1F1B on the first rank; all-forward-all-backward: every one.
-    """
-    p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
-    if parallel.schedule == "afab":
-        return m * v
-    if v > 1:
-        return min(m * v, 2 * (p - pp_rank - 1) + (v - 1) * p + 1)
-    return min(m, p - pp_rank)
-
-
 def activations(model: Model, parallel: Parallel, train: Train, pp_rank: int, kernels: Kernels | None = None) -> float:
     """Bytes kept for backward at the peak of pipeline rank `pp_rank`, logits included."""
     kernels = kernels or Kernels()
     width = WIDTH[train.precision]
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
-    stages = [chunk * parallel.pp + pp_rank for chunk in range(parallel.vpp)]
-    starts = [sum(parallel.stage_layers[:stage]) for stage in stages]
-    layers = [i for s, stage in zip(starts, stages, strict=True) for i in range(s, s + parallel.stage_layers[stage])]
+    stages = rank_stages(parallel)[pp_rank]
+    layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
     whole = [sum(layer_activations(model, i, tokens, parallel, train, kernels).values()) for i in layers]
     boundary = model.hidden * width / rows * tokens
     if train.recompute == "full":  # a layer keeps its input; the one being recomputed has everything
         held, live = boundary * len(layers), max(whole, default=0.0)
     else:
         held, live = sum(whole), 0.0
-    result = held * in_flight(parallel, pp_rank) / parallel.vpp + live
-    if stages[-1] == len(parallel.stage_layers) - 1:
+    result = held / len(stages) * in_flight(parallel)[pp_rank] + live
+    if len(parallel.stage_layers) - 1 in stages:
         gathered = rows if parallel.sp and not kernels.keep_gathered else 1
         result += boundary + model.hidden * width / gathered * tokens  # the final norm and what it feeds the head
         result += 2 * width * tokens * -(-model.vocab // parallel.tp)  # logits and their gradient

@@ -1,9 +1,4 @@
-"""Seconds of one optimizer step: compute, exposed communication by axis, pipeline bubble, optimizer.
-
-1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) with unequal stages: the slowest rank is busy for all m
-micro-batches, and the first micro-batch must walk through all others: T = m*S_max + (sum(S) - S_max)/v, which for
-equal stages is the bubble ratio (p-1)/(v*m).
-"""
+"""Seconds of one optimizer step: compute, exposed communication by axis, pipeline bubble, optimizer."""
 
 from __future__ import annotations
 
@@ -16,26 +11,29 @@ from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
 from . import collective
 from .compute import Rates, StageSeconds, optimizer_seconds, stage_seconds
 from .fabric import Path
+from .pipeline import rank_seconds, rank_stages, span_seconds
 from .traffic import Traffic, rank_parameters
 
 
 class Work(Struct, frozen=True):
     """What a step computes, wherever its ranks are."""
 
-    ranks: list[float]  # seconds a micro-batch of each pipeline rank, all its virtual stages, forward and backward
+    stages: list[StageSeconds]  # one micro-batch through each model stage
+    ranks: list[float]  # one micro-batch, forward and backward, through all stages of each pipeline rank
     windows: dict[str, float]  # seconds a step in which communication may hide, by `traffic.Window`
     optimizer_s: float
 
 
 def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Work:
     stages = stage_seconds(model, parallel, train, rate)
-    by_rank: list[list[StageSeconds]] = [stages[rank :: parallel.pp] for rank in range(parallel.pp)]
-    ranks = [sum(stage.both for stage in own) for own in by_rank]
+    by_rank = [[stages[stage] for stage in held] for held in rank_stages(parallel)]
+    ranks = rank_seconds(parallel, [stage.both for stage in stages])
     slowest = by_rank[ranks.index(max(ranks))]
     m = parallel.micro_batches
     shards = parallel.dp * parallel.ep * parallel.cp if parallel.zero else 1
     most = max(sum(rank_parameters(model, parallel, rank)) for rank in range(parallel.pp))
     return Work(
+        stages=stages,
         ranks=ranks,
         windows={
             "none": 0.0,
@@ -67,13 +65,14 @@ def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[tuple, Path], wor
 def assemble(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> tuple[float, float, float]:
     """(step seconds, bubble seconds of the slowest rank, bubble ratio = idle / busy over the pipeline)."""
     m = parallel.micro_batches
-    inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / m  # on the path of every micro-batch and stage
-    busy = [seconds + inner for seconds in work.ranks]
-    slowest = max(busy)
-    span = m * slowest + (sum(busy) - slowest) / parallel.vpp
-    idle = (parallel.pp * span - m * sum(busy)) / (m * sum(busy))
+    # on the path of every micro-batch and stage; a third of it in forward
+    inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / m / parallel.vpp
+    forward = [stage.forward + inner / 3 for stage in work.stages]
+    backward = [stage.backward + inner * 2 / 3 for stage in work.stages]
+    span, idle = span_seconds(parallel, forward, backward)
+    slowest = max(work.ranks) + inner * parallel.vpp
     step = span + exposed["pp"] + exposed["dp"] + work.optimizer_s
-    return step, span - m * slowest, idle
+    return step, max(0.0, span - m * slowest), idle
 
 
 def predict(work: Work, exposed: Mapping[str, float], parallel: Parallel, outside: Container[str] = ()) -> Time:

@@ -16,6 +16,7 @@ from orchestrator.plan.document import Axis, Model, Parallel, Train
 
 from .collective import Operation, sent_bytes
 from .model_math import embedding_params, is_moe_layer, layer_params, norm_params
+from .pipeline import rank_stages
 
 #: What a transfer can run beside: nothing, the attention core (ring attention), the last micro-batch's backward
 #: (gradient buckets), or all compute (weights gathered ahead).
@@ -46,9 +47,8 @@ def stage_parameters(model: Model, parallel: Parallel, stage: int) -> tuple[int,
 
     Tied embeddings with pp > 1: the last stage holds a copy of the table as its head.
     """
-    start = sum(parallel.stage_layers[:stage])
     dense, experts = 0, 0
-    for layer in range(start, start + parallel.stage_layers[stage]):
+    for layer in stage_range(parallel, stage):
         params = layer_params(model, layer)
         dense += (params.attention + params.ffn) // parallel.tp + params.replicated
         experts += params.experts // (parallel.tp * parallel.ep)
@@ -65,8 +65,8 @@ def stage_parameters(model: Model, parallel: Parallel, stage: int) -> tuple[int,
 
 
 def rank_parameters(model: Model, parallel: Parallel, pp_rank: int) -> tuple[int, int]:
-    """(dense, expert) parameters of a pipeline rank: all its virtual stages (stage = chunk * pp + rank)."""
-    parts = [stage_parameters(model, parallel, chunk * parallel.pp + pp_rank) for chunk in range(parallel.vpp)]
+    """(dense, expert) parameters of a pipeline rank: all its virtual stages."""
+    parts = [stage_parameters(model, parallel, stage) for stage in rank_stages(parallel)[pp_rank]]
     return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
 
 
@@ -74,8 +74,7 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     """Every transfer of one step on the busiest pipeline rank."""
     width = WIDTH[train.precision]
     busiest = max(range(parallel.pp), key=lambda rank: sum(rank_parameters(model, parallel, rank)))
-    chunks = [chunk * parallel.pp + busiest for chunk in range(parallel.vpp)]
-    layers = [layer for stage in chunks for layer in _layers(parallel, stage)]
+    layers = [layer for stage in rank_stages(parallel)[busiest] for layer in stage_range(parallel, stage)]
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     hidden_bytes = tokens * model.hidden * width
     passes = 3 if train.recompute == "full" else 2  # forward, (forward again,) backward
@@ -136,6 +135,7 @@ def _gradients(add, parameters: int, varying, parallel: Parallel, width: int, gr
         add("dp", "all_gather", weights / buckets, 2 * buckets * parallel.micro_batches, "compute", varying)
 
 
-def _layers(parallel: Parallel, stage: int) -> range:
+def stage_range(parallel: Parallel, stage: int) -> range:
+    """Decoder layers of a virtual stage."""
     start = sum(parallel.stage_layers[:stage])
     return range(start, start + parallel.stage_layers[stage])
