@@ -7,6 +7,7 @@ of configuration, resolves `${...}` once, and turns every failure into one line 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .explain import Origin, from_msgspec
 from .groups import PRIMARY, Library, folders
 from .overrides import Override, quote, read, show
 from .schema import Config
-from .structured import fields, register
+from .structured import register
 from .validate import validate
 
 #: Resolvers that configuration may use. `oc.env` is not one: a resolved value is written into the run folder.
@@ -50,13 +51,16 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
         if override.group and override.key == "parallel" and not library.path("parallel", override.text):
             _register_word(override.text)
     words = [override.hydra for override in given]
+    primary = PRIMARY
     if len(library.folders) > 1:
+        if not (library.folders[0] / f"{PRIMARY}.yaml").is_file():
+            primary = _lend_primary(library)
         words.append(f"hydra.searchpath=[{','.join(quote(f'file://{f}') for f in library.folders[1:])}]")
     try:
-        return _call_hydra(library, words)
+        return _call_hydra(library, primary, words)
     except _WordNeeded as need:  # a file of the user's chose a parallel word; known only now
         _register_word(need.word)
-        return _call_hydra(library, words)
+        return _call_hydra(library, primary, words)
 
 
 class _WordNeeded(Exception):
@@ -71,7 +75,17 @@ def _register_word(word: str) -> None:
     ConfigStore.instance().store(group="parallel", name=word, node=grammar.parse(word), provider="word")
 
 
-def _call_hydra(library: Library, words: list[str]) -> tuple[Any, dict[str, str]]:
+def _lend_primary(library: Library) -> str:
+    """Hydra looks for the primary file before it reads the search path, but always in its store: put it there."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    name = f"shipped_{PRIMARY}"
+    ConfigStore.instance().store(name=name, node=OmegaConf.load(library.folders[-1] / f"{PRIMARY}.yaml"))
+    return name
+
+
+def _call_hydra(library: Library, primary: str, words: list[str]) -> tuple[Any, dict[str, str]]:
     import yaml
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
@@ -80,15 +94,14 @@ def _call_hydra(library: Library, words: list[str]) -> tuple[Any, dict[str, str]
 
     try:
         with initialize_config_dir(str(library.folders[0]), version_base="1.3"):
-            tree = compose(PRIMARY, overrides=words, return_hydra_config=True)
+            tree = compose(primary, overrides=words, return_hydra_config=True)
     except MissingConfigException as error:
         raise _missing_file(error, library) from None
     except yaml.YAMLError as error:
         raise OrchError(_yaml_line(error, library), Exit.CONFIG) from None
     except UnicodeDecodeError as error:
-        raise OrchError(
-            f"a configuration file is not UTF-8: {error.reason} at byte {error.start}", Exit.CONFIG
-        ) from None
+        where = _file_with(library, lambda raw: not _is_utf8(raw))
+        raise OrchError(f"{where}: not UTF-8: {error.reason}", Exit.CONFIG) from None
     except (HydraException, OmegaConfBaseException, AssertionError, ValueError, TypeError) as error:
         raise _refusal(error, library, words) from None
     chosen = {group: str(name) for group, name in tree.hydra.runtime.choices.items() if not group.startswith("hydra/")}
@@ -99,21 +112,40 @@ def _call_hydra(library: Library, words: list[str]) -> tuple[Any, dict[str, str]
 
 def _missing_file(error: Any, library: Library) -> Exception:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
-    if group == "parallel" and grammar.looks_like_word(name):
-        grammar.parse(name)
-        return _WordNeeded(name)
     by = re.match(r"In '([^']+)'", str(error))
-    return OrchError(
-        f"{_file(by[1], library) if by else 'configuration'}: there is no {group or 'file'} {show(name)}; "
-        f"{did_you_mean(name, library.files(group))}",
-        Exit.CONFIG,
-    )
+    where = _file(by[1], library) if by else "configuration"
+    if group == "parallel" and grammar.looks_like_word(name):
+        try:
+            grammar.parse(name)
+        except OrchError as refused:
+            where = _file_with(library, lambda raw: name.encode() in raw)
+            return OrchError(f"{where}: {refused.message}", Exit.CONFIG)
+        return _WordNeeded(name)
+    hint = did_you_mean(name, library.files(group))
+    return OrchError(f"{where}: there is no {group or 'file'} {show(name)}; {hint}", Exit.CONFIG)
 
 
 def _file(config: str, library: Library) -> str:
     group, _, name = config.rpartition("/")
     path = library.path(group, name)
     return library.show(path) if path else config
+
+
+def _file_with(library: Library, wanted: Callable[[bytes], bool]) -> str:
+    """The first file that holds what Hydra or Python refused without saying where."""
+    for folder in library.folders:
+        for path in sorted(folder.rglob("*.yaml")):
+            if wanted(path.read_bytes()):
+                return library.show(path)
+    return "configuration"
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _yaml_line(error: Any, library: Library) -> str:
@@ -130,21 +162,20 @@ def _refusal(error: BaseException, library: Library, words: list[str]) -> OrchEr
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
         inner = inner.__cause__ or inner.__context__
-    key = str(getattr(inner, "full_key", None) or "")
+    key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(inner, "full_key", None) or ""))
     reason = " ".join(str(getattr(inner, "msg", None) or inner or error).split("\n")[0].split())
     if "_target_" in key or "_target_" in reason:
         where = _file(by[1], library) if by else "configuration"
         return OrchError(f"{where}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
-    word = re.search(r"override '?([\w.+]+)", str(error)) if inner is not None and not by else None
-    if by is None and (word or key):
-        told = next((w for w in words if key and w.lstrip("+").startswith(f"{key}=")), None)
+    if by is None and key:
+        told = next((w for w in words if re.match(rf"\+*{re.escape(key)}[.=]", w)), None)
         if told:
             return OrchError(f"{show(told.lstrip('+'))}: {_said(reason)}", Exit.USAGE)
     if isinstance(error, AssertionError) or "NoneType" in reason:
         return _into_nothing(words)
     unknown = re.match(r"Key '([^']*)' (?:is )?not in", reason)
     if unknown and isinstance(inner, OmegaConfBaseException):
-        legal = _legal_beside(key)
+        legal = [name for name in getattr(inner.object_type, "__annotations__", ()) if name != "choices"]
         reason = f"unknown key; {did_you_mean(unknown[1], legal)}" if legal else "unknown key"
     where = _file(by[1], library) if by else "configuration"
     return OrchError(f"{where}: {f'{key}: ' if key else ''}{_said(reason)}", Exit.CONFIG)
@@ -156,15 +187,17 @@ def _said(reason: str) -> str:
     if match:
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
         return f"must be {kinds.get(match[2], match[2])}, not {show(match[1])}"
+    if reason.startswith("Invalid type assigned: dict"):
+        return "there is no such item in the list"
+    if "is not a ListConfig" in reason:
+        return "must be a list"
+    if re.search(r"is not a subclass of \w+Spec", reason):
+        return "must hold keys and values"
+    if "no viable alternative" in reason or "mismatched input" in reason:
+        return "an interpolation that cannot be read; ${a.key} is what there is"
+    if reason.endswith("is not Optional") or reason.startswith("Incompatible value 'None'"):
+        return "cannot be null"
     return reason
-
-
-def _legal_beside(key: str) -> list[str]:
-    from .explain import annotation_at
-    from .structured import struct_of
-
-    struct = struct_of(annotation_at(key.split(".")[:-1]))
-    return [name for name in fields(struct) if name != "choices"] if struct else []
 
 
 def _into_nothing(words: list[str]) -> OrchError:
@@ -191,8 +224,7 @@ def _typed(tree: Any, origin: Origin) -> Config:
         plain: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        where, _ = origin.of(key)
-        raise OrchError(f"{where}: {key} must be given: {key}=...", Exit.USAGE) from None
+        raise origin.unset(key) from None
     except OmegaConfBaseException as error:
         key, reason = str(error.full_key or "configuration"), str(error).split("\n")[0]
         raise origin.error(key, reason) from None
@@ -216,10 +248,8 @@ def check_interpolations(tree: Any, origin: Origin, key: str = "") -> None:
     while match := re.search(r"\$\{([^${}]*)\}", text):
         name, colon, _ = match[1].partition(":")
         if colon and name.strip() not in RESOLVERS:
-            why = (
-                f"the resolver {name.strip()!r} is not allowed (environment values would be frozen into the run folder)"
-            )
-            raise origin.error(key, f"{why}; ${{a.key}} is", Exit.SECURITY)
+            why = "what it finds would be frozen into the run folder; ${a.key} is what there is"
+            raise origin.error(key, f"the resolver {name.strip()!r} is not allowed: {why}", Exit.SECURITY)
         text = f"{text[: match.start()]}x{text[match.end() :]}"
     if "${" in text:
         raise origin.error(key, "an interpolation that cannot be read; ${a.key} is what there is")

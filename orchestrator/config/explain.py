@@ -14,7 +14,7 @@ from orchestrator.suggest import did_you_mean
 
 from .groups import Library
 from .overrides import Override, show
-from .schema import GROUPS, Config
+from .schema import Config
 from .structured import bare, fields, struct_of
 
 
@@ -29,6 +29,9 @@ class Origin:
         for override in reversed(self.given):
             if not override.group and f"{key}.".startswith(f"{override.key}."):
                 return show(f"{override.key}={override.text}"), Exit.USAGE
+        below = [o for o in self.given if o.key.startswith(f"{key}.")]  # a rule between fields, broken by a word
+        if below:
+            return show(f"{below[-1].key}={below[-1].text}"), Exit.USAGE
         path = self._file(key)
         return (self.library.show(path), Exit.CONFIG) if path else ("configuration", Exit.CONFIG)
 
@@ -38,9 +41,17 @@ class Origin:
         chosen = [g for g in (group, *self.choices) if g == group or g.startswith(f"{group}/")]
         paths = [self.library.path(g, self.choices[g]) for g in dict.fromkeys(chosen) if g in self.choices]
         for path in filter(None, paths):
-            if re.search(rf"\b{re.escape(leaf)}\s*:", path.read_text(encoding="utf-8", errors="replace")):
+            if _names(path, leaf):
                 return path
         return next(filter(None, paths), None)
+
+    def unset(self, key: str) -> OrchError:
+        """A key without a value: asked of the command line where a file says `???`, else a hole in a file."""
+        path, leaf = self._file(key), key.split(".")[-1]
+        where = self.library.show(path) if path else "configuration"
+        if any(o.key == key for o in self.given) or (path and _names(path, leaf)):
+            return OrchError(f"{where}: {key} must be given: {key}=...", Exit.USAGE)
+        return OrchError(f"{where}: {key}: is not set, and has no default", Exit.CONFIG)
 
     def error(self, key: str, problem: str, exit: Exit | None = None) -> OrchError:
         where, code = self.of(key)
@@ -48,27 +59,29 @@ class Origin:
         return OrchError(f"{where}: {said}{problem}", exit or code)
 
 
+def _names(path: Path, leaf: str) -> bool:
+    return bool(re.search(rf"\b{re.escape(leaf)}\s*:", path.read_text(encoding="utf-8", errors="replace")))
+
+
 def annotation_at(parts: list[str]) -> Any:
-    """The schema's type at a path; list items and dict values included. None when the path leaves the schema."""
+    """The schema's type at a path, list items and dict values included. None when the path leaves the schema."""
     annotation: Any = Config
     for part in parts:
-        struct = struct_of(annotation)
-        if struct is not None:
-            if part not in fields(struct):
-                return None
+        struct, container = struct_of(annotation), _container(annotation)
+        if struct is not None and part in fields(struct):
             annotation = fields(struct)[part].type
-            continue
-        kinds = [k for k in (bare(annotation), *map(bare, get_args(bare_union(annotation)))) if get_origin(k)]
-        container = next((k for k in kinds if get_origin(k) in (list, dict)), None)
-        if container is None:
+        elif struct is None and container is not None:
+            annotation = get_args(container)[-1]
+        else:
             return None
-        annotation = get_args(container)[-1]
     return annotation
 
 
-def bare_union(annotation: Any) -> Any:
-    """The union behind `Annotated`, for looking at its members."""
-    return get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+def _container(annotation: Any) -> Any:
+    """The `list[...]` or `dict[...]` that an annotation is or may be, else None."""
+    inner = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+    kinds = [inner, *get_args(inner)] if get_origin(inner) not in (list, dict) else [inner]
+    return next((kind for kind in map(bare, kinds) if get_origin(kind) in (list, dict)), None)
 
 
 def _rule(annotation: Any) -> str | None:
@@ -80,56 +93,56 @@ def _rule(annotation: Any) -> str | None:
     return None
 
 
-def _words(annotation: Any) -> list[Any] | None:
-    """The legal values of a Literal, alone or in a list."""
-    kind = bare(annotation)
-    return list(get_args(kind)) if get_origin(kind) is Literal else None
-
-
 def _value_at(tree: Any, parts: list[str]) -> Any:
     for part in parts:
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
     return tree
 
 
+def _breaks(value: Any, annotation: Any) -> bool:
+    try:
+        msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+def _parts(location: str, tree: Any) -> list[str]:
+    """msgspec's `$.backend.env[...]` as names; where it hides a dict's key, the first one whose value is refused."""
+    result: list[str] = []
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", location):
+        if index == "...":
+            kind = get_args(_container(annotation_at(result)))[1]
+            here = _value_at(tree, result)
+            index = next((key for key, value in here.items() if _breaks(value, kind)), next(iter(here)))
+        result.append(name or index)
+    return result
+
+
 def from_msgspec(error: msgspec.ValidationError, tree: dict[str, Any], origin: Origin) -> OrchError:
     """A schema violation of the composed tree as one line."""
     text, _, location = str(error).partition(" - at `")
-    in_key = location.startswith("key")
-    parts = re.findall(r"[^.\[\]`$]+", location.split("` in `")[-1] if in_key else location)
-    parts = _descend(parts, tree, location)
+    parts = _parts(location, tree)
     key, annotation = ".".join(parts), annotation_at(parts)
     if unknown := re.search(r"unknown field `(.*)`", text):
-        legal = list(fields(struct_of(annotation))) if struct_of(annotation) else []
-        return origin.error(
-            f"{key}.{unknown[1]}" if key else unknown[1], f"unknown key; {did_you_mean(unknown[1], legal)}"
-        )
+        struct = struct_of(annotation)
+        hint = did_you_mean(unknown[1], fields(struct)) if struct else ""
+        return origin.error(f"{key}.{unknown[1]}" if key else unknown[1], f"unknown key; {hint}")
     if missing := re.search(r"missing required field `(.*)`", text):
         return origin.error(f"{key}.{missing[1]}", "is not set, and has no default")
-    if not text.startswith(("Expected", "Invalid")):  # a check of ours, raised while the struct was built
+    if not text.startswith(("Expected", "Invalid")):  # a rule of ours, broken while the struct was built
         return origin.error(key, text)
-    got = _value_at(tree, parts) if not in_key else None
+    got = _value_at(tree, parts)
+    if location.startswith("key`"):
+        annotation = get_args(_container(annotation))[0]
+        got = next(name for name in got if _breaks(name, annotation))
+        key = f"{key}.{got}"
     seen = show(got) if isinstance(got, str) else repr(got)[:60]
-    words = _words(get_args(bare(annotation))[0] if in_key and get_args(bare(annotation)) else annotation)
-    if words and in_key:
-        bad = next((k for k in _value_at(tree, parts) if k not in words), "")
-        return origin.error(f"{key}.{bad}", f"unknown key; {did_you_mean(str(bad), map(str, words))}")
-    if words:
-        return origin.error(key, f"is {seen}; {did_you_mean(str(got), map(str, words))}")
-    rule = _rule(annotation)
-    wanted = rule if rule and isinstance(got, str) else _plain(text)
-    return origin.error(key, f"must be {wanted}" + ("" if in_key else f", not {seen}"))
-
-
-def _descend(parts: list[str], tree: Any, location: str) -> list[str]:
-    """msgspec writes `[...]` for a dict's value: name the keys that are there."""
-    if "..." not in location:
-        return parts
-    result: list[str] = []
-    for part in parts:
-        here = _value_at(tree, result)
-        result.append(part if part not in ("...", "") else next(iter(here)))
-    return result
+    kind = bare(annotation)
+    if get_origin(kind) is Literal:
+        return origin.error(key, f"{seen} is not legal; {did_you_mean(str(got), map(str, get_args(kind)))}")
+    rule = _rule(annotation) if (isinstance(got, str) and "regex" in text) or "length" in text else None
+    return origin.error(key, f"must be {rule or _plain(text)}, not {seen}")
 
 
 def _plain(text: str) -> str:
@@ -142,8 +155,5 @@ def _plain(text: str) -> str:
         ("int", "a whole number"),
     ):
         text = re.sub(rf"\b{theirs}\b", ours, text)
-    return re.sub(r"\bfloat\b", "a number", text).replace("bool", "true or false").replace(" | ", " or ")
-
-
-def legal_groups() -> str:
-    return ", ".join(GROUPS)
+    text = re.sub(r"\bfloat\b", "a number", text).replace("bool", "true or false").replace(" | ", " or ")
+    return text.replace(".0", "") if text.endswith(".0") else text

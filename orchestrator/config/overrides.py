@@ -84,9 +84,9 @@ def _choice(group: str, text: str, library: Library) -> Override:
     if group == "parallel" and grammar.looks_like_word(name):
         grammar.parse(name)  # refuses what is not a word
         return Override(group, name, True, f"{group}={name}")
-    what = "it needs a name" if not name else f"there is no {group} {show(name)}"
+    what = f"there is no {group} {show(name)}" if name else f"{group}= needs the name of a file"
     tail = f"; or a word: {grammar.RULE}" if group == "parallel" else ""
-    raise OrchError(f"{group}={show(name)}: {what}; {did_you_mean(name, files)}{tail}")
+    raise OrchError(f"{what}; {did_you_mean(name, files)}{tail}")
 
 
 # ------------------------------------------------------------------------------------------- values
@@ -94,14 +94,14 @@ def _choice(group: str, text: str, library: Library) -> Override:
 
 def _value(key: str, text: str, shown: str) -> Override:
     annotation, opened = find(key, shown)
-    raw = text.strip()
+    raw, plus = text.strip(), "++" if opened else ""
     if struct_of(annotation) is not None and not (raw.startswith("{") or (raw == "null" and optional(annotation))):
         example = next(iter(fields(struct_of(annotation))))
         raise OrchError(f"{shown}: {key} holds keys of its own; set one, like {key}.{example}=...")
     if is_text(annotation) and not ("${" in text or (raw == "null" and optional(annotation)) or _quoted(raw)):
-        return Override(key, text, False, f"{key}={quote(text)}")
+        return Override(key, text, False, f"{plus}{key}={quote(text)}")
     _check_value(key, raw, shown, annotation)
-    return Override(key, text, False, f"{'++' if opened else ''}{key}={text}")
+    return Override(key, text, False, f"{plus}{key}={text}")
 
 
 def find(key: str, shown: str) -> tuple[Any, bool]:
@@ -153,6 +153,10 @@ def _check_value(key: str, raw: str, shown: str, annotation: Any) -> None:
         else:
             advice = f"quote text like \"{key}='some text'\""
         raise OrchError(f"{shown} cannot be read; {advice}") from None
+    if _list_item(annotation) is not None and not raw.startswith(("[", "$")) and raw != "null":
+        raise OrchError(f"{shown}: {key} is a list, write {key}=[{raw}]")
+    if raw == "null" and not optional(annotation) and annotation is not Any:
+        raise OrchError(f"{shown}: {key} cannot be null")
     if parsed.is_sweep_override():
         raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is one command each")
 

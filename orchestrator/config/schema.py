@@ -31,6 +31,8 @@ Text = Annotated[str, Meta(max_length=1000, description="at most 1000 printable 
 
 Extension = Annotated[str, Meta(pattern=r"^\.[A-Za-z0-9]{1,16}\Z", description="a dot and 1 to 16 letters or digits")]
 
+EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")]
+
 _MANY = 2**53  # every integer up to here is exact in JSON and in a float
 Count = Annotated[int, Meta(ge=1, le=_MANY)]
 Natural = Annotated[int, Meta(ge=0, le=_MANY)]
@@ -46,7 +48,7 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 class GpuSpec(Frozen):
     name: Name
     memory_gib: Positive
-    peak_tflops: dict[str, Positive]  # dense TFLOP/s by precision: fp32, bf16, fp16, fp8; one left out is not supported
+    peak_tflops: dict[Literal["fp32", "bf16", "fp16", "fp8"], Positive]  # dense; what is left out, the GPU cannot do
     hbm_gb_per_s: Positive
     source: Source
 
@@ -215,7 +217,7 @@ class BackendSpec(Frozen):
     max_restarts: Natural = 3  # after a failure; a saved-and-wants-restart exit does not count
     grace_s: Positive = 30.0  # between asking workers to save and killing them
     heartbeat_timeout_s: Positive = 15.0  # an agent silent for longer is lost
-    env: dict[str, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
+    env: dict[EnvName, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
     options: dict[str, Any] = {}  # of this backend alone
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from orchestrator.plan.document import AXES
+
 from .schema import Config
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ def validate(config: Config, origin: Origin) -> Config:
         raise origin.error(
             "train.global_batch_tokens", f"must be a multiple of train.seq_len {train.seq_len}; the nearest is {near}"
         )
+    order = config.parallel.order
+    if order is not None and sorted(order) != sorted(AXES):
+        raise origin.error("parallel.order", f"must name each of {', '.join(AXES)} once, innermost first")
     if not config.cluster.gpu.peak_tflops:
         raise origin.error("cluster.gpu.peak_tflops", "needs the rate of at least one precision")
     if not config.cluster.levels:
