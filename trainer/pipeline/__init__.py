@@ -1,0 +1,1 @@
+"""Pipeline parallelism: one runtime for every schedule of `orchestrator.plan.schedules`."""

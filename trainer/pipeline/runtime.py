@@ -1,0 +1,195 @@
+"""Run a step of micro-batches through this rank's stages, in the order that the schedule says.
+
+One rank without neighbours is the same program without transfers: plain gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from orchestrator.plan import Plan
+from orchestrator.plan.schedules import Action, Kind, Schedule, build, lower, receive_early
+from trainer.metrics.comm import CommCounter
+from trainer.metrics.timers import PhaseTimer
+from trainer.parallel.mesh import Mesh
+
+from .split import Note, OnGrad, WeightQueue, install
+from .trace import Trace
+from .transfer import Transfers
+
+
+class Batch(Protocol):
+    """What the pipeline itself reads of a micro-batch; stages read the rest."""
+
+    targets: Tensor
+
+
+class Pipeline:
+    """Executes one schedule on one rank.
+
+    A stage is called as `stage(hidden or None, micro_batch)` and returns hidden states, or logits if it is the last.
+    Activations are held from a stage's forward to its backward by the autograd graph alone: outputs are let go as
+    soon as they are sent, so a rank holds what `peak_in_flight` says.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        mesh: Mesh,
+        counter: CommCounter,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        on_grad: OnGrad | None = None,
+        timer: PhaseTimer | None = None,
+    ):
+        """`stages`: those of `schedule.stages_of(pp coordinate)`, in that order. `loss(logits, targets)` is a sum.
+
+        `shape`, `dtype`: of the hidden states between stages. `on_grad(param)` is called for each weight gradient that
+        a split backward adds to `param.grad`; all other gradients arrive through autograd and its hooks.
+        """
+        rank, device = mesh.coord.pp, torch.device(device)
+        mine = schedule.stages_of(rank)
+        if len(mine) != len(stages):
+            raise ValueError(f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got {len(stages)}")
+        self.schedule, self.loss, self.device = schedule, loss, device
+        self.stages = dict(zip(mine, stages, strict=True))
+        program = lower(schedule)[rank]
+        # gloo matches messages by tag, so a receive may run ahead; NCCL wants one order for both ends of a pair, and
+        # its host thread runs ahead of the device anyway.
+        self.program = receive_early(program) if device.type == "cpu" else program
+        self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
+        self.trace = Trace(device)
+        self._phase = timer.phase if timer else _no_phase
+        self._queue = WeightQueue(on_grad)
+        if schedule.splits_backward:
+            install(stages, self._queue)
+        self._held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self._owed: dict[tuple[int, int], list[Note]] = {}
+        self._micro_batches: Sequence[Batch] = ()
+        self._total: Tensor
+        self._scale: Tensor
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: Plan,
+        stages: Sequence[nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        mesh: Mesh,
+        counter: CommCounter,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        on_grad: OnGrad | None = None,
+        timer: PhaseTimer | None = None,
+    ) -> Pipeline:
+        """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order.
+
+        Raises ScheduleError for a schedule that the plan's numbers do not fit.
+        """
+        par, rank = plan.parallel, mesh.coord.pp
+        schedule = build(par.schedule, par.pp, par.micro_batches, par.vpp)
+        held = dict(zip(stage_indices(plan, rank), stages, strict=True))
+        stages = [held[schedule.model_stage(stage)] for stage in schedule.stages_of(rank)]
+        sequence = plan.job.train.seq_len // par.cp // (par.tp if par.sp else 1)
+        return cls(
+            *(schedule, stages, loss, mesh, counter),
+            shape=(par.micro_batch_size, sequence, plan.model.hidden),
+            dtype=dtype,
+            device=device,
+            on_grad=on_grad,
+            timer=timer,
+        )
+
+    def run(self, micro_batches: Sequence[Batch], loss_scale: float | Tensor = 1.0) -> Tensor:
+        """One step: gradients of `loss_scale` times the summed loss are added to the parameters.
+
+        Returns the summed loss, unscaled, of the micro-batches whose last stage is here: a scalar on the device, zero
+        on ranks without a last stage, so that its sum over pp is the loss. Nothing here waits for the device.
+        """
+        if len(micro_batches) != self.schedule.micro_batches:
+            raise ValueError(f"{len(micro_batches)} micro-batches, the schedule is for {self.schedule.micro_batches}")
+        scalar = {"dtype": torch.promote_types(self.transfers.dtype, torch.float32), "device": self.device}
+        self._micro_batches, self._total = micro_batches, torch.zeros((), **scalar)
+        self._scale = torch.ones((), **scalar) * loss_scale  # a fill and a product: no copy from the host
+        self.trace.restart()
+        for action in self.program:
+            match action.kind:
+                case Kind.F:
+                    self._forward(action)
+                case Kind.B | Kind.I:
+                    self._backward(action)
+                case Kind.W:
+                    self._weights(action)
+                case Kind.SEND_F | Kind.SEND_B:
+                    self.transfers.send(action)
+                case Kind.RECV_F | Kind.RECV_B:
+                    self.transfers.receive(action)
+        self._micro_batches = ()
+        with self._phase("pipeline_wait"):
+            self.transfers.finish()
+        return self._total
+
+    def _forward(self, action: Action) -> None:
+        _, stage, index = action
+        batch, hidden = self._micro_batches[index], None
+        if not self.schedule.is_first(stage):
+            hidden = self._wait(action._replace(kind=Kind.RECV_F)).requires_grad_()
+        with self._phase("forward"), self.trace.record(action):
+            out = self.stages[stage](hidden, batch)
+            if self.schedule.is_last(stage):
+                out = self.loss(out, batch.targets)
+                self._total += out.detach()
+            else:
+                self.transfers.put(Kind.SEND_F, stage, index, out.detach())
+            # The edge keeps the graph alive and not the output: its memory is free once it is sent.
+            self._held[stage, index] = hidden, get_gradient_edge(out)
+
+    def _backward(self, action: Action) -> None:
+        kind, stage, index = action
+        hidden, edge = self._held.pop((stage, index))
+        if self.schedule.is_last(stage):
+            grad = self._scale
+        else:
+            grad = self._wait(action._replace(kind=Kind.RECV_B))
+        with self._phase("backward"), self.trace.record(action):
+            if kind is Kind.I:
+                self._queue.open()
+            torch.autograd.backward(edge, grad)
+            if kind is Kind.I:
+                self._owed[stage, index] = self._queue.close()
+            if hidden is not None:
+                self.transfers.put(Kind.SEND_B, stage, index, hidden.grad)
+
+    def _weights(self, action: Action) -> None:
+        _, stage, index = action
+        with self._phase("backward"), self.trace.record(action):
+            self._queue.work_off(self._owed.pop((stage, index)))
+
+    def _wait(self, receive: Action) -> Tensor:
+        with self._phase("pipeline_wait"):
+            return self.transfers.take(receive)
+
+
+def stage_indices(plan: Plan, rank: int) -> list[int]:
+    """Which of the plan's `stage_layers` pipeline rank `rank` holds under the plan's schedule, ascending.
+
+    Raises ScheduleError.
+    """
+    par = plan.parallel
+    schedule = build(par.schedule, par.pp, par.micro_batches, par.vpp)
+    return sorted({schedule.model_stage(stage) for stage in schedule.stages_of(rank)})
+
+
+def _no_phase(name: str) -> AbstractContextManager[None]:
+    return nullcontext()

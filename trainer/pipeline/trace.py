@@ -1,0 +1,55 @@
+"""What a pipeline rank really did in a step: the order of its actions and when each began and ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from time import perf_counter
+
+import torch
+
+from orchestrator.plan.schedules import Action, Span
+
+
+class Trace:
+    """Spans of the compute actions of one step. On CUDA events are recorded and the host is not stopped."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self.began = 0.0  # perf_counter at the start of the step
+        self._marks: list[tuple[Action, object, object]] = []
+        self._origin: torch.cuda.Event | None = None
+
+    def restart(self) -> None:
+        self._marks, self.began = [], perf_counter()
+        self._origin = self._now() if self._cuda else None
+
+    @contextlib.contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._marks.append((action, start, self._now()))
+
+    def order(self) -> list[Action]:
+        return [action for action, _, _ in self._marks]
+
+    def spans(self) -> list[Span]:
+        """Seconds since the start of the step, in order of execution. On CUDA this waits for the device."""
+        if not self._cuda:
+            return [Span(action, start - self.began, end - self.began) for action, start, end in self._marks]
+        torch.cuda.synchronize()
+        seconds = self._origin.elapsed_time
+        return [Span(action, seconds(start) / 1e3, seconds(end) / 1e3) for action, start, end in self._marks]
+
+    def bubble_ratio(self) -> float:
+        """Idle over busy time between this rank's first start and last end: waits for neighbours and transfers."""
+        spans = self.spans()
+        busy = sum(span.end - span.start for span in spans)
+        return (spans[-1].end - spans[0].start) / busy - 1.0 if busy else 0.0
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

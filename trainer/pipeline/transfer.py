@@ -1,0 +1,86 @@
+"""Hidden states and their gradients between neighbouring pipeline ranks: asynchronous, of shapes both sides know."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan.schedules import Action, Kind, Schedule, peer_of
+from trainer.errors import LayoutError
+from trainer.metrics.comm import CommCounter, Handle, start_receive, start_send
+from trainer.parallel.mesh import Mesh
+
+AXIS = "pp"
+
+
+class Transfers:
+    """The mailbox of one rank. What arrives is filed under its RECV action, from another rank or from this one."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        mesh: Mesh,
+        counter: CommCounter,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.schedule, self.counter = schedule, counter
+        self.group, self.ranks = mesh.group(AXIS), mesh.ranks(AXIS)
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._inbox: dict[Action, Handle | Tensor] = {}
+        self._outbox: dict[Action, Tensor] = {}
+        self._sending: list[Handle] = []
+
+    def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
+        """A stage's result: SEND_F its output, SEND_B its input's gradient. To a neighbour on this rank it goes at
+        once, without a copy; to another rank when the program says SEND.
+
+        Shapes are checked here because gloo takes a short message into a long buffer and says nothing.
+        """
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise LayoutError(
+                f"stage {stage} wants to send {list(tensor.shape)} {tensor.dtype},"
+                f" the plan says {list(self.shape)} {self.dtype}"
+            )
+        forward = kind is Kind.SEND_F
+        target = stage + (1 if forward else -1)
+        if self.schedule.stage_rank[target] == self.schedule.stage_rank[stage]:
+            self._inbox[Action(Kind.RECV_F if forward else Kind.RECV_B, target, micro_batch)] = tensor
+        else:
+            self._outbox[Action(kind, stage, micro_batch)] = tensor.contiguous()
+
+    def send(self, action: Action) -> None:
+        """Start a SEND; the tensor is let go when it has been sent."""
+        self._sending = [handle for handle in self._sending if not handle.done()]
+        tensor = self._outbox.pop(action)
+        self._sending.append(start_send(tensor, self._peer(action), self.group, AXIS, self.counter, self._tag(action)))
+
+    def receive(self, action: Action) -> None:
+        """Start a RECV into a new buffer."""
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self._inbox[action] = start_receive(
+            buffer, self._peer(action), self.group, AXIS, self.counter, self._tag(action)
+        )
+
+    def take(self, action: Action) -> Tensor:
+        """The tensor of a RECV, waiting for it if need be."""
+        found = self._inbox.pop(action)
+        return found.wait() if isinstance(found, Handle) else found
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        for handle in self._sending:
+            handle.wait()
+        self._sending.clear()
+
+    def _peer(self, action: Action) -> int:
+        return self.ranks[peer_of(self.schedule, action)]
+
+    def _tag(self, action: Action) -> int:
+        """The same number on both ends, different for every message of a step."""
+        kind, stage, micro_batch = action
+        if kind in (Kind.SEND_F, Kind.SEND_B):
+            stage += 1 if kind is Kind.SEND_F else -1
+        backward = kind in (Kind.SEND_B, Kind.RECV_B)
+        return 2 * (micro_batch * len(self.schedule.stage_rank) + stage) + backward
