@@ -1,8 +1,9 @@
 """The order of samples: a pure function of (seed, number of samples consumed), the same for every layout.
 
 An epoch visits each sample once, in the order of a keyed permutation that is computed, not stored: a Feistel network
-over the smallest even number of bits that holds the index, walked until it lands inside (cycle-walking; Black & Rogaway,
-"Ciphers with arbitrary finite domains", CT-RSA 2002). O(1) time and memory at any place, so a resume costs nothing.
+over the smallest even number of bits that holds the index, walked until it lands inside (cycle-walking; Black &
+Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). O(1) time and memory at any place, so a resume costs
+nothing.
 """
 
 from __future__ import annotations

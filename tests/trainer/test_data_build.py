@@ -1,0 +1,279 @@
+"""Token files: built once, found again, shared by processes, and never half there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.plan.document import Data
+from tests.trainer.test_data_tokenizer import word_level
+from trainer.data import build
+from trainer.data.build import open_tokens
+from trainer.data.progress import bar, thinned
+from trainer.data.store import TokenStore
+from trainer.errors import DataError
+
+EOD = 256
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("hello")
+    (folder / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (folder / "c.md").write_text("")
+    return folder
+
+
+def data(text: Path, **changes) -> Data:
+    fields = {"name": "test", "paths": [str(text)], "extensions": [".txt", ".md", ".jsonl"], "tokenizer": "bytes"}
+    return Data(**fields | {"seed": 1, "cache_dir": str(text.parent / "cache")} | changes)
+
+
+class Log(list):
+    """A progress callback that remembers."""
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self.append((phase, done, total))
+
+    @property
+    def phases(self) -> set[str]:
+        return {phase for phase, _, _ in self}
+
+
+def test_documents_in_order_each_with_its_end(text):
+    store = open_tokens(data(text))
+    assert store.tokens.tolist() == [*b"hello", EOD, *b"one", EOD, *b"two", EOD]
+    assert store.documents.tolist() == [0, 6, 10, 14]
+    index = store.index
+    assert (index.tokens, index.documents, index.source_files, index.source_bytes) == (14, 3, 3, 37)
+    assert store.tokens.dtype == np.dtype("<u2")
+
+
+def test_samples_cover_each_target_once(text):
+    store = open_tokens(data(text))
+    assert (store.samples(4), store.samples(13), store.samples(14)) == (3, 1, 0)
+    windows = [store.window(index, 4).tolist() for index in range(3)]
+    assert [token for window in windows for token in window[1:]] == store.tokens[1:13].tolist()
+
+
+def test_a_wide_vocabulary_takes_four_bytes(text):
+    (text / "t.json").write_text(word_level().replace('"id": 7', '"id": 70000').replace(": 7}", ": 70000}"))
+    store = open_tokens(data(text, tokenizer=str(text / "t.json")))
+    assert store.tokens.tolist() == [1, 70000, 0, 70000, 0, 70000] and store.tokens.dtype == np.dtype("<u4")
+
+
+def test_second_time_nothing_is_read(text, monkeypatch):
+    first, log = open_tokens(data(text)), Log()
+    monkeypatch.setattr(build, "read_pieces", None)
+    monkeypatch.setattr(build, "_content_key", None)
+    assert open_tokens(data(text), log).folder == first.folder and not log
+
+
+def test_moved_or_touched_files_are_not_tokenised_again(text):
+    first, log = open_tokens(data(text)), Log()
+    os.utime(text / "a.txt", ns=(1, 1))
+    moved = text.rename(text.parent / "moved")
+    assert open_tokens(data(moved), log).folder == first.folder and log.phases == {"hash"}
+
+
+@pytest.mark.parametrize("change", ["content", "tokenizer", "new file", "kind"])
+def test_what_changes_tokens_changes_the_key(text, change):
+    first, tokenizer = open_tokens(data(text)), "bytes"
+    if change == "content":
+        (text / "a.txt").write_text("hallo")
+    elif change == "tokenizer":
+        (text.parent / "t.json").write_text(word_level())
+        tokenizer = str(text.parent / "t.json")
+    elif change == "new file":
+        (text / "d.txt").write_text("more")
+    else:
+        (text / "b.jsonl").rename(text / "b.txt")
+    second = open_tokens(data(text, tokenizer=tokenizer))
+    assert second.index.key != first.index.key and second.folder != first.folder
+
+
+def test_progress_ends_at_all_bytes(text):
+    log = Log()
+    open_tokens(data(text), log)
+    assert log[-1] == ("tokenise", 37, 37) and ("hash", 37, 37) in log
+
+
+def test_a_corpus_that_changes_under_our_hands_is_refused(text):
+    def meddle(phase: str, *_: int) -> None:
+        if phase == "tokenise":
+            (text / "a.txt").write_text("changed")
+
+    with pytest.raises(DataError, match="changed while it was being read"):
+        open_tokens(data(text), meddle)
+    assert bytes(open_tokens(data(text)).tokens[:7].astype(np.uint8)) == b"changed"
+
+
+def test_a_bad_file_leaves_nothing_behind(text):
+    (text / "z.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"z.txt is not UTF-8"):
+        open_tokens(data(text))
+    cache = text.parent / "cache"
+    assert [entry.name for entry in cache.iterdir()] == ["seen"] and not list(cache.glob("seen/*.json"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no file", "bad index", "other format"])
+def test_damaged_token_files_are_refused(text, damage):
+    folder = open_tokens(data(text)).folder
+    if damage == "truncated":
+        os.truncate(folder / "tokens.bin", 5)
+    elif damage == "no file":
+        (folder / "documents.bin").unlink()
+    elif damage == "bad index":
+        (folder / "index.json").write_text("{")
+    else:
+        (folder / "index.json").write_text((folder / "index.json").read_text().replace("tokens/1", "tokens/9"))
+    with pytest.raises(DataError, match=r"token files in .* are damaged .* delete that folder") as caught:
+        open_tokens(data(text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_forgotten_cache_folder_is_rebuilt(text):
+    folder = open_tokens(data(text)).folder
+    folder.rename(folder.parent / "gone")
+    assert open_tokens(data(text)).index.tokens == 14
+
+
+def test_no_cache_dir_and_no_right_to_write(text):
+    with pytest.raises(DataError, match="cache_dir is empty"):
+        open_tokens(data(text, cache_dir=""))
+    (text.parent / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write token files under .*file .* choose another data.cache_dir"):
+        open_tokens(data(text, cache_dir=str(text.parent / "file")))
+
+
+def test_works_where_the_file_system_has_no_locks(text, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    assert open_tokens(data(text)).index.tokens == 14
+
+
+def test_without_locks_the_faster_builder_wins_and_both_read_it(text, monkeypatch):
+    real = build.TokenWriter
+
+    def slower(folder, tokenizer):
+        if monkeypatch is not None:
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(build, "TokenWriter", real)
+                inner.setattr(build.os, "getpid", lambda: 999_999_999)
+                build._build(folder.parent, folder.name.partition(".")[0], build.find_sources([str(text)], [".txt"]),
+                             tokenizer, lambda *_: None)  # fmt: skip
+        return real(folder, tokenizer)
+
+    monkeypatch.setattr(build, "TokenWriter", slower)
+    store = open_tokens(data(text, extensions=[".txt"]))
+    assert store.tokens.tolist() == [*b"hello", EOD]
+    assert not list((text.parent / "cache").glob("*.tmp-*"))
+
+
+# ------------------------------------------------------------------------------------------- processes
+
+
+def fork(work) -> int:
+    """Run `work` in a child; its exit status is 0 when `work` returned."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+@pytest.mark.process
+def test_many_processes_build_once(text):
+    (text / "big.txt").write_text("some words on a line\n" * 200_000)
+
+    def work() -> None:
+        log = Log()
+        store = open_tokens(data(text), log)
+        (text.parent / f"out-{os.getpid()}").write_text(f"{store.index.key} {'tokenise' in log.phases}")
+
+    children = [fork(work) for _ in range(6)]
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 6
+    words = [(text.parent / f"out-{pid}").read_text().split() for pid in children]
+    assert len({key for key, _ in words}) == 1
+    assert sorted(built for _, built in words) == ["False"] * 5 + ["True"]
+
+
+@pytest.mark.process
+def test_a_killed_builder_neither_blocks_nor_leaves_half_a_store(text):
+    cache = text.parent / "cache"
+
+    def die(phase: str, *_: int) -> None:
+        if phase == "tokenise":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = fork(lambda: open_tokens(data(text), die))
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert len(list(cache.glob("*.tmp-*"))) == 1
+    assert open_tokens(data(text)).index.tokens == 14
+    assert not list(cache.glob("*.tmp-*"))
+
+
+@pytest.mark.process
+def test_the_waiting_process_says_so(text):
+    started = text.parent / "started"
+
+    def slow(phase: str, *_: int) -> None:
+        started.touch()
+        time.sleep(0.3)
+
+    pid, log = fork(lambda: open_tokens(data(text), slow)), Log()
+    while not started.exists():
+        time.sleep(0.01)
+    assert isinstance(open_tokens(data(text), log), TokenStore) and log.phases == {"wait"}
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+# ------------------------------------------------------------------------------------------- progress
+
+
+class Terminal:
+    def __init__(self, tty: bool):
+        self.tty, self.text = tty, ""
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_bar_draws_on_a_terminal_only():
+    screen, file = Terminal(True), Terminal(False)
+    for progress in (bar(screen), bar(file)):
+        for done in range(0, 101, 10):
+            progress("tokenise", done * 10**6, 100 * 10**6)
+    assert file.text == "" and "100% of 100.0 MB\n" in screen.text and screen.text.count("\n") == 1
+
+
+def test_thinned_keeps_the_first_and_last_of_each_phase():
+    now, log = [0.0], Log()
+    call = thinned(log, 1.0, clock=lambda: now[0])
+    for phase in ("hash", "tokenise"):
+        for done in range(11):
+            now[0] += 0.3
+            call(phase, done, 10)
+    kept = [done for phase, done, _ in log if phase == "hash"]
+    assert kept[0] == 0 and kept[-1] == 10 and len(kept) < 6
+    assert ("tokenise", 0, 10) in log and ("tokenise", 10, 10) in log

@@ -1,0 +1,197 @@
+"""From a plan's `data` section to an open token store: tokenised once, by whoever comes first, for everybody.
+
+Under `cache_dir`: `<key>/` holds the token files of one content and tokenizer. `seen/<state>.json` remembers which key
+a set of files (by path, size and modification time) had, so that a start does not read the corpus again.
+`seen/<state>.lock` makes all processes of a node, and of a shared file system that has locks, wait for the first.
+Without working locks two may build at once; the rename decides, and both results are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.plan.document import Data
+from trainer.data.corpus import Piece, Source, find_sources, read_pieces
+from trainer.data.store import FORMAT, TokenStore, TokenWriter, sync_folder
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import DataError
+
+#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (another process is at it; 0 of 0).
+Progress = Callable[[str, int, int], None]
+
+BATCH_BYTES = 4 << 20  # text encoded at once: enough for a parallel tokenizer's threads
+_POLL_S = 0.05
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    key: str
+
+
+def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
+    """The token store of the corpus; builds it when there is none. Processes may call this at the same time.
+
+    Raises DataError: no text, bad text (file and line or offset), bad tokenizer, no room or right to write.
+    """
+    report = progress if progress is not None else lambda *_: None
+    if not data.cache_dir:
+        raise DataError("data.cache_dir is empty: token files need a folder")
+    tokenizer = load_tokenizer(data.tokenizer)
+    sources = find_sources(data.paths, data.extensions)
+    cache = Path(data.cache_dir).expanduser()
+    state = _state_of(sources, tokenizer)
+    seen = cache / "seen" / f"{state}.json"
+    try:
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        if store := _known(cache, seen):
+            return store
+        with _locked(seen.with_suffix(".lock"), lambda: report("wait", 0, 0)):
+            if store := _known(cache, seen):
+                return store
+            key = _content_key(sources, tokenizer, report)
+            if not (cache / key / "index.json").exists():
+                _build(cache, key, sources, tokenizer, report)
+            if _state_of(find_sources(data.paths, data.extensions), tokenizer) != state:
+                shutil.rmtree(cache / key)  # its content may not be what its key says
+                raise DataError("the corpus changed while it was being read; start again when it is complete")
+            _write_atomically(seen, msgspec.json.encode(_Seen(key)))
+            return TokenStore(cache / key)
+    except OSError as error:
+        what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror or error)
+        raise DataError(f"cannot write token files under {cache} ({what}); choose another data.cache_dir") from error
+
+
+def _known(cache: Path, seen: Path) -> TokenStore | None:
+    try:
+        key = msgspec.json.decode(seen.read_bytes(), type=_Seen).key
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+    return TokenStore(cache / key) if (cache / key / "index.json").exists() else None
+
+
+# --------------------------------------------------------------------------------------------------- keys
+
+
+def _state_of(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
+    """Changes whenever a file may have changed. Costs no reading."""
+    digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
+    for source in sources:
+        digest.update(f"{source.path.resolve()}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> str:
+    """Equal exactly when the token files would be: names and places of files do not matter, order and kind do."""
+    total, done = sum(source.size for source in sources), 0
+    digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
+    for source in sources:
+        try:
+            with source.path.open("rb") as file:
+                one = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"cannot read {source.path}: {error.strerror}") from error
+        digest.update(f"{source.path.suffix.lower() == '.jsonl'} {one}\0".encode())
+        done += source.size
+        report("hash", done, total)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------- building
+
+
+def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> None:
+    """Into a folder of our own, then one rename. What a killed process left behind is swept up first."""
+    host = socket.gethostname()
+    _sweep(cache, host)
+    folder = cache / f"{key}.tmp-{host}-{os.getpid()}"
+    folder.mkdir()
+    try:
+        writer = TokenWriter(folder, tokenizer)
+        try:
+            _encode(sources, tokenizer, writer, report)
+            writer.close(key, len(sources), sum(source.size for source in sources))
+        finally:
+            writer.abandon()
+        try:
+            folder.rename(cache / key)
+        except OSError as error:  # somebody without our lock was faster: theirs is as good
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        sync_folder(cache)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _encode(sources: Sequence[Source], tokenizer: Tokenizer, writer: TokenWriter, report: Progress) -> None:
+    total, done = sum(source.size for source in sources), 0
+    pending: list[Piece] = []
+    size = 0
+
+    def flush() -> None:
+        for piece, ids in zip(pending, tokenizer.encode([piece.text for piece in pending]), strict=True):
+            writer.add(ids, piece.ends_document)
+        pending.clear()
+
+    for source in sources:
+        for piece in read_pieces(source):
+            pending.append(piece)
+            size += len(piece.text)
+            if size >= BATCH_BYTES:
+                flush()
+                report("tokenise", min(done + size, total), total)
+                done, size = done + size, 0
+    flush()
+    report("tokenise", total, total)
+
+
+def _sweep(cache: Path, host: str) -> None:
+    for left in cache.glob(f"*.tmp-{host}-*"):
+        pid = left.name.rpartition("-")[2]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock on a file. The kernel drops it when the process dies, however it dies. Polls, so that a
+    signal's handler runs and `waiting` can report."""
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(_POLL_S)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    break
+                raise
+        yield

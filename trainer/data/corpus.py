@@ -1,0 +1,152 @@
+"""Text files as a sorted list of sources and a stream of documents.
+
+A text file is one document; a `.jsonl` file holds one a line, in the string field `text`.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from trainer.errors import DataError
+
+STDLIB = "stdlib"  # the path that means: the sources of the running Python's own standard library
+PIECE_BYTES = 4 << 20  # a file is read in pieces of about this size: memory does not grow with the corpus
+LINE_BYTES = 64 << 20  # longest accepted line of a .jsonl file
+
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_NEVER_TEXT = frozenset({"__pycache__", ".git"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the corpus. `name` orders it and appears in messages."""
+
+    name: str
+    path: Path
+    size: int  # bytes
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of UTF-8 text, cut between characters (between lines where there are any)."""
+
+    text: bytes
+    ends_document: bool
+
+
+class _Line(msgspec.Struct):
+    text: str
+
+
+_LINES = msgspec.json.Decoder(_Line)
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source]:
+    """Files named in `paths`, and files with one of `extensions` anywhere under folders named in it; sorted by name
+    within each path, so that every machine with the same files sees the same order. A file is taken once.
+
+    Raises DataError when a path does not exist, a folder cannot be read, or nothing is found.
+    """
+    found: dict[Path, Source] = {}
+    others: Counter[str] = Counter()
+    for path in paths:
+        root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
+        if not root.exists():
+            raise DataError(f"data path {path!r} does not exist")
+        files = [root] if root.is_file() else sorted(_walk(root, path == STDLIB), key=lambda file: file.parts)
+        for file in files:
+            if file.suffix.lower() not in extensions and not root.is_file():
+                others[file.suffix.lower() or "no extension"] += 1
+                continue
+            status = file.stat()
+            name = file.name if root.is_file() else f"{path}/{file.relative_to(root).as_posix()}"
+            found.setdefault(file.resolve(), Source(name, file, status.st_size, status.st_mtime_ns))
+    if not found:
+        seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(4)) or "no files at all"
+        raise DataError(f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {seen})")
+    return list(found.values())
+
+
+def _walk(root: Path, is_stdlib: bool) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read data folder {error.filename!r}: {error.strerror}")
+
+    skipped = _NEVER_TEXT | (_STDLIB_SKIPPED if is_stdlib else frozenset())
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name not in skipped]
+        yield from (path for name in files if (path := Path(folder, name)).is_file())
+
+
+# --------------------------------------------------------------------------------------------------- documents
+
+
+def read_pieces(source: Source) -> Iterator[Piece]:
+    """The text of a file; empty documents are left out.
+
+    Raises DataError for a file that cannot be read, is not UTF-8 text, or has a line that is not a JSON object with a
+    string `text`, with its line number.
+    """
+    try:
+        with source.path.open("rb") as file:
+            yield from _read_jsonl(file, source) if source.path.suffix.lower() == ".jsonl" else _read_text(file, source)
+    except OSError as error:
+        raise DataError(f"cannot read {source.path}: {error.strerror}") from error
+
+
+def _read_text(file: BinaryIO, source: Source) -> Iterator[Piece]:
+    offset, rest, chunk = 0, b"", file.read(PIECE_BYTES)
+    while chunk:
+        following = file.read(PIECE_BYTES)
+        text = rest + chunk
+        cut = (text.rfind(b"\n") + 1 or _last_character(text)) if following else len(text)
+        text, rest, chunk = text[:cut], text[cut:], following
+        if text:
+            _check_text(text, source, offset)
+            yield Piece(text, ends_document=not following)
+            offset += cut
+
+
+def _last_character(text: bytes) -> int:
+    """Where the last character of UTF-8 text begins: its end may still be unread."""
+    index = len(text) - 1
+    while index > 0 and len(text) - index < 4 and text[index] & 0xC0 == 0x80:
+        index -= 1
+    return index
+
+
+def _check_text(text: bytes, source: Source, offset: int) -> None:
+    if (zero := text.find(b"\0")) >= 0:
+        raise DataError(f"{source.path} is not text: it has a zero byte at offset {offset + zero}")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        where = offset + error.start
+        raise DataError(f"{source.path} is not UTF-8 text: {error.reason} at offset {where}") from None
+
+
+def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[Piece]:
+    number = 0
+    while line := file.readline(LINE_BYTES + 1):
+        number += 1
+        if len(line) > LINE_BYTES:
+            raise DataError(f"{source.path}:{number}: line is longer than {LINE_BYTES >> 20} MiB")
+        if not line.strip():
+            continue
+        try:
+            text = _LINES.decode(line).text.encode()
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise DataError(f'{source.path}:{number}: expected {{"text": "..."}}: {error}') from None
+        if text:
+            yield Piece(text, ends_document=True)

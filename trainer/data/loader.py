@@ -1,0 +1,61 @@
+"""The micro-batches of one rank, step after step; the next step's are read while this one computes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from orchestrator.plan import Plan
+from orchestrator.plan.document import Coord
+from trainer.data.batch import MicroBatch, from_windows
+from trainer.data.order import SampleOrder, samples_of_step
+from trainer.data.store import TokenStore
+from trainer.errors import DataError
+
+
+class Loader:
+    """Reads what `samples_of_step` says, from a token store. No state but the read-ahead: any step at any time."""
+
+    def __init__(self, plan: Plan, coord: Coord, store: TokenStore, isolate_documents: bool = False):
+        """`isolate_documents`: attention and positions stop at document borders (see `batch.from_windows`).
+
+        Raises DataError when the corpus is shorter than one sample or has ids that the model has no row for.
+        """
+        index, self.seq_len = store.index, plan.job.train.seq_len
+        if not store.samples(self.seq_len):
+            needed = self.seq_len + 1
+            raise DataError(f"the corpus has {index.tokens} tokens, one sample needs {needed} (train.seq_len + 1)")
+        if index.vocab_size > plan.model.vocab:
+            raise DataError(
+                f"tokenizer {plan.job.data.tokenizer!r} has {index.vocab_size} ids, "
+                f"model {plan.model.name} only {plan.model.vocab} (model.vocab)"
+            )
+        self.parallel, self.coord, self.store = plan.parallel, coord, store
+        self.eod = index.eod if isolate_documents else None
+        self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+
+    def step(self, consumed: int) -> list[MicroBatch]:
+        """The micro-batches of the step that starts when the run has consumed `consumed` samples, on the CPU."""
+        if self._ahead and self._ahead[0] == consumed:
+            batches = self._ahead[1].result()
+        else:
+            if self._ahead:
+                self._ahead[1].result()  # one reader at a time
+            batches = self._read(consumed)
+        following = consumed + self.parallel.global_batch_samples
+        self._ahead = following, self._pool.submit(self._read, following)
+        return batches
+
+    def _read(self, consumed: int) -> list[MicroBatch]:
+        return [self._micro_batch(places) for places in samples_of_step(self.parallel, self.coord, consumed)]
+
+    def _micro_batch(self, places: list[int]) -> MicroBatch:
+        windows = [self.store.window(self.order(place), self.seq_len) for place in places]
+        return from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,89 @@
+"""Text to token ids: bytes by default, a Hugging Face `tokenizers` JSON file on demand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from trainer.errors import DataError
+
+BYTES = "bytes"
+
+#: Names under which published tokenizers keep the token that ends a document, most specific first.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Encodes documents; ids are below `vocab_size`, `eod` ends a document and never comes out of text."""
+
+    identity: str  # equal for equal behaviour: part of the cache key
+    vocab_size: int
+    eod: int
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """One array of ids (any unsigned dtype) for each UTF-8 text."""
+        ...
+
+
+class ByteTokenizer:
+    """A token a byte, 256 for the end of a document."""
+
+    identity = "bytes/1"
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+
+class FileTokenizer:
+    """A `tokenizers` JSON file. Text that spells a special token is encoded as ordinary text: a corpus must not be able
+    to forge the end of a document."""
+
+    def __init__(self, path: Path):
+        """Raises DataError: no such file, not a tokenizer, no end-of-document token, package not installed."""
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise DataError("data.tokenizer is a file, which needs the extra: pip install 'orch[tokenizers]'") from None
+        try:
+            raw = path.read_bytes()
+            self._backend = Backend.from_str(raw.decode())
+        except OSError as error:
+            raise DataError(f"cannot read tokenizer {path}: {error.strerror}") from error
+        except Exception as error:  # the Rust side raises bare Exception
+            raise DataError(f"{path} is not a tokenizers JSON file: {str(error).splitlines()[0]}") from None
+        self._backend.encode_special_tokens = True
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        known = [name for name in END_TOKENS if self._backend.token_to_id(name) is not None]
+        if not known:
+            raise DataError(f"{path} has no end-of-document token; known names: {', '.join(END_TOKENS)}")
+        self._end = known[0]
+        self.eod = self._backend.token_to_id(self._end)
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.identity = f"tokenizers/1 {hashlib.sha256(raw).hexdigest()}"
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        parts = [self._without_end(text.decode()) for text in texts]
+        encoded = self._backend.encode_batch([part for text in parts for part in text], add_special_tokens=False)
+        ids = iter([np.array(entry.ids, dtype=np.uint32) for entry in encoded])
+        return [np.concatenate([next(ids) for _ in text]) for text in parts]
+
+    def _without_end(self, text: str) -> list[str]:
+        """The text, cut in the middle of each spelled-out end token: models whose base vocabulary holds that token
+        would find it even with `encode_special_tokens`."""
+        middle = len(self._end) // 2
+        left, right = self._end[:middle], self._end[middle:]
+        parts = text.split(self._end)
+        firsts, lasts = ["", *[right] * (len(parts) - 1)], [*[left] * (len(parts) - 1), ""]
+        return [first + part + last for first, part, last in zip(firsts, parts, lasts, strict=True)]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizers JSON file. Raises DataError."""
+    return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name).expanduser())
