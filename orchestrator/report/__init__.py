@@ -1,0 +1,1 @@
+"""What people look at: a plan as a page in the terminal and as pictures."""

@@ -1,0 +1,110 @@
+"""A plan as one picture: placement on the topology, memory against capacity, the pipeline's timeline.
+
+`save(plan, path)` writes .png, .svg or .html (one file that holds its picture). matplotlib is imported here only.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan
+
+from . import plot_panels as panels
+from .style import seconds, si
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".html")
+CSS = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222}"
+    "svg{width:100%;height:auto}"
+)
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write the picture. Raises OrchError for an unknown ending (64), a missing matplotlib (65), a bad path (64)."""
+    ending = path.suffix.lower()
+    if ending not in FORMATS:
+        raise OrchError(f"--plot {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
+    data = _html(plan) if ending == ".html" else _image(figure(plan), ending[1:])
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OrchError(f"--plot {path}: {error.strerror}", Exit.USAGE) from None
+
+
+def figure(plan: Plan) -> Figure:
+    """The matplotlib figure, drawn without any display."""
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context(panels.RC):
+        from matplotlib.figure import Figure
+
+        topology = panels.Topology(plan)
+        heights = [topology.inches, 2.6] + ([panels.timeline_inches(plan)] if plan.parallel.pp > 1 else [])
+        gap = 1.05  # inches between rows: an axis label and a title
+        total = sum(heights) + gap * (len(heights) - 1) + 1.9
+        result = Figure(figsize=(12, total))
+        spec = result.add_gridspec(
+            len(heights),
+            2,
+            height_ratios=heights,
+            width_ratios=[1.25, 1],
+            hspace=gap / (sum(heights) / len(heights)),
+            wspace=0.16,
+            left=0.06,
+            right=0.975,
+            top=1 - 1.3 / total,
+            bottom=0.6 / total,
+        )
+        result.text(0.06, 1 - 0.3 / total, _title(plan), fontsize=15, fontweight="bold", va="center")
+        result.text(0.06, 1 - 0.56 / total, _subtitle(plan), fontsize=10, color=panels.MUTED, va="center")
+        topology.draw(result.add_subplot(spec[0, :]))
+        panels.memory(result.add_subplot(spec[1, 0]), plan)
+        panels.time(result.add_subplot(spec[1, 1]), plan)
+        if plan.parallel.pp > 1:
+            panels.pipeline(result.add_subplot(spec[2, :]), plan)
+        return result
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.model.name} on {plan.cluster.name}"
+
+
+def _subtitle(plan: Plan) -> str:
+    par = plan.parallel
+    degrees = "  ".join(f"{a}={getattr(par, a)}" for a in par.order if getattr(par, a) > 1) or "one GPU"
+    return (
+        f"{degrees}  zero={par.zero}  |  {si(par.global_batch_tokens)} tokens a step  |  "
+        f"predicted {seconds(plan.time.step_s)} a step, {plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU,"
+        f" MFU {plan.mfu:.1%}  |  plan {plan.hash[:12]}"
+    )
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise OrchError("--plot needs matplotlib: install orch[plot]", Exit.CONFIG) from None
+    return matplotlib
+
+
+def _image(drawn: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    # no date and fixed ids: the same plan gives the same bytes
+    with _matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
+        drawn.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return buffer.getvalue()
+
+
+def _html(plan: Plan) -> bytes:
+    svg = _image(figure(plan), "svg").decode()
+    svg = svg[svg.index("<svg") :]
+    title = html.escape(f"{_title(plan)}: plan {plan.hash[:12]}")
+    rows = "".join(f"<li>{html.escape(line)}</li>" for line in [f"limited by {plan.time.limited_by}", *plan.warnings])
+    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{CSS}</style>"
+    return f"{page}<body>{svg}<ul>{rows}</ul></body></html>\n".encode()

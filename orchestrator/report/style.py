@@ -1,0 +1,80 @@
+"""Numbers, bars and colours for a terminal. Pure: a `Style` decides once whether there is colour and how wide it is."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+#: xterm 256-colour codes of the dp replicas, chosen to differ also for colour-blind readers (Okabe & Ito 2008 order).
+PALETTE = (75, 214, 79, 204, 141, 80, 228, 174)
+GRAY, RED, GREEN, YELLOW = 245, 203, 78, 221
+
+CATEGORY_COLOUR = {"params": 75, "grads": 214, "optimizer": 79, "activations": 204, "buffers": 141, "free": 238}
+
+
+class Style(Struct, frozen=True):
+    """colour: ANSI escapes allowed. width: columns. Without `unicode`, bars are plain ASCII."""
+
+    colour: bool = False
+    width: int = 80
+    unicode: bool = True
+
+    def paint(self, text: str, code: int | None = None, bold: bool = False) -> str:
+        if not self.colour or (code is None and not bold):
+            return text
+        parts = (["1"] if bold else []) + ([f"38;5;{code}"] if code is not None else [])
+        return f"\033[{';'.join(parts)}m{text}\033[0m"
+
+    def fill(self, text: str, code: int) -> str:
+        """Text on a coloured ground; plain without colour."""
+        return f"\033[48;5;{code};38;5;16m{text}\033[0m" if self.colour else text
+
+    def title(self, text: str) -> str:
+        line = "─" if self.unicode else "-"
+        return f"{self.paint(text, bold=True)} {self.paint(line * max(0, self.width - len(text) - 1), GRAY)}"
+
+    def bar(self, share: float, cells: int, code: int) -> str:
+        """A bar of `share` (0 to 1, more is cut) of `cells` cells, to an eighth of a cell."""
+        share = min(max(share, 0.0), 1.0)
+        if not self.unicode:
+            full = round(share * cells)
+            return self.paint("#" * full, code) + "." * (cells - full)
+        eighths = round(share * cells * 8)
+        if share > 0:
+            eighths = max(1, eighths)
+        full, part = divmod(eighths, 8)
+        body = "█" * full + ("▏▎▍▌▋▊▉"[part - 1] if part else "")
+        return self.paint(body, code) + " " * (cells - full - (part > 0))
+
+
+def si(value: float, unit: str = "") -> str:
+    """Three digits with a decimal prefix: 1234567 -> "1.23 M"."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor * 0.9995:
+            return f"{_three(value / factor)} {prefix}{unit}"
+    return f"{_three(value)} {unit}".rstrip()
+
+
+def percent(share: float) -> str:
+    """Whole percents; what rounds to nothing but is something says so."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def gib(value: float) -> str:
+    return f"{value / (1 << 30):.2f}" if value < 10 << 30 else f"{value / (1 << 30):.1f}"
+
+
+def seconds(value: float) -> str:
+    """A duration at three digits: 0.00123 -> "1.23 ms", 4000 -> "1 h 07 min"."""
+    if value >= 3600:
+        hours, minutes = divmod(round(value / 60), 60)
+        return f"{hours} h {minutes:02d} min"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= factor * 0.9995:
+            return f"{_three(value / factor)} {unit}"
+    return "0 s" if value == 0 else f"{_three(value / 1e-6)} us"
+
+
+def _three(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
