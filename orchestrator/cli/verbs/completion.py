@@ -1,0 +1,160 @@
+"""`orch completion bash|zsh|fish`: verbs, flags, groups, file names, keys, run ids. Directory listings, no Hydra."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from orchestrator.cli.verbs import VERBS
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+HELP = "a completion script for bash, zsh or fish"
+
+BASH = """\
+_orch() {
+    local IFS=$'\\n' line="${COMP_LINE:0:COMP_POINT}"
+    local word="${line##* }"
+    COMPREPLY=($(orch completion --line "$line" 2>/dev/null))
+    if [[ "$word" == *=* && "$COMP_WORDBREAKS" == *=* ]]; then COMPREPLY=("${COMPREPLY[@]#*=}"); fi
+    if [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.] ]]; then compopt -o nospace; fi
+}
+complete -o default -o bashdefault -F _orch orch
+"""
+ZSH = """\
+#compdef orch
+_orch() {
+    local -a found ends
+    found=("${(@f)$(orch completion --line "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
+    ends=("${(@M)found:#*[=.]}")
+    found=("${(@)found:|ends}")
+    (( ${#ends} )) && compadd -S '' -- "${ends[@]}"
+    (( ${#found} )) && [[ -n "${found[1]}" ]] && compadd -- "${found[@]}" || _files
+}
+compdef _orch orch
+"""
+FISH = """\
+complete -c orch -a '(orch completion --line (commandline -cp | string collect) 2>/dev/null)'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+HINTS = {
+    "bash": '# eval "$(orch completion bash)" in ~/.bashrc',
+    "zsh": '# eval "$(orch completion zsh)" in ~/.zshrc, after compinit',
+    "fish": "# orch completion fish > ~/.config/fish/completions/orch.fish",
+}
+ONE_RUN = ("status", "logs", "cancel", "resume")  # verbs that name a run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", nargs="?", choices=sorted(SCRIPTS), help="the shell to write the script for")
+    parser.add_argument("--line", help="answer one completion: the command line up to the cursor")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.line is not None:
+        print("\n".join(complete(args.line)))
+    elif args.shell:
+        print(f"{HINTS[args.shell]}\n{SCRIPTS[args.shell]}", end="")
+    else:
+        raise OrchError(f"orch completion: name a shell: {', '.join(sorted(SCRIPTS))}", Exit.USAGE)
+    return Exit.DONE
+
+
+def complete(line: str) -> list[str]:
+    """What may replace the last word of a command line (empty after a space), sorted as a person would read it."""
+    *before, word = line.split(" ")
+    before = [part for part in before if part]
+    if len(before) <= 1:
+        return _starting(VERBS, word)
+    verb = before[1]
+    if verb not in VERBS or "--" in before:
+        return []
+    if word.startswith("-"):
+        return _starting(_flags(verb), word)
+    if verb == "completion":
+        return _starting(SCRIPTS, word)
+    if verb in ONE_RUN:
+        return _starting(_runs(), word.removeprefix("local://"))
+    if before[-1] == "--choices":
+        return _starting(_library(before).groups(), word)
+    if before[-1].startswith("--") or not VERBS[verb].overrides:
+        return []  # a file name, which the shell completes
+    prefix = word[: len(word) - len(word.lstrip("+"))]
+    return [prefix + found for found in _overrides(word.removeprefix(prefix), before)]
+
+
+def _starting(choices: object, word: str) -> list[str]:
+    return [choice for choice in choices if choice.startswith(word)]  # type: ignore[attr-defined]
+
+
+def _flags(verb: str) -> list[str]:
+    from importlib import import_module
+
+    from orchestrator.cli.parser import make_parser
+
+    parser = make_parser(verb, VERBS[verb])
+    import_module(f"orchestrator.cli.verbs.{verb}").add_arguments(parser)
+    return parser.flags()
+
+
+def _runs() -> list[str]:
+    home = Path(os.environ.get("ORCH_HOME") or Path.home() / ".orch")
+    try:
+        return sorted((path.name for path in (home / "runs").iterdir() if path.is_dir()), reverse=True)
+    except OSError:
+        return []
+
+
+def _library(before: list[str]):
+    from orchestrator.config.groups import Library, folders
+
+    given = before[before.index("--config-dir") + 1 :][:1] if "--config-dir" in before else []
+    try:
+        return Library(folders(given[0] if given else None))
+    except OrchError:
+        return Library(folders())
+
+
+def _overrides(word: str, before: list[str]) -> list[str]:
+    key, equals, value = word.partition("=")
+    library = _library(before)
+    groups = library.groups()
+    if equals and key in groups:
+        return [f"{key}={name}" for name in library.files(key) if name.startswith(value)]
+    if equals:
+        return [f"{key}={choice}" for choice in _values(key) if choice.startswith(value)]
+    if "." in key:
+        return _starting(_keys(key), key)
+    return _starting([*(f"{group}=" for group in groups), *(f"{part}." for part in _parts())], key)
+
+
+def _parts() -> list[str]:
+    from orchestrator.config.schema import Config
+    from orchestrator.config.structured import fields
+
+    return [name for name in fields(Config) if name != "choices"]
+
+
+def _keys(key: str) -> list[str]:
+    """The keys beside a dotted one, ready to go on typing: `train.steps=`, `cluster.gpu.`."""
+    from orchestrator.config.explain import annotation_at
+    from orchestrator.config.structured import fields, struct_of
+
+    parent = key.rpartition(".")[0]
+    struct = struct_of(annotation_at(parent.split(".")))
+    if struct is None:
+        return []
+    return [f"{parent}.{name}{'.' if struct_of(field.type) else '='}" for name, field in fields(struct).items()]
+
+
+def _values(key: str) -> list[str]:
+    from typing import Literal, get_args, get_origin
+
+    from orchestrator.config.explain import annotation_at
+    from orchestrator.config.structured import bare
+
+    kind = bare(annotation_at(key.split(".")))
+    if get_origin(kind) is Literal:
+        return [str(choice) for choice in get_args(kind)]
+    return ["true", "false"] if kind is bool else []

@@ -1,0 +1,83 @@
+"""`orch config`: the configuration that a command line means, or what there is to choose from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from orchestrator.config.groups import Library
+
+HELP = "the resolved configuration, or the choices of every group"
+ALL = "all"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "list the files of a group, or of all groups"
+    parser.add_argument("--choices", metavar="GROUP", nargs="?", const=ALL, help=about)
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.choices:
+        return _choices(args, overrides)
+    import msgspec
+
+    from orchestrator.config.compose import load
+
+    tree = msgspec.to_builtins(load(overrides, args.config_dir))
+    if args.json:
+        print(json.dumps(tree))
+    else:
+        import yaml
+
+        print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1000), end="")
+    return Exit.DONE
+
+
+def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
+    if overrides:
+        raise OrchError(f"--choices lists files, it takes no {overrides[0]!r}")
+    from orchestrator.config.grammar import RULE
+    from orchestrator.config.groups import Library, folders
+
+    library = Library(folders(args.config_dir))
+    groups = library.groups()
+    if args.choices not in (ALL, *groups):
+        raise OrchError(f"unknown group {args.choices!r}; {did_you_mean(args.choices, groups)}")
+    groups = groups if args.choices == ALL else [args.choices]
+    found = {group: {name: _about(library, group, name) for name in library.files(group)} for group in groups}
+    if args.json:
+        print(json.dumps({"groups": found, "parallel_words": RULE}))
+        return Exit.DONE
+    for group, files in found.items():
+        print(f"{group}:")
+        wide = max(map(len, files))
+        for name, about in files.items():
+            print(f"  {name:<{wide}}  {about}".rstrip())
+        if group == "parallel":
+            print(f"  {RULE}")
+    return Exit.DONE
+
+
+def _about(library: Library, group: str, name: str) -> str:
+    """The first sentence of a file's opening comment, else the source it names."""
+    path = library.path(group, name)
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if path else []
+    words = []
+    for line in lines:
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        words.append(line.lstrip("# "))
+    text = " ".join(words)
+    if not text:
+        source = next((line for line in lines if line.startswith("source:")), "")
+        text = source.removeprefix("source:").strip().strip('"').split(";")[0]
+    return text.split(". ")[0].removesuffix(".")

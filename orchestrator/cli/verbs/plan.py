@@ -1,0 +1,71 @@
+"""`orch plan`: place a model on a cluster and say what it will cost, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.plan import Plan
+
+HELP = "place a model on a cluster: layout, memory, time, what limits it"
+PLOTS = (".png", ".svg", ".html")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan as JSON; what a run would be given")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw placement, memory, pipeline: .png .svg .html")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.plot and args.plot.suffix.lower() not in PLOTS:
+        raise OrchError(f"--plot {args.plot}: the name must end in {', '.join(PLOTS)}", Exit.USAGE)
+    from orchestrator.config.compose import load
+    from orchestrator.planner.build import build_plan
+
+    plan = build_plan(load(overrides, args.config_dir))
+    if args.out:
+        from orchestrator.plan import to_json
+
+        write(args.out, to_json(plan, indent=1) + b"\n", "--out")
+    if args.plot:
+        draw(plan, args.plot)
+    show(plan, args.json)
+    return Exit.DONE
+
+
+def show(plan: Plan, as_json: bool) -> None:
+    """The plan on stdout: the JSON document itself, or the page in the terminal's width and colours."""
+    if as_json:
+        from orchestrator.plan import to_json
+
+        print(to_json(plan).decode())
+        return
+    from orchestrator.cli.terminal import style
+    from orchestrator.report.page import render
+
+    print(render(plan, style()))
+
+
+def draw(plan: Plan, path: Path) -> None:
+    from orchestrator.report import plot
+
+    try:
+        plot.save(plan, path)
+    except OSError as error:
+        raise OrchError(f"--plot {path}: {error.strerror or error}", Exit.USAGE) from None
+
+
+def write(path: Path, content: bytes, flag: str) -> None:
+    """A file given on the command line: whole or not at all."""
+    scratch = path.with_name(f".{path.name}.partial")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OrchError(f"{flag} {path}: {error.strerror or error}", Exit.USAGE) from None
