@@ -101,15 +101,20 @@ def test_memory_of_afab_and_1f1b(pp, micro_batches):
     assert peak_in_flight(build("1f1b", pp, micro_batches)) == expected
 
 
-@given(st.integers(1, 8), st.integers(0, 17))
+#: Seconds of forward, input gradient and weight gradient, in the range (W not above F and I) of the papers' formulas.
+SPLITS = [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (2.0, 3.0, 2.0), (1.0, 1.5, 1.0)]
+
+
+@given(st.integers(1, 8), st.integers(0, 17), st.sampled_from(SPLITS))
 @settings(max_examples=60, deadline=None)
-def test_zero_bubble_h1_h2(pp, more):
+def test_zero_bubble_h1_h2(pp, more, split):
     """arXiv 2401.10241, section 2: ZB-H1 (p-1)(F+I-W) at p activations, ZB-H2 (p-1)(F+I-2W) at 2p-1."""
     micro_batches = 2 * pp - 1 + more
-    ideal = 3 * micro_batches
+    forward, i, w = split
+    ideal = sum(split) * micro_batches
     h1, h2 = build("zb_h1", pp, micro_batches), build("zb_h2", pp, micro_batches)
-    assert simulate(h1).own_bubble_ratio * ideal == pytest.approx(pp - 1)
-    assert simulate(h2).own_bubble_ratio == pytest.approx(0)
+    assert simulate(h1, Costs(*split)).own_bubble_ratio * ideal == pytest.approx((pp - 1) * (forward + i - w))
+    assert simulate(h2, Costs(*split)).own_bubble_ratio * ideal == pytest.approx((pp - 1) * (forward + i - 2 * w))
     assert peak_in_flight(h1) == (pp,) * pp
     assert peak_in_flight(h2) == (2 * pp - 1,) * pp
 
@@ -120,6 +125,19 @@ def test_zbv(pp):
     schedule = build("zbv", pp, 2 * pp + 3, 2)
     assert simulate(schedule).own_bubble_ratio == pytest.approx(0)
     assert peak_in_flight(schedule) == (2 * pp,) * pp
+
+
+@pytest.mark.parametrize("pp", [2, 4, 6, 8])
+@pytest.mark.parametrize("gain", [0.0, 0.1, 1 / 6])
+@pytest.mark.parametrize("split", SPLITS)
+def test_bubble_of_dualpipe(pp, gain, split):
+    """DeepSeek-V3, table 2: (p/2 - 1)(F&B + B - 3W) on the worst rank; DualPipeV has it on half as many ranks."""
+    _, i, w = split
+    together = sum(split) * (1 - gain)  # of a forward and a backward, against one after the other
+    published = (pp / 2 - 1) * (together + i + w - 3 * w)
+    for schedule in (build("dualpipe", pp, 2 * pp), build("dualpipev", pp // 2, 2 * pp, 2)):
+        timeline = simulate(schedule, Costs(*split, together=together))
+        assert timeline.makespan - min(timeline.busy) == pytest.approx(published)
 
 
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])

@@ -121,7 +121,7 @@ class Pipeline:
             raise ValueError(f"{len(micro_batches)} micro-batches, the schedule is for {self.schedule.micro_batches}")
         scalar = {"dtype": torch.promote_types(self.transfers.dtype, torch.float32), "device": self.device}
         self._micro_batches, self._total = micro_batches, torch.zeros((), **scalar)
-        self._scale = torch.ones((), **scalar) * loss_scale  # a fill and a product: no copy from the host
+        self._scale = torch.ones((), **scalar).mul_(loss_scale)  # keeps its dtype, copies nothing from the host
         self.trace.restart()
         for action in self.program:
             match action.kind:

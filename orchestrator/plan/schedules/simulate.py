@@ -21,6 +21,9 @@ class Costs:
     backward_input: float | tuple[float, ...] = 1.0
     backward_weight: float | tuple[float, ...] = 1.0
     transfer: float = 0.0  # between two ranks, from the end of the producer to the start of the consumer
+    #: A forward and the whole backward right behind it, run as one (DualPipe's F&B, where the communication of each
+    #: hides behind the compute of the other): both start together and end after this long. None: one after the other.
+    together: float | None = None
 
     def of(self, kind: Kind, model_stage: int) -> float:
         def pick(cost: float | tuple[float, ...]) -> float:
@@ -50,8 +53,7 @@ class Timeline:
     busy: tuple[float, ...] = field(init=False)  # seconds of work a rank
 
     def __post_init__(self) -> None:
-        busy = tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
-        object.__setattr__(self, "busy", busy)
+        object.__setattr__(self, "busy", tuple(map(_busy, self.spans)))
 
     @property
     def makespan(self) -> float:
@@ -79,6 +81,15 @@ class Timeline:
         return max(ratios, default=0.0)
 
 
+def _busy(spans: tuple[Span, ...]) -> float:
+    """Seconds in which something runs; two actions that run as one count once."""
+    latest = total = 0.0
+    for _, start, end in spans:
+        total += end - max(start, latest)
+        latest = end
+    return total
+
+
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Start every action as soon as its rank is free and its inputs have arrived.
 
@@ -99,21 +110,32 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         order, mine = schedule.orders[rank], spans[rank]
         free = mine[-1].end if mine else 0.0
         while len(mine) < len(order):
-            action = order[len(mine)]
-            start, missing = _arrival(schedule, action, rank, ended, costs.transfer)
+            group = _pair(order, len(mine)) if costs.together is not None else order[len(mine) : len(mine) + 1]
+            arrivals = [_arrival(schedule, action, rank, ended, costs.transfer) for action in group]
+            missing = next((source for _, source in arrivals if source is not None), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
-            start = max(free, start)
-            free = start + duration[action.kind, action.stage]
-            mine.append(Span(action, start, free))
-            ended[action] = free
-            if action in waiting:
-                todo.append(waiting.pop(action))
+            start = max(free, *(arrival for arrival, _ in arrivals))
+            alone = len(group) == 1
+            free = start + (duration[group[0].kind, group[0].stage] if alone else costs.together)
+            for action in group:
+                mine.append(Span(action, start, free))
+                ended[action] = free
+                if action in waiting:
+                    todo.append(waiting.pop(action))
     stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
     if stuck:
         raise ScheduleError(f"schedule {schedule.name} deadlocks: {_blame(schedule, spans, ended, stuck)}")
     return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+def _pair(order: tuple[Action, ...], index: int) -> tuple[Action, ...]:
+    """The action at `index`, and the next if the two are a forward and the whole backward of another stage."""
+    first, *rest = order[index : index + 2]
+    if rest and first.kind is Kind.F and rest[0].kind is Kind.B and first.stage != rest[0].stage:
+        return first, rest[0]
+    return (first,)
 
 
 def _arrival(
