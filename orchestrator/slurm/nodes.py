@@ -1,0 +1,203 @@
+"""What `scontrol show nodes` says of each node, and which nodes are really free. Pure.
+
+Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes --json`, 23.02 and later)
+give the same values; the text form is the one asked for, because the JSON form changes between versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+#: One mark a flag, as `sinfo` and scontrol's short states write them behind the base state.
+_MARKS = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+#: Words that mean the same in different versions and in `sinfo`'s lower case.
+_SYNONYMS = {"MIX": "MIXED", "ALLOC": "ALLOCATED", "NO_RESPOND": "NOT_RESPONDING", "MAINT": "MAINTENANCE"}
+_SYNONYMS |= {"COMP": "COMPLETING", "UNK": "UNKNOWN", "RESV": "RESERVED", "DRAINING": "DRAIN", "DRAINED": "DRAIN"}
+#: Flags that do not stop a new job: a planned node is free until the job that it waits for starts, and a node that
+#: power saving switched off is switched on for a job.
+_HARMLESS = frozenset({"PLANNED", "CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_DOWN", "POWERING_UP", "IDLE"})
+
+_GPUS = re.compile(r"(?:^|,)gpu(?::([A-Za-z][\w.+-]*))?:([0-9]+)")
+_FIELD = re.compile(r"(?:^| )([A-Za-z][\w:/]*)=")
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    states: frozenset[str]  # Slurm's words: a base state and flags
+    gpus: int
+    gpus_used: int
+    gpu_type: str  # "" where the site does not type its GPUs
+    cpus: int
+    memory_mib: int
+    features: frozenset[str]
+    partitions: frozenset[str]
+    reason: str = ""  # why the site took the node out
+
+    @property
+    def free(self) -> bool:
+        """Idle as a whole, and allowed to take a job."""
+        return "IDLE" in self.states and self.states <= _HARMLESS and not self.gpus_used
+
+    @property
+    def usable(self) -> bool:
+        """Not out of service; a busy node is usable later."""
+        base = {"IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVED"}
+        return bool(self.states & base) and self.states <= _HARMLESS | base
+
+    @property
+    def state(self) -> str:
+        """One readable word group, base state first: `IDLE+DRAIN`."""
+        bases = ("IDLE", "MIXED", "ALLOCATED", "DOWN", "ERROR", "FUTURE", "UNKNOWN")
+        return "+".join(sorted(self.states, key=lambda word: (word not in bases, word)))
+
+
+def parse_state(text: str) -> frozenset[str]:
+    """`IDLE+DRAIN`, `idle*`, `mixed-` or `DOWN*+DRAIN` as a set of full words."""
+    states = set()
+    for word in text.split("+"):
+        bare = word.rstrip("".join(_MARKS))
+        states.update(_MARKS[mark] for mark in word[len(bare) :])
+        bare = bare.upper()
+        states.add(_SYNONYMS.get(bare, bare))
+    return frozenset(states - {""})
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Nodes of `scontrol show nodes` in any of its forms: one line a node, indented blocks, JSON.
+
+    Raises OrchError (65) when not one node is found, or when a node lacks its name or state.
+    """
+    stripped = text.lstrip()
+    nodes = _from_json(stripped) if stripped.startswith("{") else [_from_text(block) for block in _blocks(stripped)]
+    if not nodes:
+        raise OrchError("`scontrol show nodes` names no node", Exit.CONFIG)
+    return nodes
+
+
+def select(nodes: Iterable[Node], partition: str | None = None, constraint: str | None = None) -> list[Node]:
+    """Nodes of a partition that have all features of a plain `a&b` constraint.
+
+    A constraint with other operators is left to Slurm: it does not narrow the list here.
+    """
+    wanted = (
+        frozenset(constraint.split("&")) if constraint and not re.search(r"[|\[\]()*!]", constraint) else frozenset()
+    )
+    return [n for n in nodes if (not partition or partition in n.partitions) and wanted <= n.features]
+
+
+def _blocks(text: str) -> Iterable[str]:
+    """Each node's fields on one line, whatever the form."""
+    for block in re.split(r"(?:^|\n)(?=NodeName=)", text):
+        if block.strip():
+            yield " ".join(line.strip() for line in block.splitlines())
+
+
+def _fields(block: str) -> dict[str, str]:
+    """`Key=value` pairs; a value may hold blanks (OS=Linux 6.1 #1 SMP) and Reason, which is last, anything at all."""
+    block, _, reason = block.partition(" Reason=")
+    found = list(_FIELD.finditer(block))
+    ends = [match.start() for match in found[1:]] + [len(block)]
+    fields = {m[1]: block[m.end() : end].strip() for m, end in zip(found, ends, strict=True)}
+    return fields | {"Reason": re.split(r" Comment=| Extra=", reason)[0].strip()}
+
+
+def _from_text(block: str) -> Node:
+    fields = _fields(block)
+    if "NodeName" not in fields or "State" not in fields:
+        raise OrchError(f"not a node of `scontrol show nodes`: {block[:80]!r}", Exit.CONFIG)
+    gpus, kind = _count_gpus(fields.get("Gres", ""))
+    used = fields.get("GresUsed")
+    in_use = _count_gpus(used)[0] if used is not None else _tres_gpus(fields.get("AllocTRES", ""))
+    return Node(
+        name=fields["NodeName"],
+        states=parse_state(fields["State"]),
+        gpus=gpus,
+        gpus_used=in_use,
+        gpu_type=kind,
+        cpus=_number(fields.get("CPUEfctv") or fields.get("CPUTot")),
+        memory_mib=_number(fields.get("RealMemory")),
+        features=_words(fields.get("ActiveFeatures")),
+        partitions=_words(fields.get("Partitions")),
+        reason=fields["Reason"],
+    )
+
+
+class _JsonNode(msgspec.Struct):
+    """The keys that all versions with `--json` share; lists became lists in 23.11, so both spellings are taken."""
+
+    name: str
+    state: list[str] | str
+    state_flags: list[str] = []
+    gres: str = ""
+    gres_used: str = ""
+    cpus: int = 0
+    real_memory: int = 0
+    active_features: list[str] | str = []
+    partitions: list[str] = []
+    reason: str = ""
+
+
+class _JsonNodes(msgspec.Struct):
+    nodes: list[_JsonNode]
+
+
+def _from_json(text: str) -> list[Node]:
+    try:
+        found = msgspec.json.decode(text.encode(), type=_JsonNodes).nodes
+    except msgspec.DecodeError as error:
+        raise OrchError(f"`scontrol show nodes --json`: {error}", Exit.CONFIG) from None
+    result = []
+    for node in found:
+        gpus, kind = _count_gpus(node.gres)
+        state = node.state if isinstance(node.state, str) else "+".join(node.state)
+        features = node.active_features
+        result.append(
+            Node(
+                name=node.name,
+                states=parse_state("+".join([state, *node.state_flags])),
+                gpus=gpus,
+                gpus_used=_count_gpus(node.gres_used)[0],
+                gpu_type=kind,
+                cpus=node.cpus,
+                memory_mib=node.real_memory,
+                features=_words(features) if isinstance(features, str) else frozenset(features),
+                partitions=frozenset(node.partitions),
+                reason=node.reason,
+            )
+        )
+    return result
+
+
+def _count_gpus(gres: str) -> tuple[int, str]:
+    """`gpu:h100:8(S:0-1),nic:2` -> (8, "h100"); several types add up under the first one's name."""
+    found = _GPUS.findall(re.sub(r"\([^)]*\)", "", gres))
+    return sum(int(count) for _, count in found), next((kind for kind, _ in found if kind), "")
+
+
+def _tres_gpus(tres: str) -> int:
+    found = re.search(r"(?:^|,)gres/gpu=([0-9]+)", tres)
+    return int(found[1]) if found else 0
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
+
+
+def _words(text: str | None) -> frozenset[str]:
+    return frozenset() if text in (None, "", "(null)") else frozenset(text.split(","))

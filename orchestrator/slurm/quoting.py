@@ -1,0 +1,59 @@
+"""The one place where text becomes part of a script.
+
+Two languages are written: shell words, and `#SBATCH` lines, which sbatch reads with rules of its own (blanks end a
+word, quotes join, `#` starts a comment, a line break ends the directive). What cannot be written exactly is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]&|*()!^~-]+\Z")
+
+
+def check_text(text: str, where: str) -> str:
+    """`text` itself; OrchError (78) when it holds a control character (line breaks of any kind, NUL, escape)."""
+    for char in text:
+        if ord(char) < 32 or 127 <= ord(char) < 160 or char in "\u2028\u2029" or 0xD800 <= ord(char) < 0xE000:
+            raise OrchError(f"{where}: {text[:60]!r} holds the control character U+{ord(char):04X}", Exit.SECURITY)
+    return text
+
+
+def directive(flag: str, value: str | int | bool) -> str | None:
+    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False."""
+    if value is False:
+        return None
+    if value is True:
+        return f"#SBATCH --{flag}"
+    text = check_text(str(value), f"sbatch --{flag}")
+    if not text:
+        raise OrchError(f"sbatch --{flag}: the value is empty", Exit.CONFIG)
+    if _PLAIN.match(text):
+        return f"#SBATCH --{flag}={text}"
+    if '"' in text or "\\" in text:
+        raise OrchError(f"sbatch --{flag}: {text[:60]!r} holds a double quote or a backslash", Exit.CONFIG)
+    return f'#SBATCH --{flag}="{text}"'
+
+
+def file_pattern(path: str) -> str:
+    """A path in which sbatch and srun replace nothing: `%` begins their placeholders, `%%` is the character."""
+    return path.replace("%", "%%")
+
+
+def command(argv: Sequence[str]) -> str:
+    """One shell command line; every word is exactly what it was."""
+    for word in argv:
+        if "\0" in word:
+            raise OrchError(f"argument {word[:60]!r} holds a NUL byte", Exit.SECURITY)
+    return shlex.join(argv)
+
+
+def assignment(name: str, value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise OrchError(f"{name!r} is not the name of a variable", Exit.CONFIG)
+    return f"{name}={command([value])}"

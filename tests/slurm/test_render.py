@@ -1,0 +1,190 @@
+"""The job script: golden text, flags from plans, and that nothing hostile gets into a directive."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.slurm.flags import block_size, job_flags, leaf_switches, network_flags, step_flags, whole_unit
+from orchestrator.slurm.options import SlurmOptions, read_options
+from orchestrator.slurm.quoting import check_text, command, directive
+from orchestrator.slurm.render import JobScript, render
+from tests.plans import make_plan
+
+GOLDEN = Path(__file__).parent / "golden"
+MAIN_LINE = make_plan(tp=8, pp=4, dp=2, nodes=8)
+
+CASES: dict[str, dict] = {
+    "plain": {},
+    "everything": {
+        "partition": "gpu", "account": "llm", "qos": "high", "reservation": "week1", "constraint": "h100&ib",
+        "exclude": ["n[3-5]", "bad1"], "time": "1-00:00:00", "gpu_request": "gres", "gpu_type": "h100",
+        "cpus_per_node": 96, "memory": "1800G", "topology": "tree", "switches_wait": "00:10:00", "notice_s": 600,
+        "requeue": False, "no_kill": False, "dependency": "afterok:12", "begin": "now+1hour", "comment": "it's # here",
+        "wckey": "w1", "mail_user": "a@b.org", "mail_type": "END,FAIL", "modules": ["cuda/12.4", "gcc/13"],
+        "setup": ["export NCCL_IB_HCA=mlx5", "ulimit -l unlimited"], "unset": ["LD_PRELOAD"],
+        "sbatch": {"gres-flags": "enforce-binding", "licenses": "x:1"}, "srun": {"mpi": "none"},
+    },
+    "block_pyxis": {
+        "topology": "block", "spread_segments": True,
+        "container": {"runtime": "pyxis", "image": "registry.example/llm:1", "mounts": ["/data:/data:ro"]},
+    },
+    "apptainer": {"container": {"runtime": "apptainer", "image": "/images/llm 1.sif", "python": "/opt/bin/python"}},
+}  # fmt: skip
+
+
+def script(options: dict, **changes: object) -> str:
+    fields: dict = {
+        **{"run_id": "tiny-1", "run_dir": "/home/o'neil/5% runs/tiny-1", "plan": MAIN_LINE},
+        **{"export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "options": read_options(options)},
+        "python": "/opt/py/bin/python",
+    }  # fmt: skip
+    return render(JobScript(**fields | changes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name):
+    """Byte for byte. Delete a golden file to have it written anew, then read the difference."""
+    text, path = script(CASES[name]), GOLDEN / f"{name}.sbatch"
+    if not path.exists():
+        path.write_text(text)
+        pytest.fail(f"{path.name} did not exist: written, look at it and run again")
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bash_accepts_it(name):
+    done = subprocess.run(["bash", "-n"], input=script(CASES[name]), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@given(st.text(min_size=1, max_size=40))
+def test_a_command_comes_back_word_for_word(word):
+    if "\0" in word or any(0xD800 <= ord(c) < 0xE000 for c in word):
+        return
+    done = subprocess.run(["bash", "-c", command(["printf", "%s", word])], capture_output=True)
+    assert done.stdout == word.encode()
+
+
+@given(
+    st.text(max_size=30),
+    st.sampled_from(["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\v"]),
+    st.text(max_size=30),
+)
+def test_no_control_character_reaches_a_directive(before, control, after):
+    with pytest.raises(OrchError) as refused:
+        directive("comment", before + control + after)
+    assert refused.value.exit == Exit.SECURITY
+    assert "\n" not in refused.value.message
+
+
+HOSTILE = ["a\nb", "a\n#SBATCH --uid=0", "x\r\ny", "a\0b", "\x1b[2J", "a\u2028b"]
+
+
+@pytest.mark.parametrize("field", ["comment", "constraint", "begin", "mail_user"])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_option_text_is_refused(field, text):
+    with pytest.raises(OrchError) as refused:
+        script({field: text})
+    assert refused.value.exit in (Exit.SECURITY, Exit.CONFIG)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"partition": "a b"}, {"partition": "$(id)"}, {"account": "--uid=0"}, {"modules": ["x; rm -rf ."]},
+     {"unset": ["A B"]}, {"exclude": ["n[0-"]}, {"time": "soon"}, {"memory": "lots"}, {"partitoin": "x"},
+     {"nodes": "8"}, {"sbatch": {"Bad Flag": 1}}, {"container": {"runtime": "pyxis"}}, {"dependency": "afterok:1 --x"},
+     {"setup": ["a\nb"]}, {"sbatch": {"comment": "x\ny"}}, {"sbatch": {"output": "x"}}, {"srun": {"export": "NONE"}},
+     {"container": {"image": "x"}}, {"topology": "ring"}, {"notice_s": -1}],
+)  # fmt: skip
+def test_bad_options_are_one_clear_line(options):
+    with pytest.raises(OrchError) as refused:
+        script(options)
+    assert refused.value.exit in (Exit.CONFIG, Exit.SECURITY)
+    assert "\n" not in refused.value.message
+
+
+def test_unknown_option_gets_the_nearest():
+    with pytest.raises(OrchError, match="did you mean 'partition'"):
+        read_options({"partitoin": "gpu"})
+
+
+@pytest.mark.parametrize("where", ["run_dir", "python"])
+def test_hostile_paths_are_refused_or_exact(where):
+    with pytest.raises(OrchError):
+        script({}, **{where: "/a\nb"})
+    text = script({}, python="/opt/$(id)/`x`/py thon")
+    assert "'/opt/$(id)/`x`/py thon'" in text
+
+
+def test_flags_follow_the_plan():
+    flags = job_flags(MAIN_LINE, SlurmOptions(topology="tree"), "r", "/r", ["HOME"])
+    assert (flags["nodes"], flags["gpus-per-node"], flags["ntasks-per-node"]) == (8, "8", 1)
+    assert flags["export"] == "HOME" and flags["exclusive"] is True and flags["mem"] == "0"
+    assert "gres" not in flags
+    assert "gpus-per-node" not in job_flags(MAIN_LINE, SlurmOptions(gpu_request="gres"), "r", "/r", [])
+
+
+def test_cpus_are_repeated_on_srun():
+    options = SlurmOptions(cpus_per_node=64)
+    assert (
+        job_flags(MAIN_LINE, options, "r", "/r", [])["cpus-per-task"]
+        == 64
+        == step_flags(MAIN_LINE, options)["cpus-per-task"]
+    )
+
+
+def two_leaves(plan, size):
+    import msgspec
+
+    nodes = len(plan.cluster.node_names)
+    level = msgspec.structs.replace(
+        plan.cluster.levels[0],
+        name="leaf",
+        switches=[list(range(i, min(i + size, nodes))) for i in range(0, nodes, size)],
+    )
+    top = msgspec.structs.replace(level, name="spine", switches=[list(range(nodes))])
+    return msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, levels=[level, top]))
+
+
+def test_switches_are_counted_from_the_plan():
+    plan = two_leaves(MAIN_LINE, 4)
+    assert leaf_switches(plan) == 2
+    assert network_flags(plan, SlurmOptions(topology="tree")) == {"switches": "2@00:05:00"}
+    half = two_leaves(make_plan(tp=8, pp=4, dp=1, nodes=4), 4)
+    assert leaf_switches(half) == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "nodes", "block", "want"),
+    [
+        ({"tp": 8, "pp": 4, "dp": 2}, 8, 4, 4),  # a pipeline is four nodes: whole in a block of four
+        ({"tp": 8, "pp": 4, "dp": 2}, 8, 18, 8),  # the whole job fits
+        ({"tp": 8, "pp": 4, "dp": 2}, 8, 3, 1),  # a pipeline does not fit: only the tensor-parallel group is kept
+        ({"tp": 8, "ep": 4, "dp": 2}, 8, 6, 4),  # expert-parallel group of four nodes
+        ({"tp": 4, "pp": 2, "dp": 8}, 8, 4, 1),
+    ],
+)  # fmt: skip
+def test_segment_keeps_the_largest_part_whole(degrees, nodes, block, want):
+    plan = make_plan(**degrees, nodes=nodes)
+    assert whole_unit(plan, block) == want
+    assert nodes % want == 0 and want <= max(block, 1)
+
+
+def test_segment_that_does_not_divide_is_refused():
+    with pytest.raises(OrchError, match="segment 3 does not divide the plan's 8 nodes"):
+        network_flags(MAIN_LINE, SlurmOptions(topology="block", segment=3))
+
+
+def test_block_size_is_the_nvlink_domain_or_the_leaf():
+    assert block_size(two_leaves(MAIN_LINE, 4)) == 4
+
+
+def test_check_text_lets_unicode_pass():
+    assert check_text("naïve 日本語", "x") == "naïve 日本語"
