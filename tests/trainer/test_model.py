@@ -116,10 +116,10 @@ def test_attention_never_crosses_a_document_border():
 
 
 def test_a_model_that_is_not_causal_sees_the_future():
-    q = torch.randn(1, 2, 4, 8)
+    q = torch.randn(1, 4, 2, 8)
     both, causal = (SDPA(causal)(q, q, q, torch.arange(4)[None], None) for causal in (False, True))
-    torch.testing.assert_close(both[..., -1, :], causal[..., -1, :])
-    assert not torch.allclose(both[..., 0, :], causal[..., 0, :])
+    torch.testing.assert_close(both[:, -1], causal[:, -1])
+    assert not torch.allclose(both[:, 0], causal[:, 0])
 
 
 @given(

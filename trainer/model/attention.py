@@ -13,7 +13,7 @@ from orchestrator.plan.document import Model
 from .linear import Linear
 from .rope import Rope, rotate
 
-#: (q [b, heads, s, d], k and v [b, kv_heads, s, d], positions [b, s], documents [b, s] or None) -> [b, heads, s, d]
+#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], positions [b, s], documents [b, s] or None) -> [b, s, heads, d]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -39,8 +39,7 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        return self.wo(self.core(q, k, v, positions, documents).transpose(1, 2).flatten(-2))
+        return self.wo(self.core(q, k, v, positions, documents).flatten(-2))
 
 
 class SDPA:
@@ -51,9 +50,11 @@ class SDPA:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         mask = None if documents is None else self._mask(documents)
-        return F.scaled_dot_product_attention(
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
+        return out.transpose(1, 2)
 
     def _mask(self, documents: Tensor) -> Tensor:
         """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future."""
