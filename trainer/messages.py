@@ -1,6 +1,6 @@
-"""Small byte strings between all ranks of the default group: checks, verdicts, checkpoint manifests.
+"""Small messages between all ranks of the default group: checks, verdicts, checkpoint manifests, step counts.
 
-For the control path only (seconds apart), on CPU tensors and so on gloo. Without a process group a rank is alone.
+For the control path only, on CPU tensors and so on gloo. Without a process group a rank is alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ import torch.distributed as dist
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_ints(values: list[int]) -> list[int]:
+    """Element-wise sums over all ranks."""
+    total = torch.tensor(values, dtype=torch.int64)
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total.tolist()
 
 
 def all_gather_bytes(data: bytes) -> list[bytes]:

@@ -1,0 +1,169 @@
+"""The key proof: every layout computes what one process computes.
+
+Loss, the gradient of every parameter, the norm before clipping, and the weights after each of two optimizer steps
+equal those of tests/reference/single.py, which shares no code with the trainer but the initial weights. Each rank
+compares everything that it holds, so copies that drift apart are found too. In float64 (<= 1e-10, where a real bug
+cannot hide) and fp32 (<= 1e-5), relative to the largest element of each tensor.
+
+Two things that a reader may stumble over. The gradient of a key bias is zero (softmax does not see it), so what is
+found there is rounding; such a tensor is judged on the scale of the model's largest. And AdamW divides by
+sqrt(v) + eps, so where a gradient is not far above its rounding the weight moves by an arbitrary share of the learning
+rate: with eps = 1e-8 two correct fp32 programs differ by 1e-4 after two steps. In float64 that is 1e-13, and the plan's
+own recipe is used; in fp32 eps is 1e-3, above the rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+import torch
+
+from orchestrator.plan import Plan, seal
+from orchestrator.plan.document import Model
+from tests.plans import make_plan, tiny_model
+from tests.reference import single
+from trainer.data.batch import IGNORED
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.optim.lr import learning_rate
+from trainer.optim.precision import FP64, Recipe, recipe
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import run_ranks
+
+STEPS = 2
+LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+#: 257 tokens: no tp divides them. Every layer kind appears in some case.
+GQA = tiny_model()
+TIED = tiny_model(tied_embeddings=True)
+GPT = tiny_model(
+    **{"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True},
+    **{"kv_heads": 4, "tied_embeddings": True},
+)
+ONE_KV_HEAD = tiny_model(kv_heads=1)
+THREE_LAYERS = tiny_model(layers=3, tied_embeddings=True)
+
+CASES: dict[str, dict] = {
+    "one process, accumulation 4": {"micro_batches": 4},
+    "dp2": {"dp": 2},
+    "dp4 accumulation 3": {"dp": 4, "micro_batches": 3},
+    "dp2 many buckets": {"dp": 2, "bucket_bytes": 1 << 10},
+    "dp2 zero1": {"dp": 2, "zero": 1},
+    "dp4 zero1 many buckets": {"dp": 4, "zero": 1, "bucket_bytes": 1 << 10, "micro_batches": 4},
+    "dp2 zero1 tied": {"dp": 2, "zero": 1, "model": TIED},
+    "tp2 sp": {"tp": 2},
+    "tp2 without sp": {"tp": 2, "sp": False},
+    "tp4 sp, fewer kv heads than tp": {"tp": 4, "model": ONE_KV_HEAD},
+    "tp4 sp gpt": {"tp": 4, "model": GPT},
+    "tp2 tied": {"tp": 2, "model": TIED},
+    "pp2": {"pp": 2},
+    "pp2 afab": {"pp": 2, "schedule": "afab", "micro_batches": 3},
+    "pp4 fewer micro-batches than stages": {"pp": 4},
+    "pp4 micro-batches not a multiple": {"pp": 4, "micro_batches": 7},
+    "pp2 tied, uneven layers": {"pp": 2, "model": THREE_LAYERS, "stage_layers": [1, 2], "micro_batches": 3},
+    "pp2 first stage without layers": {"pp": 2, "stage_layers": [0, 4]},
+    "pp2 gpt": {"pp": 2, "model": GPT, "micro_batches": 4},
+    "pp2 interleaved": {"pp": 2, "vpp": 2, "schedule": "interleaved", "micro_batches": 4},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp2 pp2 tied, uneven layers": {"tp": 2, "pp": 2, "model": THREE_LAYERS, "stage_layers": [2, 1]},
+    "tp2 pp2 without sp, gpt": {"tp": 2, "pp": 2, "sp": False, "model": GPT, "micro_batches": 3},
+    "tp2 dp2 zero1": {"tp": 2, "dp": 2, "zero": 1, "micro_batches": 3},
+    "pp2 dp2 zero1 tied": {"pp": 2, "dp": 2, "zero": 1, "model": TIED, "micro_batches": 4},
+    "tp2 pp2 dp2 zero0": {"tp": 2, "pp": 2, "dp": 2, "model": TIED},
+    "tp2 pp2 dp2 zero1 accumulation 4, uneven, tied, gpt": {
+        **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "micro_batches": 4, "micro_batch_size": 2},
+        **{"model": GPT, "stage_layers": [3, 1], "bucket_bytes": 1 << 12},
+    },
+    "tp2 pp2 dp2 zero1 uneven, tied, one kv head": {
+        **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "micro_batches": 3, "bucket_bytes": 1 << 10},
+        "model": tiny_model(layers=3, kv_heads=1, tied_embeddings=True),
+        "stage_layers": [2, 1],
+    },
+}
+
+
+@functools.cache
+def reference(model: bytes, samples: int, dtype: torch.dtype) -> list[single.Outcome]:
+    """One process on the same samples; the layout does not matter to it, so cases share it."""
+    shapes = msgspec.json.decode(model, type=Model)
+    return single.train(parity_plan(dtype, model=shapes, micro_batches=samples), STEPS, dtype)
+
+
+def parity_plan(dtype: torch.dtype, **options: object) -> Plan:
+    plan = make_plan(**options)
+    if dtype == torch.float64:
+        return plan
+    optim = msgspec.structs.replace(plan.job.optim, eps=1e-3)
+    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
+
+
+def largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def run_rank(rank: int, plan: Plan, use: Recipe, expected: list[single.Outcome]) -> dict[str, float]:
+    """Two steps of this rank; the worst relative error of each quantity, over all that the rank holds."""
+    mesh = Mesh.from_plan(plan, rank)
+    engine = Engine(plan, mesh, torch.device("cpu"), use)
+    worst: dict[str, float] = {}
+
+    def compare(what: str, found: torch.Tensor, wanted: torch.Tensor, model: Iterable[torch.Tensor] = ()) -> None:
+        """`model`: the tensors of which this is one; their scale is used if it is zero within the limit."""
+        scale, whole = largest(wanted), max(map(largest, model), default=0.0)
+        if scale < LIMIT[wanted.dtype] * whole:
+            scale = whole
+        error = largest(found - wanted) / scale if wanted.numel() else 0.0
+        worst[what] = max(worst.get(what, 0.0), error if error == error else float("inf"))
+
+    for step, outcome in enumerate(expected, start=1):
+        consumed, size = (step - 1) * plan.parallel.global_batch_samples, plan.parallel.global_batch_samples
+        places = samples_of_step(plan.parallel, mesh.coord, consumed)
+        whole = single.micro_batch(plan, list(range(consumed, consumed + size)))
+        valid_tokens = int((whole.targets != IGNORED).sum())
+        loss_sum, norm = engine.gradients([single.micro_batch(plan, one) for one in places], valid_tokens)
+        loss = engine.mean_loss(loss_sum, valid_tokens)
+        if loss is not None:
+            compare("loss", torch.tensor(loss), torch.tensor(outcome.loss))
+        compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
+        for name, grad in engine.buckets.full_grads().items():
+            info, wanted = engine.part.table[name], outcome.grads
+            compare(f"grad {name}", info.valid(grad), wanted[name][info.global_slices], wanted.values())
+        engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
+        engine.buckets.wait_params()
+        for name, param, info in engine.part.parameters():
+            wanted = outcome.weights
+            compare(f"weight {name}", info.valid(param.detach()), wanted[name][info.global_slices], wanted.values())
+    return worst
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("case", CASES)
+def test_layout_equals_one_process(case, dtype):
+    plan = parity_plan(dtype, **{"model": GQA, **CASES[case]})
+    use = FP64 if dtype == torch.float64 else recipe(plan.job.train)
+    expected = reference(msgspec.json.encode(plan.model), plan.parallel.global_batch_samples, dtype)
+    answers = run_ranks(run_rank, plan.parallel.world_size, plan, use, expected)
+    names = set().union(*answers)
+    for name in expected[0].grads:
+        assert {f"grad {name}", f"weight {name}"} <= names, "some rank must hold every parameter"
+    assert {"loss", "norm"} <= names
+    bad = [(error, rank, what) for rank, worst in enumerate(answers) for what, error in worst.items()]
+    bad = [entry for entry in bad if not entry[0] <= LIMIT[dtype]]
+    assert bad == [], "\n".join(f"{e:.2e} rank {r} {w}" for e, r, w in sorted(bad, reverse=True)[:6])
+
+
+def test_the_comparison_notices_a_gradient_that_is_wrong_by_a_millionth():
+    """The proof itself is tested: one element of one gradient moved by 1e-6 of the largest is seen."""
+    plan = parity_plan(torch.float64, model=GQA, micro_batches=2)
+    expected = reference(msgspec.json.encode(plan.model), 2, torch.float64)
+    name = "layers.2.mlp.down.weight"
+    grads = dict(expected[0].grads)
+    grads[name] = grads[name].clone(memory_format=torch.contiguous_format)
+    grads[name].view(-1)[7] += 1e-6 * grads[name].abs().max()
+    wrong = single.Outcome(expected[0].loss, expected[0].norm, grads, expected[0].weights)
+    worst = run_rank(0, plan, FP64, [wrong])
+    assert [what for what, error in worst.items() if error > LIMIT[torch.float64]] == [f"grad {name}"]

@@ -1,0 +1,63 @@
+"""`python -m trainer --plan plan.json`: one worker. Agents start it; its exit code is the contract of `orch --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from orchestrator.plan import Exit, PlanError, load_plan
+from orchestrator.plan.worker import WorkerEnv
+
+from .errors import TrainerError, exit_code, is_peer_loss
+from .metrics.report import Reporter
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    parser = argparse.ArgumentParser("python -m trainer", description="One worker of a training run.")
+    parser.add_argument("--plan", help="path of plan.json (default: $ORCH_PLAN)")
+    args = parser.parse_args(argv)
+    try:
+        env = WorkerEnv.read(os.environ)
+    except ValueError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        _leave(Exit.USAGE)
+    reporter = Reporter(env.report_fd, env.rank, env.epoch)
+    code = Exit.DONE
+    try:
+        plan = load_plan(args.plan or env.plan)
+        from .train import train  # after the plan: a bad one is refused without a second of imports
+
+        train(plan, env, reporter)
+    except BaseException as error:
+        code = _explain(error, env, reporter)
+    reporter.close()
+    _leave(code)
+
+
+def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
+    """One line on stderr and one event; the traceback too where the cause is not known."""
+    code = exit_code(error)
+    lines = str(error).splitlines() or [type(error).__name__]
+    text = lines[0] if isinstance(error, TrainerError | PlanError) else f"{type(error).__name__}: {lines[0]}"
+    if is_peer_loss(error):
+        text = f"a peer is gone or silent ({lines[0]})"
+    elif not isinstance(error, TrainerError | PlanError):
+        traceback.print_exception(error)
+    name = "stopped" if code == Exit.RESTART and isinstance(error, TrainerError) else "failed"
+    print(f"trainer: rank {env.rank} on {env.node}: {text}", file=sys.stderr, flush=True)
+    reporter.event(name, error=text, exit=int(code))
+    return code
+
+
+def _leave(code: Exit) -> NoReturn:
+    # Not sys.exit: after a lost peer the destructors of process groups wait for it, or abort the process.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""One rank's share of one optimizer step, for every layout: the pieces in the order in which they run.
+
+    micro-batches -> pipeline (forward, backward) -> buckets (reduce) -> norm, clip -> AdamW on the shard -> gather
+
+What each piece does is in its own module; this one only wires them. It knows nothing of data files, checkpoints,
+signals or reports (`trainer.train` does), so parity tests run exactly the code that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan import Plan
+from orchestrator.plan.schedules import build as build_schedule
+
+from .checkpoint.format import Piece
+from .data.batch import MicroBatch
+from .metrics.comm import CommCounter, all_reduce
+from .metrics.timers import PhaseTimer
+from .optim.adamw import ShardedAdamW
+from .optim.clip import clip_coefficient, grad_norm
+from .optim.precision import Recipe
+from .parallel import apply
+from .parallel.data.buckets import GradBuckets
+from .parallel.mesh import Mesh
+from .pipeline.runtime import Pipeline
+
+
+@dataclass
+class StepOutcome:
+    loss_sum: Tensor  # of this rank's micro-batches; zero on ranks that do not hold the last stage
+    norm: Tensor  # global gradient norm before clipping, 0-d float64, equal on all ranks
+
+
+class Engine:
+    """Model part, pipeline, gradient buckets and optimizer of one rank."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, recipe: Recipe):
+        """Raises LayoutError for a plan that this trainer does not run."""
+        par = plan.parallel
+        self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
+        self.counter, self.timer = CommCounter(), PhaseTimer()
+        schedule = build_schedule(par.schedule, par.pp, par.micro_batches, par.vpp)
+        mine = schedule.stages_of(mesh.coord.pp)
+        self.has_loss = any(schedule.is_last(stage) for stage in mine)
+        self.part = apply.build(plan, mesh, self.counter, device, recipe.param, indices=mine)
+        self.buckets = GradBuckets(
+            list(self.part.parameters()), mesh, par.zero, recipe.reduce, par.bucket_bytes, self.counter
+        )
+        self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
+        self.pipeline = Pipeline.from_plan(
+            *(plan, self.part.stages, self.part.loss, mesh, self.counter),
+            dtype=recipe.param,
+            device=device,
+            on_grad=self.buckets.on_grad,
+            timer=self.timer,
+        )
+
+    def step(self, batches: Sequence[MicroBatch], valid_tokens: int, lr: float) -> StepOutcome:
+        loss_sum, norm = self.gradients(batches, valid_tokens)
+        self.update(norm, lr)
+        return StepOutcome(loss_sum, norm)
+
+    def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:
+        """Summed gradients of the global batch, in the buckets; `valid_tokens` is the global count."""
+        self.buckets.wait_params()
+        self.buckets.expect(len(batches))
+        scale = torch.tensor(1.0 / valid_tokens, dtype=torch.float64, device=self.device)
+        loss_sum = self.pipeline.run(batches, scale)
+        with self.timer.phase("comm"):
+            self.buckets.finish()
+        with self.timer.phase("optimizer"):
+            norm = grad_norm(self.buckets)
+        return loss_sum, norm
+
+    def update(self, norm: Tensor, lr: float) -> None:
+        with self.timer.phase("optimizer"):
+            self.optimizer.step(lr, clip_coefficient(norm, self.plan.job.train.clip_grad_norm))
+
+    def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:
+        """Mean over the step's global valid tokens; None on ranks that do not hold the last stage. Collective."""
+        if not self.has_loss:
+            return None
+        total = all_reduce(loss_sum.double(), self.mesh.group("grad"), "dp", self.counter)
+        return float(total) / valid_tokens
+
+    def pieces(self, own: bool) -> Iterator[Piece]:
+        """Optimizer state as checkpoint pieces: all that this rank holds, or (`own`) those that it is to write."""
+        for part in self.optimizer.slices():
+            if part.writes or not own:
+                yield Piece(part.kind, part.info, part.start, part.tensor)
+
+    def resumed(self, step: int) -> None:
+        """After the pieces were filled from a checkpoint of `step`: bring counters and parameters in line."""
+        self.optimizer.step_count = step
+        self.optimizer.publish()

@@ -1,0 +1,202 @@
+"""The training loop of one worker: check, build, resume, then step after step until done, told to stop, or broken.
+
+A step boundary is where everything is agreed: one small all-reduce carries the number of valid tokens of the coming
+step and whether any rank was told to stop. So all ranks save the same step, and the loss has its divisor before the
+first forward.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.plan import Plan
+from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
+from orchestrator.plan.worker import WorkerEnv, checkpoint_dir
+
+from . import messages
+from .check import check_env, check_peers
+from .checkpoint.fence import Fence
+from .checkpoint.manager import Checkpoints
+from .connect import TIMEOUT, choose_device, connect
+from .data.batch import MicroBatch
+from .data.build import open_tokens
+from .data.loader import Loader
+from .data.progress import thinned
+from .engine import Engine
+from .errors import DataError, NonFinite, Stopped
+from .metrics.memory import StepMemory
+from .metrics.report import Reporter
+from .notice import Notice
+from .optim.lr import learning_rate
+from .optim.precision import Recipe, recipe
+from .parallel import legal
+from .parallel.mesh import Mesh
+
+#: Ranks report how far tokenising is at most this often, seconds.
+PROGRESS_EVERY_S = 1.0
+
+
+def train(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
+    """Run the plan's job as worker `env` to its end. Raises what `trainer.errors.exit_code` knows."""
+    notice = Notice().listen()
+    check_env(plan, env)
+    legal.check(plan)
+    device = choose_device(plan, env)
+    connect(env, device)
+    check_peers(plan, env)
+    reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
+    mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
+    loader = _open_data(plan, mesh, notice, reporter)
+    run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, notice)
+    try:
+        run.resume()
+        run.loop()
+    finally:
+        loader.close()
+    dist.barrier()  # nobody leaves while another still reads from it
+    dist.destroy_process_group()
+
+
+def _open_data(plan: Plan, mesh: Mesh, notice: Notice, reporter: Reporter) -> Loader:
+    """The loader over the corpus, which must be the same on all ranks. Raises DataError."""
+
+    def progress(phase: str, done: int, total: int) -> None:
+        reporter.event("data_progress", phase=phase, done=done, total=total)
+        if notice.received:
+            raise Stopped(f"{notice.received} while preparing data: nothing to save yet")
+
+    store = open_tokens(plan.job.data, thinned(progress, PROGRESS_EVERY_S))
+    keys = [raw.decode() for raw in messages.all_gather_bytes(store.index.key.encode())]
+    odd = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
+    if odd is not None:
+        nodes = plan.ranks[odd].node, plan.ranks[0].node
+        raise DataError(f"rank {odd} on {nodes[0]} reads other text than rank 0 on {nodes[1]} (data.paths)")
+    reporter.event("data_ready", tokens=store.index.tokens, documents=store.index.documents, key=store.index.key)
+    return Loader(plan, mesh.coord, store)
+
+
+class Run:
+    """A run in progress on one rank. `step` counts optimizer steps completed, `samples` those consumed globally."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        env: WorkerEnv,
+        mesh: Mesh,
+        device: torch.device,
+        recipe: Recipe,
+        loader: Loader,
+        reporter: Reporter,
+        notice: Notice,
+    ):
+        self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
+        self.loader, self.reporter, self.notice = loader, reporter, notice
+        torch.manual_seed(plan.job.train.seed)
+        self.engine = Engine(plan, mesh, device, recipe)
+        self.checkpoints = Checkpoints(
+            checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), plan, Fence(env.run_id, env.epoch), env.rank, reporter
+        )
+        engine = self.engine
+        self.memory = StepMemory(
+            device,
+            {
+                "params": engine.buckets.param_tensors,
+                "grads": engine.buckets.grad_tensors,
+                "optimizer": engine.optimizer.tensors,
+                "buffers": lambda: [],
+            },
+        )
+        self.step = self.samples = 0
+
+    def resume(self) -> None:
+        """Start from the newest verified checkpoint of this run, if there is one."""
+        found = self.checkpoints.resume(lambda: list(self.engine.pieces(own=False)))
+        if found is not None:
+            self.step, self.samples = found.step, found.samples
+            self.engine.resumed(found.step)
+
+    def loop(self) -> None:
+        """Until the plan's last step. Raises Stopped after a notice, with everything saved."""
+        job, every = self.plan.job, self.plan.job.checkpoint.every_steps
+        while self.step < job.train.steps:
+            start = time.perf_counter()
+            with self.engine.timer.phase("data"):
+                batches = self.loader.step(self.samples)
+            with self.engine.timer.phase("comm"):
+                valid_tokens, stop = self._agree(batches)
+            if stop:
+                self._stop()
+            self._train_step(batches, valid_tokens, start)
+            if every and self.step % every == 0 and self.step < job.train.steps:
+                self._save()
+        self._save()
+        self.reporter.event("done", self.step)
+
+    def _agree(self, batches: list[MicroBatch]) -> tuple[int, bool]:
+        """(valid tokens of the step on all ranks together, whether any rank was told to stop); equal on every rank."""
+        coord = self.mesh.coord
+        counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
+        mine = sum(batch.valid_tokens for batch in batches) if counts else 0
+        valid_tokens, told = messages.sum_ints([mine, int(self.notice.received is not None)])
+        if not valid_tokens and not told:
+            raise DataError(f"step {self.step + 1}: no token of the global batch is a target")
+        return valid_tokens, told > 0
+
+    def _stop(self) -> None:
+        reason = self.notice.received or "another rank was told to stop"
+        self.reporter.event("stopping", self.step, reason=reason)
+        self._save()
+        raise Stopped(f"{reason}: saved at step {self.step}")
+
+    def _save(self) -> None:
+        with self.engine.timer.phase("checkpoint"):
+            self.checkpoints.save(list(self.engine.pieces(own=True)), self.step, self.samples)
+
+    def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
+        plan, engine, number = self.plan, self.engine, self.step + 1
+        every = plan.job.metrics.memory_every_steps
+        lr = learning_rate(number, plan.job.optim, plan.job.train.steps)
+        on_device = [batch.to(self.device) for batch in batches]
+        with self.memory.measure(enabled=every > 0 and number % every == 0) as memory_bytes:
+            loss_sum, norm = engine.gradients(on_device, valid_tokens)
+            grad_norm = float(norm)
+            if not torch.isfinite(norm):
+                self._explain_non_finite(number, loss_sum, grad_norm)
+            engine.update(norm, lr)
+        logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
+        loss = engine.mean_loss(loss_sum, valid_tokens) if logged else None
+        self.step, self.samples = number, self.samples + plan.parallel.global_batch_samples
+        self._report(start, loss, grad_norm, lr, memory_bytes)
+
+    def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
+        """All ranks see the same norm, so all come here, and say together whose loss it was. Raises NonFinite."""
+        mine = not bool(torch.isfinite(loss_sum))
+        guilty = [rank for rank, raw in enumerate(messages.all_gather_bytes(b"1" if mine else b"0")) if raw == b"1"]
+        where = f"the loss is not finite on rank {', '.join(map(str, guilty))}" if guilty else "every loss is finite"
+        raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples})")
+
+    def _report(self, start: float, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]) -> None:
+        plan, seconds = self.plan, time.perf_counter() - start
+        train, tokens = plan.job.train, plan.parallel.global_batch_tokens
+        peak = plan.cluster.gpu.peak_flops.get(train.precision)
+        per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
+        comm_bytes, comm_s = self.engine.counter.take()
+        self.reporter.step(
+            step=self.step,
+            samples=self.samples,
+            tokens=tokens,
+            step_s=seconds,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            phase_s=self.engine.timer.take(),
+            comm_bytes=comm_bytes,
+            comm_s=comm_s,
+            memory_bytes=memory_bytes,
+            mfu=per_flop and per_flop * model_flops_per_token(plan.model, train.seq_len),
+            hfu=per_flop and per_flop * hardware_flops_per_token(plan.model, train.seq_len, train.recompute),
+        )
