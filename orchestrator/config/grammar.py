@@ -68,9 +68,13 @@ def _refuse(word: str, why: str) -> OrchError:
 
 def _repair(text: str) -> str | None:
     """The legal word that `text` was probably meant to be, None when a part of it cannot be read as a degree."""
-    parts = re.findall(r"([a-z]+)=?(\d+)", text.lower())
+    pieces = [piece for piece in re.split(r"[^a-z0-9=]+", text.lower()) if piece]
+    found = [re.fullmatch(r"([a-z]+)=?(\d+)", piece) for piece in pieces]
+    if not pieces or None in found:
+        return None
+    parts = [match.groups() for match in found]
     names = [name if name in NAMES else nearest(name, NAMES) for name, _ in parts]
-    if not parts or None in names:
+    if None in names:
         return None
     fixed: dict[str, int] = {}
     for name, (_, number) in zip(names, parts, strict=True):

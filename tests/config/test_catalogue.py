@@ -1,0 +1,117 @@
+"""What ships in conf/: every file loads, every number has a source, models have their published sizes, clusters plan."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from orchestrator.config import grammar
+from orchestrator.config.compose import load
+from orchestrator.config.groups import Library, shipped
+from orchestrator.config.schema import GROUPS
+from orchestrator.planner.build import build_plan
+from orchestrator.planner.model_math import parameter_count
+
+LIBRARY = Library([shipped()])
+CLUSTERS = LIBRARY.files("cluster")
+FILES = [(group, name) for group in LIBRARY.groups() for name in LIBRARY.files(group)]
+
+#: Published: exact where the weights are released, else the paper's figure.
+EXACT = {
+    "gpt2": 124_439_808,
+    "bert_large": 335_141_888,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+}
+ROUNDED = {"turing_nlg_17b": (17.2e9, 0.005), "gpt3_175b": (174.6e9, 0.0005), "deepseek_v3": (671e9, 0.0005)}
+
+
+def test_the_catalogue_is_the_one_that_is_promised():
+    promised = {"local", "h100x8", "h100x64", "h100x1024", "h100x16384", "a100x64", "v100x400", "gb200_nvl72x8"}
+    assert promised <= set(CLUSTERS)
+    assert {*EXACT, *ROUNDED, "tiny"} == set(LIBRARY.files("model"))
+    assert set(GROUPS) <= set(LIBRARY.groups())
+
+
+@pytest.mark.parametrize(("group", "name"), FILES, ids=[f"{group}/{name}" for group, name in FILES])
+def test_every_file_loads(group, name):
+    cluster = ["cluster=h100x64"] if group == "cluster/node" else []
+    config = load([*cluster, f"{group}={name}", *(["data.paths=[/corpus]"] if name == "text" else [])])
+    assert config.choices[group] == name
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_parameters_equal_the_released_weights(name):
+    assert parameter_count(load([f"model={name}"]).model) == EXACT[name]
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDED))
+def test_parameters_agree_with_the_published_figure(name):
+    published, tolerance = ROUNDED[name]
+    assert parameter_count(load([f"model={name}"]).model) == pytest.approx(published, rel=tolerance)
+
+
+def test_tiny_is_tiny_and_takes_every_small_degree():
+    config = load(["cluster=local"])
+    assert config.model.name == "tiny"
+    assert parameter_count(config.model) < 1_000_000
+    for tp in (1, 2, 4):
+        for pp in (1, 2):
+            build_plan(load([f"parallel=tp{tp}_pp{pp}_zero1"]))
+    build_plan(load(["parallel=pp4_zero1"]))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_cluster_plans_with_its_defaults(name):
+    config = load([f"cluster={name}"])
+    plan = build_plan(config)
+    assert plan.parallel.world_size == config.cluster.nodes * config.cluster.gpus_per_node == len(plan.ranks)
+    assert config.model.name == ("tiny" if name == "local" else "llama3_70b")
+    assert config.data.demo
+    if name not in ("local", "h100x8"):  # one node of eight cannot hold 70B
+        assert plan.memory.total <= plan.memory.capacity
+
+
+def number_blocks(tree: object, where: str = "") -> list[tuple[str, dict]]:
+    """Every mapping that holds a rate, a size or a latency of hardware."""
+    found = []
+    if isinstance(tree, dict):
+        measured = ("_gib", "_tflops", "_per_s", "_us", "oversubscription")
+        if any(key.endswith(measured) for key in tree):
+            found.append((where, tree))
+        for key, value in tree.items():
+            found += number_blocks(value, f"{where}.{key}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            found += number_blocks(value, f"{where}.{index}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((shipped() / "cluster").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_number_block_of_a_cluster_has_a_source(path):
+    blocks = number_blocks(yaml.safe_load(path.read_text()))
+    assert blocks
+    for where, block in blocks:
+        assert len(block.get("source", "")) > 10, f"{path.name}{where} has numbers without a source"
+
+
+@pytest.mark.parametrize("name", [n for n in LIBRARY.files("parallel") if grammar.looks_like_word(n)])
+def test_a_file_named_as_a_word_is_that_word(name):
+    text = yaml.safe_load((shipped() / "parallel" / f"{name}.yaml").read_text())
+    assert text == grammar.parse(name)
+
+
+def test_the_ragged_pods_of_the_16k_cluster_hold_all_nodes():
+    cluster = load(["cluster=h100x16384"]).cluster
+    pod = next(level for level in cluster.levels if level.name == "pod")
+    assert sum(pod.nodes_per_switch) == cluster.nodes == 2048
+    assert pod.oversubscription == 7
+
+
+def test_the_main_line_is_placed_as_promised():
+    plan = build_plan(load(["+cluster=h100x64", "parallel=tp8_pp4_zero1"]))
+    assert plan.parallel.dp == 2 and plan.model.name == "llama3_70b"
+    nodes = [{plan.ranks[rank].node for rank in group} for group in plan.groups["tp"]]
+    assert len(nodes) == 8 and all(len(group) == 1 for group in nodes)

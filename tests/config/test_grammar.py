@@ -1,0 +1,82 @@
+"""Parallel words: any order, round trip, and refusals that name the rule and a legal word."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.config import grammar
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+degrees = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: st.integers(1, grammar.MAX_DEGREE) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")},
+        "zero": st.integers(0, 3),
+        "sp": st.booleans(),
+    },
+).filter(bool)
+
+
+@given(degrees, st.randoms())
+def test_any_order_reads_the_same(wanted, random):
+    parts = grammar.canonical(wanted).split("_")
+    random.shuffle(parts)
+    assert grammar.parse("_".join(parts)) == wanted
+
+
+@given(degrees)
+def test_round_trip(wanted):
+    word = grammar.canonical(wanted)
+    assert grammar.parse(word) == wanted
+    assert grammar.canonical(grammar.parse(word)) == word
+    assert grammar.looks_like_word(word)
+
+
+@given(st.text(alphabet="tpdcezrovs0123456789_-=. ", max_size=24))
+def test_a_word_is_read_or_refused_with_a_legal_suggestion(text):
+    try:
+        grammar.parse(text)
+    except OrchError as error:
+        assert error.exit == Exit.USAGE
+        assert grammar.RULE in error.message
+        if "did you mean" in error.message:
+            suggested = error.message.split("did you mean '")[1].split("'")[0]
+            assert grammar.parse(suggested)
+
+
+def test_what_sp_may_be():
+    assert grammar.parse("tp8_sp0")["sp"] is False
+    assert grammar.parse("tp8_sp1")["sp"] is True
+    assert grammar.parse("sp8_tp8")["sp"] is True
+    assert "sp" not in grammar.parse("tp8")
+
+
+@pytest.mark.parametrize(
+    ("word", "why", "near"),
+    [
+        ("tp8-pp4", "not a name with a number", "tp8_pp4"),
+        ("TP8_PP4", "not a name with a number", "tp8_pp4"),
+        ("tp8__pp4", "empty part", "tp8_pp4"),
+        ("tp08", "not a name with a number", "tp8"),
+        ("tp8_tp4", "tp is given twice", "tp8"),
+        ("zero4", "zero is 0, 1, 2 or 3", "zero3"),
+        ("tp0", "must be from 1 to", "tp1"),
+        ("tp8_sp3", "sp0, sp1 or sp8", "tp8_sp1"),
+        ("tp8_zer1", "no degree 'zer'", "tp8_zero1"),
+        ("tp9999999", "must be from 1 to", "tp1048576"),
+        ("tp=8_pp=4", "not a name with a number", "tp8_pp4"),
+    ],
+)
+def test_refusals_name_the_rule_and_the_nearest_word(word, why, near):
+    with pytest.raises(OrchError) as refused:
+        grammar.parse(word)
+    assert why in refused.value.message
+    assert f"did you mean {near!r}" in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["default", "fsdp", "llama3_70b", "llama3_405b_long", "ddp", "", "8tp"])
+def test_names_of_files_are_not_words(name):
+    assert not grammar.looks_like_word(name)
