@@ -63,20 +63,70 @@ def test_a_parameter_without_gradient_counts_as_zero_and_not_as_last_steps():
             assert buckets.grad_of(param).tolist() == [float(name in used)] * 3
 
 
+def step(buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1) -> None:
+    """One step in which the parameters get gradients of ones in this order."""
+    buckets.expect(passes)
+    for name in names:
+        params[name].grad = torch.ones_like(params[name])
+        buckets.on_grad(params[name])
+    buckets.finish()
+
+
 def test_one_gradient_too_many_is_an_error_not_a_silent_sum():
     buckets, params = alone(a=(3,))
+    step(buckets, params, ["a"])
     buckets.expect(1)
     params["a"].sum().backward()
-    with pytest.raises(RuntimeError, match="a got more than the 1 gradients expected"):
+    with pytest.raises(RuntimeError, match=r"a got gradient 2 of this step after its bucket's reduction had started"):
         params["a"].sum().backward()
+
+
+def test_a_gradient_that_comes_twice_in_place_of_anothers_is_found_too():
+    buckets, params = alone(a=(3,), b=(3,))
+    step(buckets, params, ["b", "a"])
+    with pytest.raises(RuntimeError, match="a got gradient 1 of this step after"):
+        step(buckets, params, ["b", "b", "a"])
+
+
+def test_a_parameter_used_at_both_ends_gets_two_gradients_a_pass():
+    """The tied embedding where one rank holds the first and the last stage (vpp > 1, V-shaped schedules)."""
+    buckets, params = alone(embed=(64,), head=(64,))
+    for _ in range(3):
+        step(buckets, params, ["head", "embed", "embed", "head", "embed", "embed"], passes=2)
+        assert buckets.grad_of(params["embed"]).tolist() == [4.0] * 64
+    buckets.expect(1)  # another number of micro-batches
+    for count, name in enumerate(["head", "embed", "embed"]):
+        params[name].grad = torch.ones(64, dtype=F64)
+        buckets.on_grad(params[name])
+        assert buckets.launched == [1, 1, 2][count]
+
+
+def test_a_parameter_that_only_some_passes_use_waits_for_the_end():
+    buckets, params = alone(a=(64,), b=(64,))
+    for names in (["b", "a", "b"], ["b", "a", "b", "a"], ["b", "b"]):
+        step(buckets, params, names, passes=2)
+        assert buckets.grad_of(params["a"]).tolist() == [float(names.count("a"))] * 64
+
+
+def test_a_parameter_never_used_does_not_hold_up_its_bucket():
+    buckets, params = alone(a=(64,), unused=(3,), b=(64,))
+    step(buckets, params, ["b", "a"])
+    buckets.expect(1)
+    for name in ("b", "a"):
+        params[name].grad = torch.ones(64, dtype=F64)
+        buckets.on_grad(params[name])
+    assert buckets.launched == len(buckets.buckets)
 
 
 def test_expect_before_finish_is_an_error():
     buckets, params = alone(a=(3,))
+    step(buckets, params, ["a"])
     buckets.expect(1)
     params["a"].sum().backward()
     with pytest.raises(RuntimeError, match="finish"):
         buckets.expect(1)
+    with pytest.raises(ValueError, match="at least one"):
+        buckets.expect(0)
 
 
 def test_higher_zero_and_double_parameters_are_refused():
@@ -91,6 +141,7 @@ def test_higher_zero_and_double_parameters_are_refused():
 def test_buckets_complete_from_the_last_layer_on():
     buckets, params = alone(first=(64,), second=(64,), third=(64,))  # 512 bytes: one bucket each
     assert [bucket.infos[0].name for bucket in buckets.buckets] == ["third", "second", "first"]
+    step(buckets, params, ["third", "second", "first"])
     buckets.expect(1)
     seen = []
     for name in ("third", "second", "first"):
@@ -103,13 +154,12 @@ def test_buckets_complete_from_the_last_layer_on():
 def test_buckets_completed_out_of_order_wait_for_their_turn():
     """Ranks may see gradients in different orders; their collectives may not start in different orders."""
     buckets, params = alone(first=(64,), second=(64,))
+    step(buckets, params, ["second", "first"])
     buckets.expect(1)
-    params["first"].grad = torch.ones(64, dtype=F64)
-    buckets.on_grad(params["first"])
-    assert buckets.launched == 0
-    params["second"].grad = torch.ones(64, dtype=F64)
-    buckets.on_grad(params["second"])
-    assert buckets.launched == 2
+    for name, launched in (("first", 0), ("second", 2)):
+        params[name].grad = torch.ones(64, dtype=F64)
+        buckets.on_grad(params[name])
+        assert buckets.launched == launched
 
 
 # ------------------------------------------------------------------------------------------- over ranks
@@ -155,14 +205,14 @@ def rank_main(rank: int, plan, zero: int, bucket_bytes: int, passes: int) -> dic
     triples = [(name, params[name], info) for name, info in table.items()]
     buckets = GradBuckets(triples, mesh, zero, F64, bucket_bytes, CommCounter())
     results = []
-    for step in range(2):
+    for number in range(2):
         buckets.expect(passes)
         order = list(params) if rank % 2 else list(reversed(params))  # ranks disagree about the order
         for micro in range(passes):
             for name in order:
                 replicated = name == "b1"  # its gradient is the same on all tp ranks
                 source = mesh.ranks("tp")[0] if replicated else rank
-                params[name].grad = synthetic(source, name, micro + step, SHAPES[name])
+                params[name].grad = synthetic(source, name, micro + number, SHAPES[name])
                 buckets.on_grad(params[name])
         buckets.finish()
         results.append({"grads": buckets.full_grads(), "norm": grad_norm(buckets)})

@@ -18,8 +18,11 @@ from trainer.errors import DataError
 class Loader:
     """Reads what `samples_of_step` says, from a token store. No state but the read-ahead: any step at any time."""
 
-    def __init__(self, plan: Plan, coord: Coord, store: TokenStore, isolate_documents: bool = False):
+    def __init__(
+        self, plan: Plan, coord: Coord, store: TokenStore, isolate_documents: bool = False, pin_memory: bool = False
+    ):
         """`isolate_documents`: attention and positions stop at document borders (see `batch.from_windows`).
+        `pin_memory`: in page-locked memory, from which a copy to a CUDA device runs beside the computation.
 
         Raises DataError when the corpus is shorter than one sample or has ids that the model has no row for.
         """
@@ -35,6 +38,7 @@ class Loader:
         self.parallel, self.coord, self.store = plan.parallel, coord, store
         self.eod = index.eod if isolate_documents else None
         self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
+        self._pin = pin_memory
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
@@ -55,7 +59,8 @@ class Loader:
 
     def _micro_batch(self, places: list[int]) -> MicroBatch:
         windows = [self.store.window(self.order(place), self.seq_len) for place in places]
-        return from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
+        batch = from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
+        return batch.pinned() if self._pin else batch
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

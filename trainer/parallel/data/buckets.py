@@ -16,6 +16,7 @@ comes after the first and moves only the shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class FlatBucket:
             self.grad_views.append(self.grads[slot.start : slot.stop].view(param.shape))
         self.param_shard = self.params[slice(*shard)]
         self.grad_shard = self.grads[slice(*shard)]
-        self.missing = 0  # gradients still to come before the reduction may start
+        self.missing: float = 0  # gradients still to come before the reduction may start; inf: start in `finish`
         self.reduction: Handle | None = None
         self.gathering: Handle | None = None
 
@@ -105,7 +106,8 @@ class GradBuckets:
         layouts = make_layout(items, self.shards, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
         self._seat: dict[Parameter, tuple[int, int]] = {}  # parameter -> (bucket, slot)
-        self._received: list[list[int]] = []
+        self._received: list[list[int]] = []  # gradients of this step, by bucket and slot
+        self._uses: list[list[float]] | None = None  # gradients of a parameter in one pass; None before the first step
         for number, layout in enumerate(layouts):
             members = [params[slot.index] for slot in layout.slots]
             infos = [info for _, _, info in members]
@@ -121,21 +123,28 @@ class GradBuckets:
     # ------------------------------------------------------------------------------------------- gradients
 
     def expect(self, passes: int) -> None:
-        """Begin a step in which every parameter gets `passes` gradients (micro-batches)."""
+        """Begin a step of `passes` backward passes (micro-batches).
+
+        How many gradients a parameter gets in one pass is learnt in the first step, whose reductions all start in
+        `finish`: one as a rule, two where it serves both ends of the model on this rank, none where it is not used.
+        Raises RuntimeError when the step before is not finished, ValueError for `passes` below 1.
+        """
+        if passes < 1:
+            raise ValueError(f"a step needs at least one backward pass, not {passes}")
         if self.launched:
             raise RuntimeError("expect() before finish() of the step before")
         self.passes = passes
-        for bucket, received in zip(self.buckets, self._received, strict=True):
-            bucket.missing = passes * len(received)
-            received[:] = [0] * len(received)
+        for number, bucket in enumerate(self.buckets):
+            bucket.missing = passes * sum(self._uses[number]) if self._uses else math.inf
+            self._received[number] = [0] * len(bucket.infos)
 
     def on_grad(self, param: Tensor) -> None:
         """Take `param.grad` into the bucket and clear it. Starts the reduction of every bucket that is now complete."""
         number, position = self._seat[param]
         bucket, received = self.buckets[number], self._received[number]
-        if received[position] == self.passes:
-            name = bucket.infos[position].name
-            raise RuntimeError(f"{name} got more than the {self.passes} gradients expected in this step")
+        if number < self.launched:  # it would be lost, or change what is being sent
+            name, count = bucket.infos[position].name, received[position]
+            raise RuntimeError(f"{name} got gradient {count + 1} of this step after its bucket's reduction had started")
         view = bucket.grad_views[position]
         if received[position]:
             view.add_(param.grad)
@@ -154,6 +163,9 @@ class GradBuckets:
 
     def _launch(self) -> None:
         bucket, group = self.buckets[self.launched], self.mesh.group("grad")
+        for view, count in zip(bucket.grad_views, self._received[self.launched], strict=True):
+            if not count:  # not used in this step: zeros, so that the sum with ranks that do use it is right
+                view.zero_()
         if self.zero:
             out = None if group is None else bucket.grad_shard
             bucket.reduction = start_reduce_scatter(bucket.grads, group, "dp", self.counter, out=out)
@@ -162,12 +174,8 @@ class GradBuckets:
         self.launched += 1
 
     def finish(self) -> None:
-        """Wait until every `grad_shard` holds the sum over all ranks and passes. A parameter without a gradient gets
-        zeros, so that a rank that does not use it takes part in the sum."""
+        """Wait until every `grad_shard` holds the sum over all ranks and passes."""
         while self.launched < len(self.buckets):
-            for position, count in enumerate(self._received[self.launched]):
-                if not count:
-                    self.buckets[self.launched].grad_views[position].zero_()
             self._launch()
         for bucket in self.buckets:
             bucket.reduction.wait()
@@ -175,6 +183,12 @@ class GradBuckets:
             for name in bucket.kind.sums:
                 all_reduce(bucket.grad_shard, self.mesh.group(name), BOOKED.get(name, name), self.counter)
         self.launched = 0
+        if self._uses is None:
+            self._uses = [[self._uses_of(count) for count in received] for received in self._received]
+
+    def _uses_of(self, count: int) -> float:
+        """Gradients a pass, from those of the first step; inf for a parameter that only some passes used."""
+        return math.inf if count % self.passes else count // self.passes
 
     # ------------------------------------------------------------------------------------------- parameters
 
