@@ -40,7 +40,15 @@ def build_plan(config: Config) -> Plan:
     legality.check(case)
     parallel = _parallel(config, case)
     parallel, best, traffic, time = _solve(config, case, job.train)
-    alternative = _inside_nvlink(config, case, job.train) if best.outside_nvlink("tp") else None
+    alternative = None
+    if best.outside_nvlink("tp"):
+        if not case.allow_tp_across_nvlink:  # only an explicit order gets here: the rules refuse everything else
+            raise OrchError(
+                f"parallel.order={parallel.order} puts tp={parallel.tp} groups across {best.worst_level('tp')};"
+                " put tp first, or set parallel.allow_tp_across_nvlink=true to see what it costs",
+                Exit.CONFIG,
+            )
+        alternative = _inside_nvlink(config, case, job.train)
 
     places = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size

@@ -1,8 +1,7 @@
 """The pipeline schedule as the planner needs it: which stages a rank holds, how long a step spans, what is in flight.
 
-Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same data. For 1F1B,
-interleaved 1F1B and all-forward-all-backward a closed form is used (Narayanan et al. 2021, arXiv 2104.04473, section
-2.2), because searches ask thousands of times; the others are simulated.
+Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same data. Where a closed
+form is exact it is used (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); the rest is simulated.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from orchestrator.plan.document import Parallel
 from orchestrator.plan.schedules import SCHEDULES, Costs, Schedule, build, peak_in_flight, simulate
 
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
+EQUAL = 1e-6  # relative difference below which stages count as equal
 
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
@@ -30,10 +30,9 @@ def _schedule(name: str, pp: int, micro_batches: int, vpp: int) -> Schedule:
     return build(name, pp, micro_batches, vpp)
 
 
-def _shortened(parallel: Parallel) -> Schedule:
-    """The schedule with no more micro-batches than its warm-up, some steady state and its drain need."""
-    enough = 4 * parallel.pp * parallel.vpp + 4
-    return _schedule(parallel.schedule, parallel.pp, min(parallel.micro_batches, enough), parallel.vpp)
+def _enough(pp: int, micro_batches: int, vpp: int) -> int:
+    """No more micro-batches than warm-up, some steady state and drain need. Even, as two-way schedules want it."""
+    return min(micro_batches, 4 * pp * vpp + 4)
 
 
 def rank_seconds(parallel: Parallel, stages: Sequence[float]) -> list[float]:
@@ -51,22 +50,33 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
 
     forward, backward: seconds of one micro-batch through each model stage, communication inside the stage included.
 
-    Closed form for unequal stages: the slowest rank is busy for all m micro-batches and the first micro-batch must walk
-    through the others: m*S_max + (sum(S) - S_max)/v, which for equal stages is the bubble ratio (p-1)/(v*m). A
-    simulated schedule is run for a few micro-batches; each further one costs the slowest rank's time.
+    With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
+    else is simulated for a few micro-batches; each further one costs the slowest rank's time.
     """
-    m = parallel.micro_batches
     work = rank_seconds(parallel, [f + b for f, b in zip(forward, backward, strict=True)])
-    slowest = max(work)
-    if parallel.schedule in CLOSED_FORM:
-        span = m * slowest + (sum(work) - slowest) / parallel.vpp
-    else:
-        schedule = _shortened(parallel)
-        half = tuple(seconds / 2 for seconds in backward)
-        span = simulate(schedule, Costs(tuple(forward), half, half)).makespan
-        span += (m - schedule.micro_batches) * slowest
-    busy = m * sum(work)
+    busy = parallel.micro_batches * sum(work)
+    if parallel.schedule in CLOSED_FORM and max(work) <= min(work) * (1 + EQUAL):
+        ratio = (parallel.pp - 1) / (parallel.vpp * parallel.micro_batches)
+        return busy * (1 + ratio) / parallel.pp, ratio
+    names = (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
+    span = _simulated_span(*names, tuple(forward), tuple(backward), max(work))
     return span, (parallel.pp * span - busy) / busy
+
+
+@lru_cache(maxsize=256)
+def _simulated_span(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    slowest: float,
+) -> float:
+    schedule = _schedule(name, pp, _enough(pp, micro_batches, vpp), vpp)
+    half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
+    shown = simulate(schedule, Costs(forward, half, half)).makespan
+    return shown + (micro_batches - schedule.micro_batches) * slowest
 
 
 def in_flight(parallel: Parallel) -> list[float]:
@@ -82,4 +92,4 @@ def in_flight(parallel: Parallel) -> list[float]:
         return [min(m, p - rank) for rank in range(p)]
     if parallel.schedule == "interleaved":
         return [min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)]
-    return list(peak_in_flight(_shortened(parallel)))
+    return list(peak_in_flight(_schedule(parallel.schedule, p, _enough(p, m, v), v)))

@@ -10,7 +10,7 @@ import textwrap
 from orchestrator.plan import AXES, Plan
 
 from .placement import grid
-from .style import CATEGORY_COLOUR, GRAY, GREEN, RED, YELLOW, Style, gib, percent, seconds, si
+from .style import CATEGORY_COLOUR, GRAY, GREEN, RED, YELLOW, Style, percent, seconds, si, three
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 AXIS_COLOUR = {"tp": 75, "cp": 80, "ep": 141, "pp": 214, "dp": 79}
@@ -70,7 +70,7 @@ def _moving(plan: Plan) -> list[str]:
 
 
 def _days(value: float) -> str:
-    return seconds(value) if value < 48 * 3600 else f"{value / 86400:.1f} days"
+    return seconds(value) if value < 48 * 3600 else f"{value / 86400:,.0f} days"
 
 
 def _placement(plan: Plan, style: Style) -> str:
@@ -83,7 +83,8 @@ def _placement(plan: Plan, style: Style) -> str:
         count = len(plan.groups[axis])
         sent = ", ".join(f"{si(size, 'B')} on {level}" for level, size in where.bytes_per_step_by_level.items())
         name = style.paint(f"{axis}", AXIS_COLOUR[axis], bold=True)
-        text = f" {MEANING[axis]}: {count} groups of {getattr(plan.parallel, axis)}, within {where.worst_level}"
+        groups = f"{count} group{'s' * (count > 1)} of {getattr(plan.parallel, axis)}"
+        text = f" {MEANING[axis]}: {groups}, within {where.worst_level}"
         lines.append(f"{name}{text}; {sent or 'nothing'} a step and rank")
     return "\n".join(lines)
 
@@ -91,17 +92,19 @@ def _placement(plan: Plan, style: Style) -> str:
 def _memory(plan: Plan, style: Style) -> str:
     memory, cells = plan.memory, max(10, min(40, style.width - 40))
     coord = plan.ranks[memory.worst_rank].coord
-    lines = [style.title(f"Memory of the fullest rank ({memory.worst_rank}, pipeline stage {coord.pp}), GiB")]
+    unit, scale = ("GiB", 1 << 30) if memory.total >= 1 << 30 else ("MiB", 1 << 20)
+    stage = f", pipeline stage {coord.pp}" if plan.parallel.pp > 1 else ""
+    lines = [style.title(f"Memory of the fullest rank ({memory.worst_rank}{stage}), {unit}")]
     for name in CATEGORIES:
         size = getattr(memory, name)
         bar = style.bar(size / memory.capacity, cells, CATEGORY_COLOUR[name])
-        lines.append(f"{name:<12} {gib(size):>8}  {bar} {percent(size / memory.capacity):>4}")
+        lines.append(f"{name:<12} {three(size / scale):>8}  {bar} {percent(size / memory.capacity):>4}")
     fits = memory.total <= memory.capacity
     verdict = style.paint("fits", GREEN, bold=True) if fits else style.paint("DOES NOT FIT", RED, bold=True)
     bar = style.bar(memory.total / memory.capacity, cells, GREEN if fits else RED)
     lines.append(
-        f"{'total':<12} {gib(memory.total):>8}  {bar} {memory.total / memory.capacity:>4.0%}"
-        f" of {gib(memory.capacity)}: {verdict}"
+        f"{'total':<12} {three(memory.total / scale):>8}  {bar} {memory.total / memory.capacity:>4.0%}"
+        f" of {three(memory.capacity / scale)}: {verdict}"
     )
     return "\n".join(lines)
 

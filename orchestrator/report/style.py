@@ -50,17 +50,13 @@ def si(value: float, unit: str = "") -> str:
     """Three digits with a decimal prefix: 1234567 -> "1.23 M"."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor * 0.9995:
-            return f"{_three(value / factor)} {prefix}{unit}"
-    return f"{_three(value)} {unit}".rstrip()
+            return f"{three(value / factor)} {prefix}{unit}"
+    return f"{three(value)} {unit}".rstrip()
 
 
 def percent(share: float) -> str:
     """Whole percents; what rounds to nothing but is something says so."""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
-
-
-def gib(value: float) -> str:
-    return f"{value / (1 << 30):.2f}" if value < 10 << 30 else f"{value / (1 << 30):.1f}"
 
 
 def seconds(value: float) -> str:
@@ -70,11 +66,12 @@ def seconds(value: float) -> str:
         return f"{hours} h {minutes:02d} min"
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= factor * 0.9995:
-            return f"{_three(value / factor)} {unit}"
-    return "0 s" if value == 0 else f"{_three(value / 1e-6)} us"
+            return f"{three(value / factor)} {unit}"
+    return "0 s" if value == 0 else f"{three(value / 1e-6)} us"
 
 
-def _three(value: float) -> str:
+def three(value: float) -> str:
+    """Three digits, thousands as they are."""
     if abs(value) >= 99.95:
-        return f"{value:.0f}"
+        return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,135 @@
+"""Cost of a pattern on the fabric: against a naive twin, and against what networks are known to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from orchestrator.plan.ranks import AXES
+from orchestrator.planner import collective
+from orchestrator.planner.fabric import NOWHERE, Fabric
+from orchestrator.planner.layout import group_members
+from orchestrator.planner.profile import profile_for
+from orchestrator.planner.topology import build_cluster
+from tests.reference import fabric_twin as twin
+
+from . import configs
+
+PROFILE = profile_for("H100-SXM5-80GB", "cuda")
+
+
+@st.composite
+def ragged_clusters(draw):
+    """Up to 8 nodes of up to 4 GPUs; NVLink domains in leaves in one spine, all ragged."""
+    leaves = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    nodes, gpus = sum(leaves), draw(st.sampled_from([1, 2, 4]))
+    spec = configs.cluster(nodes, gpus, [("leaf", leaves, draw(st.sampled_from([1.0, 4.0]))), ("spine", nodes, 1.0)])
+    cluster = build_cluster(spec)
+    domains = draw(st.booleans())
+    return structs.replace(cluster, nvlink_domains=cluster.levels[0].switches) if domains else cluster
+
+
+@given(
+    ragged_clusters(), st.permutations(AXES), st.sampled_from(["ring", "chain", "exchange"]), st.booleans(), st.data()
+)
+@settings(max_examples=120, deadline=None)
+def test_equals_the_naive_twin(cluster, order, pattern, wrap, data):
+    gpus = len(cluster.node_names) * cluster.gpus_per_node
+    inner = data.draw(st.sampled_from([n for n in range(1, gpus + 1) if gpus % n == 0]))
+    rest = gpus // inner
+    degrees = {"tp": inner, "cp": 1, "ep": 1, "pp": rest, "dp": 1}
+    wrap = wrap or pattern != "chain"
+    fabric = Fabric(cluster, PROFILE)
+    for axis in ("tp", "pp"):
+        members = group_members(order, degrees, (axis,))
+        path = fabric.path(members, pattern, wrap)
+        if members.shape[1] == 1:
+            assert path == NOWHERE
+            continue
+        seconds, worst = twin.seconds_per_byte(cluster, PROFILE, members.tolist(), pattern, wrap)
+        assert path.seconds_per_byte == pytest.approx(seconds, rel=1e-9)
+        assert path.worst_level == fabric.names[worst]
+        assert sum(path.share.values()) == pytest.approx(1.0)
+
+
+@given(ragged_clusters(), st.sampled_from(["ring", "chain", "exchange"]), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_renaming_nodes_changes_nothing(cluster, pattern, random):
+    """The same groups on the same switches cost the same whatever the nodes are called."""
+    nodes, gpus = len(cluster.node_names), cluster.gpus_per_node
+    new = list(range(nodes))
+    random.shuffle(new)
+    renamed = structs.replace(
+        cluster,
+        nvlink_domains=[[new[n] for n in block] for block in cluster.nvlink_domains],
+        levels=[structs.replace(lv, switches=[[new[n] for n in b] for b in lv.switches]) for lv in cluster.levels],
+    )
+    members = np.arange(nodes * gpus).reshape(1, -1)
+    moved = np.array([[new[r // gpus] * gpus + r % gpus for r in members[0]]])
+    a, b = Fabric(cluster, PROFILE).path(members, pattern), Fabric(renamed, PROFILE).path(moved, pattern)
+    assert a.seconds_per_byte == pytest.approx(b.seconds_per_byte)
+    assert (a.worst_level, a.turn_s) == (b.worst_level, pytest.approx(b.turn_s))
+
+
+def bus_bandwidth(cluster, members) -> float:
+    """GB/s of an endless all-reduce as nccl-tests counts it."""
+    return 1 / Fabric(cluster, PROFILE).path(np.array(members), "ring").seconds_per_byte / 1e9
+
+
+def test_a_group_with_one_rank_a_node_gets_one_nic():
+    """nccl_tuning (8 nodes, 1 rank a node) against (8, 8): 55 and 390 GB/s; what DP looks like when TP fills a node."""
+    cluster = build_cluster(configs.cluster(8, levels=[("leaf", 8, 1.0)]))
+    whole = bus_bandwidth(cluster, [list(range(64))])
+    single = bus_bandwidth(cluster, [[8 * node + gpu for node in range(8)] for gpu in range(8)])
+    assert single == pytest.approx(50 * PROFILE.fabric * PROFILE.contention)
+    assert whole / single == pytest.approx(min(8, 450 * PROFILE.nvlink / (50 * PROFILE.fabric)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "members", "measured"),
+    [
+        ("comm-0364: all-reduce, ring, one DGX H100, 8 GiB", [list(range(8))], 370),
+        ("comm-0236: all-reduce, 8 nodes of 8 H100, 8x400 Gb/s, 4 GiB", [list(range(64))], 373),
+    ],
+)
+def test_large_messages_reach_the_measured_bus_bandwidth(rows, members, measured):
+    cluster = build_cluster(configs.cluster(8, levels=[("leaf", 8, 1.0)]))
+    assert bus_bandwidth(cluster, members) / PROFILE.contention == pytest.approx(measured, rel=0.05)
+
+
+def test_oversubscription_slows_groups_that_cross_together():
+    """Eight groups of two across thin uplinks share them; one group alone does not notice."""
+
+    def cost(over: float, groups: int) -> float:
+        cluster = build_cluster(configs.cluster(8, levels=[("leaf", 4, over), ("spine", 8, 1.0)]))
+        members = np.array([[rank, rank + 32] for rank in range(groups)])
+        return Fabric(cluster, PROFILE).path(members, "ring").seconds_per_byte
+
+    assert cost(7, 32) == pytest.approx(7 * cost(1, 32))
+    assert cost(7, 1) == pytest.approx(cost(1, 1))
+
+
+def test_all_to_all_falls_off_the_nvlink_cliff():
+    """planning.md B: 32 GPUs, 24 to 48 GB/s over the network, 640 inside one NVL72 domain."""
+    far = build_cluster(configs.cluster(8, 4, [("leaf", 8, 1.0)]))
+    near = structs.replace(far, nvlink_domains=[list(range(8))])
+    members = np.arange(32).reshape(1, 32)
+    cliff = [Fabric(c, PROFILE).path(members, "exchange").seconds_per_byte for c in (far, near)]
+    assert cliff[0] > 5 * cliff[1]
+
+
+def test_collective_sizes():
+    size, n = 1e9, 8
+    assert collective.sent_bytes("all_reduce", size, n) == 2 * size * 7 / 8
+    assert (
+        collective.sent_bytes("reduce_scatter", size, n) == collective.sent_bytes("all_gather", size, n) == size * 7 / 8
+    )
+    assert collective.sent_bytes("all_reduce", size, 1) == 0
+    path = Fabric(build_cluster(configs.cluster()), PROFILE).path(np.arange(64).reshape(1, 64), "ring")
+    both = collective.seconds("reduce_scatter", size, 64, path) + collective.seconds("all_gather", size, 64, path)
+    assert collective.seconds("all_reduce", size, 64, path) == pytest.approx(both)
+    small, large = (collective.seconds("all_reduce", s, 64, path) for s in (1, 1e10))
+    assert small > 1e-5 and large > 100 * small  # latency, then bandwidth

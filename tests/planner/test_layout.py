@@ -1,0 +1,83 @@
+"""Ranks, groups and stages: exact algebra against naive twins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.plan.ranks import AXES, COMPOSITE, coords, groups
+from orchestrator.planner.layout import balance_stages, group_members, orders, seat_ranks, stage_costs
+from orchestrator.planner.model_math import head_flops, layer_flops
+from orchestrator.planner.topology import build_cluster
+from tests.reference.fabric_twin import groups_by_pairs
+
+from . import configs, shapes
+
+small = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
+
+
+@given(small, st.permutations(AXES), st.sampled_from([*((a,) for a in AXES), *COMPOSITE.values()]))
+@settings(max_examples=60, deadline=None)
+def test_groups_agree_with_the_rank_algebra_and_with_all_pairs(degrees, order, varying):
+    places = coords(order, degrees)
+    members = group_members(order, degrees, varying).tolist()
+    assert sorted(members) == sorted(groups(places, varying))  # members in the same order, groups in any
+    assert {frozenset(group) for group in members} == groups_by_pairs(places, varying)
+    world = math.prod(degrees.values())
+    assert sorted(itertools.chain(*members)) == list(range(world))  # a partition
+
+
+@given(small)
+@settings(max_examples=30, deadline=None)
+def test_every_order_gives_every_coordinate_once(degrees):
+    found = list(orders(degrees))
+    assert found[0] == AXES
+    assert len(found) == len(set(found)) == math.factorial(sum(degree > 1 for degree in degrees.values()))
+    for order in found:
+        assert sorted(order) == sorted(AXES)
+        assert len({tuple(place.values()) for place in coords(order, degrees)}) == math.prod(degrees.values())
+
+
+def test_seats_fill_node_by_node_with_the_nearest_nic():
+    spec = configs.cluster(2, 8, [("leaf", 2, 1.0)])
+    cluster = build_cluster(spec)
+    places = coords(AXES, {"tp": 8, "cp": 1, "ep": 1, "pp": 2, "dp": 1})
+    ranks = seat_ranks(cluster, places)
+    assert [(r.node, r.gpu, r.nic) for r in ranks[6:10]] == [
+        *(("node-0", 6, 6), ("node-0", 7, 7), ("node-1", 0, 0), ("node-1", 1, 1))
+    ]
+
+
+def test_llama_405b_gets_the_published_uneven_stages():
+    """arXiv 2407.21783, section 3.3.2: one layer fewer on the first and on the last stage."""
+    assert balance_stages(shapes.llama3_405b(), 16, 8192) == [7, *[8] * 14, 7]
+
+
+def test_an_even_split_wins_when_it_is_nearly_as_fast():
+    assert balance_stages(shapes.llama3_70b(), 4, 8192) == [20, 20, 20, 20]
+
+
+def slowest(model, counts, seq_len):
+    return max(stage_costs(model, counts, seq_len))
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.sampled_from([64, 512, 4096, 20000]))
+@settings(max_examples=60, deadline=None)
+def test_balance_is_the_best_of_all_splits(layers, stages, vocab):
+    if stages > layers:
+        return
+    model = shapes.model("m", layers, 256, 4, 4, 512, vocab)
+    counts = balance_stages(model, stages, 512, tolerance=0.0)
+    assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+    splits = [c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers]
+    assert slowest(model, counts, 512) == pytest.approx(min(slowest(model, c, 512) for c in splits))
+
+
+def test_stage_costs_add_up():
+    model = shapes.llama3_8b()
+    total = sum(layer_flops(model, layer, 4096).total for layer in range(model.layers)) + head_flops(model)
+    assert sum(stage_costs(model, [9, 8, 8, 7], 4096)) == pytest.approx(total)

@@ -1,0 +1,153 @@
+"""Every rule refuses with its name, and every suggested word is legal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.planner.build import build_plan
+from orchestrator.planner.legality import RULES, Case, broken, check, nearest_legal
+from orchestrator.planner.topology import build_cluster
+
+from . import configs, shapes
+
+
+def case(model=None, cluster=None, **degrees) -> Case:
+    cluster = build_cluster(cluster or configs.cluster())
+    gpus = len(cluster.node_names) * cluster.gpus_per_node
+    values = dict(
+        **dict(tp=1, cp=1, ep=1, pp=1, vpp=1, zero=0, schedule=None, allow_tp_across_nvlink=False),
+        **dict(micro_batch_size=1, global_batch_samples=1024, seq_len=8192),
+    )
+    values |= degrees
+    values.setdefault("sp", values["tp"] > 1)
+    values.setdefault("dp", max(1, gpus // (values["tp"] * values["cp"] * values["ep"] * values["pp"])))
+    return Case(model=model or shapes.llama3_70b(), cluster=cluster, **values)
+
+
+BROKEN = {
+    "gpus": case(tp=8, pp=4, dp=3),
+    "heads": case(shapes.gpt2(), tp=8, global_batch_samples=64, seq_len=1024),
+    "kv_heads": case(
+        shapes.model("m", 4, 96, 12, 4, 384, 256), configs.cluster(1, 6, []), tp=6, global_batch_samples=6
+    ),
+    "ffn": case(shapes.model("m", 4, 64, 4, 4, 90, 256), configs.cluster(1, 4, []), tp=4, global_batch_samples=4),
+    "layers": case(shapes.tiny(), pp=8, seq_len=128),
+    "virtual_stages": case(vpp=2),
+    "nvlink": case(tp=16, pp=4),
+    "experts": case(ep=8),
+    "sequence": case(cp=4, seq_len=4100),
+    "positions": case(shapes.gpt2(), seq_len=2048),
+    "batch": case(global_batch_samples=100),
+    "schedule": case(pp=4, schedule="1f1b", vpp=2),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_refuses_and_names_itself(rule):
+    assert broken(BROKEN[rule])[0] == rule
+    with pytest.raises(OrchError, match=re.escape(f"rule '{rule}'")) as caught:
+        check(BROKEN[rule])
+    assert caught.value.exit == Exit.CONFIG
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["gpus", "heads", "kv_heads", "ffn", "layers", "nvlink"])
+def test_refusals_name_the_nearest_legal_words(rule):
+    with pytest.raises(OrchError, match=r"nearest legal: \w+"):
+        check(BROKEN[rule])
+
+
+@given(
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([0, 1]),
+)
+@settings(max_examples=80, deadline=None)
+def test_suggestions_are_legal_and_plan(tp, pp, cp, ep, vpp, zero):
+    wanted = case(shapes.mixtral_8x7b(), tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, zero=zero)
+    for near in nearest_legal(wanted):
+        assert broken(near) is None
+        assert near.zero == zero
+        assert near.tp * near.pp * near.cp * near.ep * near.dp == 64
+    if broken(wanted) is None:  # a legal wish is its own nearest word
+        assert nearest_legal(wanted)[0] == wanted
+
+
+def test_the_word_says_all_that_differs_from_the_default():
+    assert case(tp=8, pp=4, zero=1).word == "tp8_pp4_dp2_zero1"
+    assert case(tp=8, pp=4, sp=False, vpp=2).word == "tp8_pp4_dp2_vpp2_sp0"
+    assert case(cluster=configs.cluster(1, 1, [])).word == "dp1"
+
+
+def test_main_line_is_legal():
+    assert broken(case(tp=8, pp=4, zero=1)) is None
+
+
+def test_context_parallel_counts_zig_zag_pieces():
+    assert broken(case(cp=2, seq_len=6)) is not None  # 2 x cp = 4 pieces
+    assert broken(case(cp=2, seq_len=8)) is None
+
+
+def test_tp_over_nodes_needs_to_be_asked_for_and_then_has_a_price():
+    cluster, model = configs.cluster(), shapes.llama3_70b()
+    with pytest.raises(OrchError, match=r"rule 'nvlink'.*allow_tp_across_nvlink=true"):
+        build_plan(configs.config(cluster, model, {"tp": 16, "pp": 2, "zero": 1}))
+    asked = {"tp": 16, "pp": 2, "zero": 1, "allow_tp_across_nvlink": True}
+    plan = build_plan(configs.config(cluster, model, asked))
+    assert plan.placement["tp"].worst_level == "leaf"
+    price = [w for w in plan.warnings if "leave NVLink" in w]
+    assert len(price) == 1 and re.search(r"predicted cost against tp8_pp4_dp2_zero1: \+[\d.]+ s a step", price[0])
+
+
+def test_an_explicit_order_may_not_move_tp_off_nvlink_in_silence():
+    order = ["pp", "tp", "cp", "ep", "dp"]
+    parallel = {"tp": 8, "pp": 4, "zero": 1, "order": order}
+    with pytest.raises(OrchError, match=r"parallel.order=.* puts tp=8 groups across leaf"):
+        build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), parallel))
+    plan = build_plan(
+        configs.config(configs.cluster(), shapes.llama3_70b(), parallel | {"allow_tp_across_nvlink": True})
+    )
+    assert plan.parallel.order == order and any("leave NVLink" in w for w in plan.warnings)
+
+
+def test_domains_of_several_nodes_hold_wide_groups():
+    spec = configs.cluster(36, 4, [("leaf", 18, 1.0), ("spine", 36, 1.0)], domain_nodes=18)
+    assert broken(case(cluster=spec, tp=8, pp=9, global_batch_samples=16)) is None
+    assert broken(case(cluster=spec, tp=16, pp=9, global_batch_samples=16))[0] == "nvlink"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "line"),
+    [
+        ({"order": ["tp", "pp", "dp", "cp", "cp"]}, {}, "parallel.order=.* must name each"),
+        ({"pp": 4, "stage_layers": [20, 20, 20]}, {}, r"stage_layers=.* must be pp x vpp = 4 numbers .* balanced: \["),
+        ({}, {"global_batch_tokens": 100_000}, r"not a multiple of train.seq_len=8192; nearest: 98304"),
+        ({}, {"global_batch_samples": None}, "exactly one of"),
+        ({}, {"precision": "fp16"}, None),
+    ],
+)
+def test_other_refusals_of_the_planner(parallel, train, line):
+    config = configs.config(configs.cluster(), shapes.llama3_70b(), parallel, **train)
+    if line is None:
+        build_plan(config)
+        return
+    with pytest.raises(OrchError, match=line) as caught:
+        build_plan(config)
+    assert caught.value.exit == Exit.CONFIG
+
+
+def test_a_gpu_without_the_precision_is_refused():
+    spec = configs.cluster()
+    volta = structs.replace(spec, gpu=structs.replace(spec.gpu, peak_tflops={"fp32": 15.7, "fp16": 125}))
+    with pytest.raises(OrchError, match=r"train.precision bf16: GPU .* computes in fp32, fp16"):
+        build_plan(configs.config(volta, shapes.llama3_70b(), {"tp": 8, "pp": 4}))

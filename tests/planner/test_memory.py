@@ -1,0 +1,133 @@
+"""Bytes against the papers' closed forms and published component figures (memory.csv rows, cited)."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from orchestrator.plan import document as doc
+from orchestrator.planner.memory import Kernels, activations, layer_activations, model_states
+from orchestrator.planner.model_math import layer_params
+from orchestrator.planner.pipeline import in_flight
+from tests.plans import make_plan, tiny_model
+
+from . import shapes
+
+GIB = 1 << 30
+#: Megatron-LM as Korthikanti et al. ran it: no fused attention, dropout, inputs gathered again in backward.
+MEGATRON = Kernels(fused_attention=False, keep_gathered=False)
+# name: layers, hidden, heads, pp, vpp, micro-batch (arXiv 2205.05198, table 3; tp 8, s 2048)
+KORTHIKANTI = {
+    "22B": (48, 6144, 64, 1, 1, 4),
+    "175B": (96, 12288, 96, 8, 3, 1),
+    "530B": (105, 20480, 128, 35, 3, 1),
+    "1T": (128, 25600, 160, 64, 1, 1),
+}
+
+
+def korthikanti(name: str, sp: bool, recompute: str):
+    layers, hidden, heads, pp, vpp, mbs = KORTHIKANTI[name]
+    model = shapes.model(name, layers, hidden, heads, heads, 4 * hidden, 51200, style="gpt", dropout=0.1)
+    plan = make_plan(model=tiny_model(layers=pp * vpp), pp=pp, vpp=vpp, micro_batches=256, seq_len=2048)
+    parallel = structs.replace(
+        plan.parallel,
+        **dict(tp=8, sp=sp, micro_batch_size=mbs, schedule="interleaved" if vpp > 1 else "1f1b"),
+        stage_layers=[layers // (pp * vpp)] * (pp * vpp),
+    )
+    return model, parallel, structs.replace(plan.job.train, precision="bf16", recompute=recompute)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "sp", "recompute", "gib"),
+    [
+        ("mem-002", "22B", False, "none", 59.25),
+        ("mem-003", "22B", True, "selective", 9.56),
+        ("mem-005", "175B", False, "none", 66.84),
+        ("mem-006", "175B", True, "selective", 12.35),
+        ("mem-008", "530B", False, "none", 114.02),
+        ("mem-009", "530B", True, "selective", 23.08),
+        ("mem-011", "1T", False, "none", 131.25),
+        ("mem-012", "1T", True, "selective", 26.56),
+    ],
+)
+def test_activations_of_korthikanti_figure_1(row, name, sp, recompute, gib):
+    model, parallel, train = korthikanti(name, sp, recompute)
+    got = activations(model, parallel, train, 0, MEGATRON)
+    if parallel.pp == 1:  # the figure counts the layers; one stage alone also holds final norm and logits
+        layers = structs.replace(parallel, stage_layers=[model.layers, 0], pp=2)
+        got = activations(model, layers, train, 0, MEGATRON) / in_flight(layers)[0]
+    assert got / GIB == pytest.approx(gib, rel=0.002)
+
+
+@pytest.mark.parametrize(("row", "name", "gib"), [("mem-001", "22B", 45.56), ("mem-004", "175B", 45.56)])
+def test_states_of_korthikanti_figure_1(row, name, gib):
+    """bf16 weights, fp32 gradients and optimizer: 18 bytes for each parameter of the layers."""
+    model, parallel, train = korthikanti(name, True, "selective")
+    layer = layer_params(model, 0)
+    per_rank = model.layers / parallel.pp * ((layer.attention + layer.ffn) / 8 + layer.replicated)
+    states = model_states(round(per_rank), 0, structs.replace(parallel, zero=0), train)
+    assert (states.params + states.grads + states.optimizer) / GIB == pytest.approx(gib, rel=0.003)
+
+
+def states(zero: int, precision: str, grads: str, dp: int = 4) -> tuple[float, float, float]:
+    plan = make_plan(dp=dp, zero=zero)
+    train = structs.replace(plan.job.train, precision=precision, grad_dtype=grads)
+    got = model_states(1000, 0, plan.parallel, train)
+    return got.params / 1000, got.grads / 1000, got.optimizer / 1000
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "grads", "bytes_per_parameter"),
+    [  # planning.md C2, memory.csv mem-031 to mem-038, d = 4
+        (0, "bf16", "fp32", (2, 4, 12)),
+        (1, "bf16", "fp32", (2, 4, 3)),
+        (0, "fp32", "fp32", (4, 4, 8)),
+        (1, "fp32", "fp32", (4, 4, 2)),
+        (0, "bf16", "bf16", (2, 2, 12)),
+        (1, "bf16", "bf16", (2, 2, 3)),
+        (2, "bf16", "bf16", (2, 0.5, 3)),
+        (3, "bf16", "bf16", (0.5, 0.5, 3)),
+    ],
+)
+def test_states_of_every_zero_stage(zero, precision, grads, bytes_per_parameter):
+    assert states(zero, precision, grads) == bytes_per_parameter
+
+
+def test_experts_shard_over_their_own_data_parallel_group():
+    plan = make_plan(dp=4, zero=1)
+    parallel = structs.replace(plan.parallel, ep=2)
+    dense, experts = (model_states(*counts, parallel, plan.job.train) for counts in ((1000, 0), (0, 1000)))
+    assert dense.optimizer == 1000 * 8 / 8 and experts.optimizer == 1000 * 8 / 4
+
+
+def held(rank: int, **kwargs) -> float:
+    return in_flight(make_plan(model=tiny_model(layers=16), **kwargs).parallel)[rank]
+
+
+def test_micro_batches_in_flight():
+    assert [held(rank, pp=4, micro_batches=8) for rank in range(4)] == [4, 3, 2, 1]
+    assert held(0, pp=4, micro_batches=2) == 2
+    assert held(3, pp=4, micro_batches=8, schedule="afab") == 8
+    # arXiv 2205.05198 section 4.2.3: interleaving holds 1 + (p-1)/(p*v) times 1F1B's layers on the first rank
+    assert held(0, pp=4, vpp=2, micro_batches=8, schedule="interleaved") / 2 == 4 * (1 + 3 / 8)
+
+
+def test_recompute_and_sequence_parallel_save_what_they_should():
+    model = shapes.llama3_8b()
+    plan = make_plan(tp=4, micro_batches=1, seq_len=8192)
+
+    def kept(recompute: doc.Train = None, **parallel) -> float:
+        par = structs.replace(plan.parallel, stage_layers=[model.layers], **parallel)
+        return activations(model, par, structs.replace(plan.job.train, recompute=recompute or "none"), 0)
+
+    assert kept("full") < kept() / 5
+    assert kept(sp=True) < kept(sp=False)
+    assert kept("selective") == kept()  # fused attention keeps no scores: planning.md C3, 36.618 -> 36.614 GB
+
+
+def test_fused_attention_keeps_only_statistics():
+    model, plan = shapes.llama3_8b(), make_plan(seq_len=8192)
+    args = (model, 0, 8192.0, plan.parallel, plan.job.train)
+    fused, plain = layer_activations(*args, Kernels()), layer_activations(*args, Kernels(fused_attention=False))
+    assert fused["softmax statistics"] == 4 * 32 * 8192
+    assert plain["attention scores"] == 32 * 8192 * 8192 * 8  # softmax output twice, fp32

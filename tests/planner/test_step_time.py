@@ -1,0 +1,132 @@
+"""Step time: pipeline algebra against the papers and against the schedule simulator; what hides what."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from orchestrator.plan.schedules import Costs, build, simulate
+from orchestrator.planner.build import build_plan
+from orchestrator.planner.pipeline import rank_stages, span_seconds
+from orchestrator.planner.timeline import timeline
+from tests.plans import make_plan, tiny_model
+
+from . import configs, shapes
+
+
+def parallel(pp: int, m: int, vpp: int = 1, schedule: str = "1f1b"):
+    return make_plan(model=tiny_model(layers=pp * vpp), pp=pp, vpp=vpp, micro_batches=m, schedule=schedule).parallel
+
+
+@given(st.integers(1, 8), st.integers(1, 32))
+@settings(max_examples=40, deadline=None)
+def test_equal_stages_have_the_published_bubble(pp, m):
+    _, ratio = span_seconds(parallel(pp, m), [1.0] * pp, [2.0] * pp)
+    assert ratio == pytest.approx((pp - 1) / m)
+
+
+@given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 3))
+@settings(max_examples=30, deadline=None)
+def test_interleaving_divides_the_bubble(pp, rounds, vpp):
+    par = parallel(pp, rounds * pp, vpp, "interleaved")
+    _, ratio = span_seconds(par, [1.0] * pp * vpp, [2.0] * pp * vpp)
+    assert ratio == pytest.approx((pp - 1) / (vpp * rounds * pp))
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=5), st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_unequal_stages_are_what_the_whole_schedule_gives(stages, m):
+    pp = len(stages)
+    span, ratio = span_seconds(parallel(pp, m), stages, [2 * s for s in stages])
+    exact = simulate(build("1f1b", pp, m), Costs(tuple(stages), tuple(stages), tuple(stages)))
+    assert span == pytest.approx(exact.makespan, rel=1e-3)
+    assert ratio == pytest.approx(exact.bubble_ratio, rel=1e-2, abs=2e-3)
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("zb_h1", 1), ("zb_h2", 1), ("zbv", 2), ("dualpipev", 2)])
+def test_other_schedules_are_simulated_and_extended(schedule, vpp):
+    stages = 4 * vpp
+    full = simulate(build(schedule, 4, 96, vpp), Costs(1.0, 1.0, 1.0)).makespan
+    span, _ = span_seconds(parallel(4, 96, vpp, schedule), [1.0] * stages, [2.0] * stages)
+    assert span == pytest.approx(full, rel=1e-9)
+
+
+def test_v_shaped_schedules_put_the_ends_of_the_model_together():
+    assert rank_stages(parallel(2, 4, 2, "zbv")) == [(0, 3), (1, 2)]
+    assert rank_stages(parallel(2, 4, 2, "interleaved")) == [(0, 2), (1, 3)]
+    assert rank_stages(parallel(2, 4, 1, "dualpipe")) == [(0, 1), (1, 0)]
+
+
+@pytest.fixture(scope="module")
+def main_line():
+    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}))
+
+
+def test_parts_of_a_step_add_up(main_line):
+    time = main_line.time
+    parts = time.compute_s + sum(time.exposed_comm_s.values())
+    assert 0 <= time.step_s - parts < 0.1 * time.step_s  # the rest is the bubble
+    tokens = main_line.tokens_per_s_per_gpu * 64 * time.step_s
+    assert tokens == pytest.approx(main_line.parallel.global_batch_tokens)
+
+
+def test_mfu_is_below_the_matmul_ceiling(main_line):
+    assert 0.2 < main_line.mfu < 0.803  # gemm_mamf: the best measured H100 matmul
+
+
+def test_timeline_shows_the_plan_s_own_stage_times(main_line):
+    drawn = timeline(main_line, 16)
+    assert drawn.schedule.micro_batches == 16 and len(drawn.spans) == 4
+    # 512 micro-batches on the slowest rank are most of the step
+    slowest = max(drawn.busy) / 16 * main_line.parallel.micro_batches
+    assert slowest == pytest.approx(main_line.time.step_s, rel=0.02)
+
+
+def time_of(**parallel):
+    return build_plan(configs.config(configs.cluster(), shapes.llama3_8b(), parallel)).time
+
+
+def test_more_tensor_parallelism_costs_time():
+    steps = [time_of(tp=tp, zero=1).step_s for tp in (2, 4, 8)]
+    assert steps == sorted(steps)
+
+
+def test_gradients_hide_behind_the_last_backward_in_buckets_that_are_not_too_small():
+    sent = 2 * 8.03e9 * 4 / (8 * 50e9)  # seconds: the whole model's gradients over a node's NICs
+    assert time_of(zero=0, bucket_mib=400).exposed_comm_s["dp"] < sent / 10
+    # tiny buckets pay the latency of 64 ranks each time, and more than a backward can hide
+    assert time_of(zero=0, bucket_mib=1).exposed_comm_s["dp"] > sent
+
+
+def test_doubling_tp_costs_more_than_doubling_pp():
+    """planning.md C3, Llama3-70B on 32 H100: TP4PP4 704 TF, TP4PP8 668 (-5 %), TP8PP4 509 (-28 %)."""
+    cluster, model = configs.cluster(4, levels=[("leaf", 4, 1.0)]), shapes.llama3_70b()
+
+    def rate(tp: int, pp: int) -> float:
+        config = configs.config(cluster, model, {"tp": tp, "pp": pp, "zero": 1}, global_batch_samples=128)
+        return build_plan(config).tokens_per_s_per_gpu
+
+    base = rate(4, 4)
+    assert rate(8, 4) < rate(4, 8) < base
+
+
+def test_few_micro_batches_are_named_as_the_limit():
+    config = configs.config(
+        configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 8, "zero": 1}, global_batch_samples=8
+    )
+    plan = build_plan(config)
+    assert "bubble" in plan.time.limited_by
+    assert any("pipeline bubble" in warning for warning in plan.warnings)
+    assert plan.time.bubble_ratio == pytest.approx(7 / 8, rel=0.1)
+
+
+def test_zero_three_pays_for_gathering_every_micro_batch():
+    model = shapes.llama3_8b()
+    times = {
+        z: build_plan(configs.config(configs.cluster(), model, {"zero": z}, global_batch_samples=64)) for z in (1, 3)
+    }
+    sent = {z: sum(plan.placement["dp"].bytes_per_step_by_level.values()) for z, plan in times.items()}
+    assert sent[3] > sent[1]
+    assert structs.asdict(times[3].memory)["params"] * 64 == pytest.approx(times[1].memory.params, rel=0.01)

@@ -1,0 +1,89 @@
+"""Bytes a step of every axis against counts done by hand from the papers."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from orchestrator.planner.model_math import parameter_count
+from orchestrator.planner.traffic import Traffic, rank_parameters, stage_range, step_traffic
+from tests.plans import make_plan, tiny_model
+
+from . import shapes
+
+
+def traffic(plan, model=None, **train) -> list[Traffic]:
+    return step_traffic(model or plan.model, plan.parallel, structs.replace(plan.job.train, **train))
+
+
+def sent(found: list[Traffic], axis: str) -> float:
+    return sum(item.sent_bytes for item in found if item.axis == axis)
+
+
+@pytest.mark.parametrize(("zero", "psi"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_zero_moves_two_or_three_times_the_parameters(zero, psi):
+    """ZeRO (arXiv 1910.02054, section 7): 2 Psi for stages 0 to 2, 3 Psi for stage 3, times (n-1)/n on a ring."""
+    plan = make_plan(dp=4, zero=zero, micro_batches=1)
+    parameters = parameter_count(plan.model)
+    assert sent(traffic(plan), "dp") == pytest.approx(psi * parameters * 4 * 3 / 4)
+
+
+def test_narrow_weights_are_gathered_narrow_and_gradients_reduced_wide():
+    plan = make_plan(dp=2, zero=1)
+    found = {item.operation: item.sent_bytes for item in traffic(plan, precision="bf16")}
+    parameters = parameter_count(plan.model)
+    assert found["reduce_scatter"] == pytest.approx(parameters * 4 / 2)
+    assert found["all_gather"] == pytest.approx(parameters * 2 / 2)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
+    """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; sequence parallelism sends the same."""
+    plan = make_plan(tp=4, sp=sp, micro_batches=3, micro_batch_size=2, seq_len=16)
+    hidden = 2 * 16 * plan.model.hidden * 4
+    assert sent(traffic(plan), "tp") == pytest.approx(4 * plan.model.layers * 3 * hidden * 2 * 3 / 4)
+    again = traffic(plan, recompute="full")
+    assert sent(again, "tp") == pytest.approx(6 * plan.model.layers * 3 * hidden * 2 * 3 / 4)
+
+
+def test_pipeline_sends_one_hidden_state_each_way():
+    plan = make_plan(pp=2, micro_batches=5, seq_len=16)
+    assert sent(traffic(plan), "pp") == 2 * 5 * 16 * plan.model.hidden * 4
+
+
+def test_ring_attention_passes_keys_and_values_and_their_gradients():
+    plan = make_plan(cp=4, micro_batches=1, seq_len=16, dp=1)
+    m = plan.model
+    key_values = 2 * m.kv_heads * m.head_dim * (16 / 4) * 4
+    assert sent(traffic(plan), "cp") == pytest.approx(m.layers * 3 * (key_values + 2 * key_values))
+
+
+def test_experts_exchange_and_shard_over_their_own_group():
+    model = shapes.mixtral_8x7b()
+    plan = make_plan(model=tiny_model(layers=32), ep=4, dp=2, zero=1, micro_batches=1, seq_len=16)
+    found = traffic(plan, model)
+    routed = 16 * model.hidden * 4 * model.moe.top_k
+    assert sent(found, "ep") == pytest.approx(4 * model.layers * routed * 3 / 4)
+    groups = {item.varying: item.members for item in found if item.axis == "dp"}
+    assert groups == {("cp", "ep", "dp"): 8, ("cp", "dp"): 2}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("name", ["llama3_8b", "gpt2", "mixtral_8x7b"])
+def test_ranks_of_a_pipeline_hold_the_whole_model(name, schedule):
+    model = getattr(shapes, name)()
+    vpp = 1 if schedule == "1f1b" else 2
+    plan = make_plan(model=tiny_model(layers=model.layers), pp=2, vpp=vpp, schedule=schedule)
+    held = [sum(rank_parameters(model, plan.parallel, rank)) for rank in range(2)]
+    copy = model.vocab * model.hidden if model.tied_embeddings else 0  # the last stage's own copy of a tied table
+    assert sum(held) == parameter_count(model) + copy
+    covered = [layer for stage in range(2 * vpp) for layer in stage_range(plan.parallel, stage)]
+    assert covered == list(range(model.layers))
+
+
+def test_tensor_parallel_ranks_share_the_model_but_for_what_is_replicated():
+    model = shapes.llama3_8b()
+    plan = make_plan(model=tiny_model(layers=32, heads=32, kv_heads=8, ffn_hidden=64), tp=4)
+    one = sum(rank_parameters(model, plan.parallel, 0))
+    norms = (2 * model.layers + 1) * model.hidden
+    assert 4 * one == parameter_count(model) + 3 * norms

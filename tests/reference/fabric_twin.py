@@ -1,0 +1,78 @@
+"""Naive twin of `orchestrator.planner.fabric`: every hop and every link one by one, in plain Python.
+
+Also of the group algebra: groups found by comparing all pairs of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from orchestrator.plan.document import Cluster
+from orchestrator.planner.profile import Profile
+
+
+def groups_by_pairs(coords: list[dict[str, int]], varying: tuple[str, ...]) -> set[frozenset[int]]:
+    """Ranks belong together when they agree on every axis that does not vary."""
+    result = set()
+    for mine in coords:
+        same = [r for r, c in enumerate(coords) if all(c[a] == mine[a] for a in mine if a not in varying)]
+        result.add(frozenset(same))
+    return result
+
+
+def tiers(cluster: Cluster) -> list[list[list[int]]]:
+    return [cluster.nvlink_domains, *(level.switches for level in cluster.levels)]
+
+
+def meet(cluster: Cluster, a: int, b: int) -> int:
+    """Lowest tier with a block that holds both nodes."""
+    return next(t for t, blocks in enumerate(tiers(cluster)) if any(a in block and b in block for block in blocks))
+
+
+def block_of(cluster: Cluster, tier: int, node: int) -> int:
+    return next(i for i, block in enumerate(tiers(cluster)[tier]) if node in block)
+
+
+def rates(cluster: Cluster, profile: Profile) -> list[float]:
+    own = [cluster.nvlink.bytes_per_s * profile.nvlink, *(lv.bytes_per_s * profile.fabric for lv in cluster.levels)]
+    return [rate * profile.contention for rate in own]
+
+
+def seconds_per_byte(
+    cluster: Cluster, profile: Profile, groups: list[list[int]], pattern: str, wrap: bool = True
+) -> tuple[float, int]:
+    """(seconds per byte that a rank sends, worst tier) when all groups run `pattern` at once."""
+    rate, gpus = rates(cluster, profile), cluster.gpus_per_node
+    own_nic = max(1.0, gpus / cluster.nics_per_node)
+    load: Counter = Counter()  # (tier, block) -> bytes that leave the block upwards
+    slowest, worst = 0.0, 0
+    for group in groups:
+        n = len(group)
+        for i, rank in enumerate(group):
+            if pattern == "exchange":
+                peers = [(other, 1 / (n - 1)) for other in group if other != rank]
+            elif i + 1 < n or wrap:
+                peers = [(group[(i + 1) % n], 1.0)]
+            else:
+                peers = []
+            here, outside = rank // gpus, 0.0
+            inside = 0.0
+            for peer, part in peers:
+                tier = meet(cluster, here, peer // gpus)
+                worst = max(worst, tier)
+                if tier == 0:
+                    inside += part
+                    continue
+                for below in range(tier):
+                    load[below, block_of(cluster, below, here)] += part
+                lanes = 1
+                if pattern == "ring":
+                    home = block_of(cluster, 0, here)
+                    lanes = sum(block_of(cluster, 0, other // gpus) == home for other in group)
+                outside += part / (rate[tier] * own_nic * lanes)
+            slowest = max(slowest, inside / rate[0], outside)
+    for (tier, block), size in load.items():
+        over = cluster.levels[tier - 1].oversubscription if tier else 1.0
+        capacity = len(tiers(cluster)[tier][block]) * gpus * rate[max(tier, 1)] / over
+        slowest = max(slowest, size / capacity)
+    return slowest, worst
