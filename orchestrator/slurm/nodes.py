@@ -34,7 +34,12 @@ _SYNONYMS |= {"COMP": "COMPLETING", "UNK": "UNKNOWN", "RESV": "RESERVED", "DRAIN
 _HARMLESS = frozenset({"PLANNED", "CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_DOWN", "POWERING_UP", "IDLE"})
 
 _GPUS = re.compile(r"(?:^|,)gpu(?::([A-Za-z][\w.+-]*))?:([0-9]+)")
-_FIELD = re.compile(r"(?:^| )([A-Za-z][\w:/]*)=")
+_IN_BRACKETS = re.compile(r"\([^)]*\)")
+_WANTED = frozenset(
+    {"NodeName", "State", "Gres", "GresUsed", "AllocTRES", "CPUEfctv", "CPUTot", "RealMemory", "ActiveFeatures"}
+    | {"Partitions"}
+)
+_AFTER_REASON = re.compile(r" (?:Comment|Extra)=")
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,12 +114,14 @@ def _blocks(text: str) -> Iterable[str]:
 
 
 def _fields(block: str) -> dict[str, str]:
-    """`Key=value` pairs; a value may hold blanks (OS=Linux 6.1 #1 SMP) and Reason, which is last, anything at all."""
+    """The wanted `Key=value` pairs. None of their values holds a blank; Reason, which is last, may hold anything."""
     block, _, reason = block.partition(" Reason=")
-    found = list(_FIELD.finditer(block))
-    ends = [match.start() for match in found[1:]] + [len(block)]
-    fields = {m[1]: block[m.end() : end].strip() for m, end in zip(found, ends, strict=True)}
-    return fields | {"Reason": re.split(r" Comment=| Extra=", reason)[0].strip()}
+    fields = {"Reason": _AFTER_REASON.split(reason, 1)[0].strip()}
+    for word in block.split():
+        key, _, value = word.partition("=")
+        if key in _WANTED:
+            fields.setdefault(key, value)
+    return fields
 
 
 def _from_text(block: str) -> Node:
@@ -186,7 +193,7 @@ def _from_json(text: str) -> list[Node]:
 
 def _count_gpus(gres: str) -> tuple[int, str]:
     """`gpu:h100:8(S:0-1),nic:2` -> (8, "h100"); several types add up under the first one's name."""
-    found = _GPUS.findall(re.sub(r"\([^)]*\)", "", gres))
+    found = _GPUS.findall(_IN_BRACKETS.sub("", gres))
     return sum(int(count) for _, count in found), next((kind for kind, _ in found if kind), "")
 
 

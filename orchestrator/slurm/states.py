@@ -110,7 +110,9 @@ REASONS: dict[str, str] = {
 def explain(reason: str) -> str:
     """squeue's reason with a phrase for people: `Resources: waiting for nodes to become free`."""
     word = reason.strip().strip("()")
+    if word == "null":
+        return ""
     text = REASONS.get(word.split(",")[0])
     if text is None:
-        return "" if word == "(null)" else word
+        return word
     return f"{word}: {text}" if text else ""

@@ -1,0 +1,104 @@
+"""The same job on other nodes: degrees, model and batch stay, the rank map and the predictions are made anew. Pure."""
+
+from __future__ import annotations
+
+from msgspec import Struct, structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Plan, seal
+from orchestrator.plan.document import Cluster
+from orchestrator.plan.exits import Exit
+from orchestrator.plan.ranks import AXES, all_groups, coords, degrees
+from orchestrator.planner import memory, step_time
+from orchestrator.planner.compute import rates
+from orchestrator.planner.layout import seat_ranks
+from orchestrator.planner.placement import axis_placement, candidates, choose
+from orchestrator.planner.profile import profile_for
+from orchestrator.planner.traffic import step_traffic
+
+
+def replan(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the job does not fit there.
+
+    The nesting order is chosen again: what was best on the nodes that were expected may not be on those that came.
+    """
+    seats = len(cluster.node_names) * cluster.gpus_per_node
+    world = plan.parallel.world_size
+    if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > seats:
+        have = f"{len(cluster.node_names)} nodes of {cluster.gpus_per_node} GPUs"
+        raise OrchError(
+            f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
+        )
+    train, model = plan.job.train, plan.model
+    profile = profile_for(cluster.gpu.name, cluster.device)
+    traffic = step_traffic(model, plan.parallel, train)
+    work = step_time.step_work(model, plan.parallel, train, rates(cluster, profile, train.precision))
+    best = choose(candidates(cluster, profile, plan.parallel, traffic, work), [level.name for level in cluster.levels])
+    parallel = structs.replace(plan.parallel, order=list(best.order))
+    outside = [axis for axis in AXES if best.outside_nvlink(axis)]
+    time = step_time.predict(work, best.exposed, parallel, outside)
+    places = coords(parallel.order, degrees(parallel))
+    worst = max(memory.accounts(cluster, model, parallel, train), key=lambda account: account.total)
+    faster = plan.time.step_s / time.step_s
+    return seal(
+        structs.replace(
+            plan,
+            cluster=cluster,
+            parallel=parallel,
+            ranks=seat_ranks(cluster, places),
+            groups=all_groups(places, parallel.pp),
+            placement=axis_placement(best, traffic),
+            memory=structs.replace(
+                worst, worst_rank=next(r for r, place in enumerate(places) if place["pp"] == worst.worst_rank)
+            ),
+            time=time,
+            mfu=plan.mfu * faster,
+            tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * faster,
+        )
+    )
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    """What became of the plan on the nodes that Slurm gave."""
+
+    same_nodes: bool
+    nodes: list[str]  # in rank order
+    moved_ranks: int  # ranks whose node or GPU differs
+    order: list[str]
+    worst_levels: dict[str, list[str]]  # axis -> [planned, real], only where they differ
+    step_s: list[float]  # predicted seconds of one step: [planned, real]
+
+    @property
+    def cost(self) -> float:
+        """Predicted slow-down: 0.05 is 5 % slower than planned."""
+        return self.step_s[1] / self.step_s[0] - 1
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if self.same_nodes and not self.moved_ranks:
+            return "placed as planned"
+        levels = ", ".join(
+            f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()
+        )
+        change = "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
+        where = "other nodes than planned" if not self.same_nodes else f"{self.moved_ranks} ranks moved"
+        return f"{where}: {'; '.join(filter(None, [levels, change]))}"
+
+
+def difference(planned: Plan, real: Plan) -> Difference:
+    """Compare a plan with what it became. Node names count only as a set: their order is the planner's to choose."""
+    pairs = list(zip(planned.ranks, real.ranks, strict=True))
+    levels = {
+        axis: [planned.placement[axis].worst_level, real.placement[axis].worst_level]
+        for axis in AXES
+        if planned.placement[axis].worst_level != real.placement[axis].worst_level
+    }
+    return Difference(
+        same_nodes={rank.node for rank in planned.ranks} == {rank.node for rank in real.ranks},
+        nodes=list(dict.fromkeys(rank.node for rank in real.ranks)),
+        moved_ranks=sum((a.node, a.gpu) != (b.node, b.gpu) for a, b in pairs),
+        order=list(real.parallel.order),
+        worst_levels=levels,
+        step_s=[planned.time.step_s, real.time.step_s],
+    )

@@ -1,0 +1,262 @@
+"""Reading what Slurm's commands say: nodes, topology, job states, queues. Pure; the live twins are in test_live.py."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import OrchError
+from orchestrator.slurm import queue
+from orchestrator.slurm.nodes import parse_nodes, parse_state, select
+from orchestrator.slurm.states import TABLE, explain, meaning
+from orchestrator.slurm.topology import FLAT, from_addresses, parse_topology
+
+from . import big
+
+REAL_NODE = """\
+NodeName=n0 Arch=x86_64 CoresPerSocket=8
+   CPUAlloc=16 CPUEfctv=16 CPUTot=16 CPULoad=0.35
+   AvailableFeatures=testbed
+   ActiveFeatures=testbed,ib
+   Gres=gpu:h100:8
+   GresDrain=N/A
+   GresUsed=gpu:h100:2(IDX:0-1)
+   NodeAddr=127.0.0.1 NodeHostName=vm Port=24473 Version=22.05.8
+   OS=Linux 6.18.44 #1 SMP PREEMPT_DYNAMIC @0
+   RealMemory=16000 AllocMem=0 FreeMem=21990 Sockets=2 Boards=1
+   State=MIXED ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   Partitions=main,urgent,short
+   CfgTRES=cpu=16,mem=16000M,billing=16
+   AllocTRES=
+
+NodeName=n1 Arch=x86_64 State=DOWN*+DRAIN+NOT_RESPONDING Gres=(null) CPUTot=4 RealMemory=10 Partitions=main
+   Reason=bad State=IDLE NodeName=n9 [root@2026-11-20T10:00:00]
+"""
+
+
+def test_indented_nodes():
+    first, second = parse_nodes(REAL_NODE)
+    assert (first.name, first.gpus, first.gpus_used, first.gpu_type) == ("n0", 8, 2, "h100")
+    assert (first.cpus, first.memory_mib, first.state) == (16, 16000, "MIXED")
+    assert first.features == {"testbed", "ib"} and first.partitions == {"main", "urgent", "short"}
+    assert second.states == {"DOWN", "DRAIN", "NOT_RESPONDING"} and second.gpus == 0
+    assert second.reason.startswith("bad State=IDLE NodeName=n9"), "what an administrator writes is never a field"
+    assert not first.free and not second.free and first.usable and not second.usable
+
+
+def test_text_and_json_agree():
+    text, json = parse_nodes(big.scontrol_nodes(90)), parse_nodes(big.scontrol_nodes_json(90))
+    for a, b in zip(text, json, strict=True):
+        assert (a.name, a.states, a.gpus, a.gpus_used, a.gpu_type, a.cpus) == (
+            b.name, b.states, b.gpus, b.gpus_used, b.gpu_type, b.cpus
+        )  # fmt: skip
+    assert [n.name for n in text if n.free] == [
+        big.node_name(i) for i in range(90) if big.state_of(i) in ("IDLE", "IDLE+POWERED_DOWN")
+    ]
+
+
+def test_five_thousand_nodes():
+    """benchmarks/slurm_scale.py has the seconds."""
+    assert len(parse_nodes(big.scontrol_nodes(5000))) == 5000
+    tiers = parse_topology(big.scontrol_topology(5000)).tiers
+    assert [len(tier.switches) for tier in tiers] == [157, 20, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "want", "free"),
+    [
+        ("IDLE", {"IDLE"}, True),
+        ("idle*", {"IDLE", "NOT_RESPONDING"}, False),
+        ("idle~", {"IDLE", "POWERED_DOWN"}, True),
+        ("IDLE+PLANNED", {"IDLE", "PLANNED"}, True),
+        ("MIXED-", {"MIXED", "PLANNED"}, False),
+        ("drained", {"DRAIN"}, False),
+        ("IDLE+DRAIN", {"IDLE", "DRAIN"}, False),
+        ("IDLE+MAINTENANCE+RESERVED", {"IDLE", "MAINTENANCE", "RESERVED"}, False),
+        ("IDLE$", {"IDLE", "MAINTENANCE"}, False),
+        ("ALLOCATED+COMPLETING", {"ALLOCATED", "COMPLETING"}, False),
+        ("IDLE+SOMETHING_NEW", {"IDLE", "SOMETHING_NEW"}, False),
+        ("DOWN+REBOOT_ISSUED^", {"DOWN", "REBOOT_ISSUED"}, False),
+    ],
+)
+def test_node_states(text, want, free):
+    assert parse_state(text) == want
+    (node,) = parse_nodes(f"NodeName=x State={text} Gres=gpu:8 CPUTot=1")
+    assert node.free is free
+
+
+@pytest.mark.parametrize(
+    ("gres", "count", "kind"),
+    [("gpu:8", 8, ""), ("gpu:h100:8(S:0-1)", 8, "h100"), ("gpu:a100_3g.20gb:2,gpu:a100:6", 8, "a100_3g.20gb"),
+     ("nic:4,gpu:mi300x:4", 4, "mi300x"), ("(null)", 0, ""), ("", 0, ""), ("shard:8", 0, "")],
+)  # fmt: skip
+def test_gres(gres, count, kind):
+    (node,) = parse_nodes(f"NodeName=x State=IDLE Gres={gres} CPUTot=1")
+    assert (node.gpus, node.gpu_type) == (count, kind)
+
+
+def test_allocated_gpus_without_detail():
+    (node,) = parse_nodes("NodeName=x State=MIXED Gres=gpu:8 AllocTRES=cpu=4,mem=1G,gres/gpu=3,gres/gpu:h100=3")
+    assert node.gpus_used == 3
+
+
+@pytest.mark.parametrize("text", ["", "Nodes: none", "{}", '{"nodes": 3}', '{"nodes": []}', "NodeName=x CPUTot=1"])
+def test_not_nodes(text):
+    with pytest.raises(OrchError):
+        parse_nodes(text)
+
+
+def test_select_by_partition_and_features():
+    nodes = parse_nodes(big.scontrol_nodes(4))
+    assert len(select(nodes, "batch", "h100&ib")) == 4
+    assert select(nodes, "batch", "h100&gold") == select(nodes, "debug") == []
+    assert len(select(nodes, None, "[rack1|rack2]")) == 4  # left to Slurm
+
+
+# ------------------------------------------------------------------------------------------ topology
+
+TREE_CONF = """\
+# two leaves of different size
+SwitchName=leaf0 Nodes=n[0-3]  # comment
+switchname=leaf1 nodes=n[4-5,9]
+SwitchName=spine \\
+    Switches=leaf[0-1]
+"""
+TREE_LIVE = """\
+SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n0,n1,n2,n3
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[4-5,9]
+SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-5,9] Switches=leaf0,leaf1
+"""
+TREE_YAML = """\
+- topology: ib
+  cluster_default: true
+  tree:
+    switches:
+      - {switch: spine, children: "leaf[0-1]"}
+      - {switch: leaf0, nodes: "n[0-3]"}
+      - {switch: leaf1, nodes: "n[4-5,9]"}
+- topology: none
+  flat: true
+"""
+
+
+@pytest.mark.parametrize("text", [TREE_CONF, TREE_LIVE, TREE_YAML])
+def test_one_tree_three_spellings(text):
+    found = parse_topology(text)
+    assert found.kind == "tree"
+    assert [t.name for t in found.tiers] == ["leaf", "spine"]
+    assert found.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n9")}
+    assert {node for group in found.tiers[1].switches.values() for node in group} == {
+        f"n{i}" for i in (0, 1, 2, 3, 4, 5, 9)
+    }
+
+
+def test_uneven_depth_is_levelled():
+    text = "SwitchName=a Nodes=n[0-1]\nSwitchName=b Nodes=n[2-3]\nSwitchName=m Switches=a\nSwitchName=top Switches=m,b"
+    tiers = parse_topology(text).tiers
+    assert len(tiers) == 3
+    for tier in tiers:
+        assert sorted(n for group in tier.switches.values() for n in group) == ["n0", "n1", "n2", "n3"]
+    assert tiers[1].switches == {"m": ("n0", "n1"), "b": ("n2", "n3")}
+
+
+BLOCKS = "BlockName=b0 Nodes=n[0-3]\nBlockName=b1 Nodes=n[4-7]\nBlockName=b2 Nodes=n[8-11]\nBlockSizes=4,8\n"
+BLOCKS_YAML = """\
+- topology: nvl
+  block:
+    block_sizes: [4, 8]
+    blocks: [{block: b0, nodes: "n[0-3]"}, {block: b1, nodes: "n[4-7]"}, {block: b2, nodes: "n[8-11]"}]
+"""
+
+
+@pytest.mark.parametrize("text", [BLOCKS, BLOCKS_YAML])
+def test_blocks(text):
+    found = parse_topology(text)
+    assert (found.kind, found.block_size) == ("block", 4)
+    assert found.tiers[0].switches["b2"] == ("n8", "n9", "n10", "n11")
+    assert {k: len(v) for k, v in found.tiers[1].switches.items()} == {"b0": 8, "b2": 4}
+
+
+@pytest.mark.parametrize("text", ["", "slurm_load_topo: no topology", "- topology: x\n  flat: true\n"])
+def test_flat(text):
+    assert parse_topology(text) == FLAT
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["SwitchName=a Switches=b", "SwitchName=a Switches=b\nSwitchName=b Switches=a", "SwitchName=a Nodes=n[0-",
+     "SwitchName=a Nodes=n1\nBlockName=b Nodes=n2", "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1",
+     "BlockName=a Nodes=n1\nBlockSizes=4,12", "topology: x", "- topology: x\n  tree: 3\n"],
+)  # fmt: skip
+def test_broken_topology_is_one_clear_line(text):
+    with pytest.raises(OrchError) as refused:
+        parse_topology(text)
+    assert "\n" not in refused.value.message
+
+
+def test_addresses_of_the_tasks():
+    """As eight tasks of the test cluster print them."""
+    found = from_addresses({f"n{i}": f"spine.leaf{i // 4}.n{i}" for i in range(8)})
+    assert [len(t.switches) for t in found.tiers] == [2, 1]
+    assert found.tiers[0].switches["spine.leaf1"] == ("n4", "n5", "n6", "n7")
+    assert from_addresses({"a": "a", "b": "b"}) == FLAT
+    assert from_addresses({"n.dots.org": "core.leaf0.n.dots.org"}).tiers[0].switches == {"core.leaf0": ("n.dots.org",)}
+
+
+def test_order_keeps_neighbours_together():
+    found = parse_topology("SwitchName=l0 Nodes=n[0,2,10]\nSwitchName=l1 Nodes=n[1,3]\nSwitchName=s Switches=l0,l1")
+    assert found.order(["n10", "n3", "n2", "n1", "n0", "x"]) == ["n0", "n2", "n10", "n1", "n3", "x"]
+
+
+# ------------------------------------------------------------------------------------------ jobs
+
+
+def test_every_state_has_a_meaning_and_ends_are_ends():
+    ends = {word for word, what in TABLE.items() if what.over}
+    assert ends == {
+        *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED"),
+        *("OUT_OF_MEMORY", "DEADLINE", "REVOKED", "RECONFIG_FAIL"),
+    }
+    assert all(what.text for what in TABLE.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "phase"),
+    [("RUNNING", "running"), ("PD", "pending"), ("CANCELLED by 1000", "cancelled"), ("PREEMPTED", "stopped"),
+     ("NODE_FAIL", "stopped"), ("TIMEOUT", "stopped"), ("REQUEUE_HOLD", "pending"), ("CG", "stopping"),
+     ("COMPLETED", "done"), ("OUT_OF_ME+", "failed"), ("CONFIGURING", "starting")],
+)  # fmt: skip
+def test_state_words(word, phase):
+    assert meaning(word).phase == phase
+
+
+@given(st.text(max_size=20))
+def test_an_unknown_state_is_never_an_end(word):
+    found = meaning("ZZ" + word)
+    assert not found.over or "+" in word
+
+
+def test_reasons_are_explained():
+    assert explain("(Resources)") == "Resources: waiting for nodes to become free"
+    assert explain("None") == explain("(null)") == ""
+    assert explain("SomethingNew") == "SomethingNew"
+
+
+def test_squeue_and_sacct_rows():
+    us = "\x1f"
+    row = ["12", "PENDING", "Resources", "2026-11-21T12:00:00", "N/A", "8", "", "main", "orch-a|b", "(null)"]
+    live = queue.parse_squeue(us.join(row) + "\nnoise\n")
+    assert live["12"].reason == "Resources" and live["12"].start == "2026-11-21T12:00:00" and live["12"].end == ""
+    assert live["12"].name == "orch-a|b"
+    rows = [["12", "FAILED", "75:0", "Unknown", "Unknown", "8", "n[0-3]", "main", "x"],
+            ["13", "CANCELLED by 0", "0:15", "Unknown", "Unknown", "1", "None assigned", "main", "y"]]  # fmt: skip
+    old = queue.parse_sacct("\n".join(us.join(r) for r in rows))
+    assert (old["12"].exit_code, old["13"].exit_code, old["13"].node_names) == (75, -15, ())
+    both = queue.merge(live, old)
+    assert both["12"].state == "PENDING" and both["12"].exit_code is None and both["13"].source == "sacct"
+
+
+def test_one_call_for_all():
+    assert queue.sacct_argv(["30", "4"])[-1] == "--jobs=4,30"
+    assert not any(word.startswith("--jobs") for word in queue.squeue_argv())
