@@ -1,0 +1,142 @@
+"""`python -m orchestrator.agent --run-dir DIR --node NAME`: what a backend starts on every node.
+
+The exit code is the run's, by the table in `orchestrator.plan.exits`. The environment is what workers will inherit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import re
+import signal
+import sys
+from pathlib import Path
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.request import from_bytes, used_nodes
+from orchestrator.launch.run_folder import RunFolder, read_secret
+from orchestrator.plan import Exit, Plan, PlanError, load_plan
+
+from .agent import Agent, Place
+from .coordinator import Coordinator
+from .metrics import serve
+from .recorder import Recorder
+from .run_record import RunRecord
+
+#: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.
+_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+log = logging.getLogger("orch.agent")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    os.umask(0o077)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+    )
+    try:
+        return asyncio.run(_run(args))
+    except OrchError as error:
+        log.error("%s", error.message)
+        return error.exit
+    except PlanError as error:
+        log.error("%s", error)
+        return Exit.CONFIG
+    except Exception:
+        log.exception("internal error")
+        return Exit.INTERNAL
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="orchestrator.agent", description="The agent of one node of one run.")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--node", required=True, help="this node's name in the plan")
+    parser.add_argument("--address", default="127.0.0.1", help="where the other nodes reach this one")
+    parser.add_argument(
+        "--lifeline", action="store_true", help="standard input is a pipe of the launcher; its end is ours"
+    )
+    return parser.parse_args(argv)
+
+
+async def _run(args: argparse.Namespace) -> int:
+    folder = RunFolder(args.run_dir)
+    key = read_secret(folder.key)
+    request = from_bytes(folder.request.read_bytes())
+    plan = load_plan(folder.plan)
+    if plan.hash != request.plan_hash:
+        raise OrchError(f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}", Exit.CONFIG)
+    nodes = used_nodes(plan)
+    if args.node not in nodes:
+        raise OrchError(f"the plan gives no rank to node {args.node!r}", Exit.CONFIG)
+    first = args.node == nodes[0]
+    recorder = Recorder(folder, args.node, plan)
+    recorder.metrics.begin_epoch(-1)
+    metrics = plan.job.metrics
+    server = await serve(recorder.metrics, metrics.host, metrics.port if first else 0)
+    bound = server.sockets[0].getsockname()
+    address = f"{bound[0]}:{bound[1]}"
+    log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
+    place = Place(platform.node(), args.address, os.getpid(), _gpus(plan), _nics())
+    agent = Agent(folder, plan, request, args.node, place, key, recorder, address)
+    _listen_to_signals(agent)
+    if args.lifeline:
+        _watch_lifeline(agent)
+    tasks = {asyncio.create_task(agent.run())}
+    if first:
+        record = RunRecord(folder, plan, args.node)
+        coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
+        tasks.add(asyncio.create_task(coordinator.run(args.address)))
+    try:
+        results = await asyncio.gather(*tasks)
+        return next(int(result) for result in results if not hasattr(result, "again"))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # workers are gone when the agent's is done
+        server.close()
+        recorder.close()
+
+
+def _listen_to_signals(agent: Agent) -> None:
+    loop = asyncio.get_running_loop()
+    for signum in _NOTICES:
+        # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual request to end
+        passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
+        loop.add_signal_handler(signum, agent.notice, f"got {signum.name}", passed)
+
+
+def _watch_lifeline(agent: Agent) -> None:
+    """End when the launcher ends: its side of our standard input closes, however it died."""
+    loop, fd = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def readable() -> None:
+        with contextlib.suppress(OSError):
+            if os.read(fd, 512):
+                return
+        loop.remove_reader(fd)
+        agent.notice("the supervisor is gone", insists=False)
+
+    loop.add_reader(fd, readable)
+
+
+def _gpus(plan: Plan) -> int:
+    """GPUs of this machine, by the driver's device files; on a CPU cluster what the plan calls one node's share."""
+    if plan.cluster.device == "cpu":
+        return plan.cluster.gpus_per_node
+    return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+
+
+def _nics() -> int:
+    try:
+        return len(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""The agent of one node: joins, starts its share of the workers when told, tells what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.launch.request import LaunchRequest
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.plan import Exit, Plan, meaning
+from orchestrator.plan.worker import WorkerEnv
+
+from .control import Channel, Refused, WrongKey, connect
+from .membership import HEARTBEAT_S
+from .messages import (
+    AgentAlive,
+    Assign,
+    Done,
+    Fenced,
+    FromCoordinator,
+    Join,
+    Notice,
+    Prepare,
+    Ready,
+    Started,
+    Stop,
+    Stopped,
+    WorkerExit,
+)
+from .recorder import Recorder
+from .warden import REPORT_FD
+from .workers import Workers
+
+#: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
+_PORTS = (20000, 32000)
+_TAIL_BYTES, _TAIL_LINES, _TAIL_WIDTH = 8192, 20, 500
+_ORPHAN_GRACE_S = 10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
+
+log = logging.getLogger("orch.agent")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Facts about this node that only its machine knows."""
+
+    host: str
+    address: str
+    pid: int
+    gpus: int
+    nics: int
+
+
+class Agent:
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        request: LaunchRequest,
+        node: str,
+        place: Place,
+        key: bytes,
+        recorder: Recorder,
+        metrics_address: str | None,
+    ):
+        self._folder, self._plan, self._request = folder, plan, request
+        self._node, self._place, self._key = node, place, key
+        self._recorder, self._metrics_address = recorder, metrics_address
+        self._workers = Workers(self._worker_ended, self._all_ended, recorder.on_line)
+        self._channel: Channel | None = None
+        self._epoch = -1  # the last epoch it followed
+        self._assigned = False  # workers of this epoch were started, and not all have ended
+        self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
+        self._silent_ticks = 0
+        self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._noticed = False  # told from outside that the end is wanted
+
+    async def run(self) -> int:
+        """Be an agent until the run is over; the exit code. On return nothing that it started is alive."""
+        tasks: list[asyncio.Task] = []
+        try:
+            self._workers.open()
+            self._channel = await self._join()
+            tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._tick())]
+            done, _ = await asyncio.wait([self._result, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {self._result}:
+                task.result()  # a bug: let it be seen
+            return await self._result
+        except _Ended:
+            return self._result.result()
+        except WrongKey as error:
+            log.error("security: %s", error)
+            self._recorder.event("refused", reason=str(error))
+            return Exit.SECURITY
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._workers.close()
+            if self._channel:
+                await self._channel.close()
+
+    def notice(self, reason: str, signal_name: str = "SIGTERM", insists: bool = True) -> None:
+        """Somebody outside wants the end: ask the coordinator to end the run. Whoever insists a second time is obeyed
+        at once, without waiting for a save.
+        """
+        force = self._noticed and insists
+        if self._noticed and not insists:
+            return
+        self._noticed = True
+        log.warning("%s", reason)
+        self._recorder.event("notice", reason=reason, force=force)
+        if self._channel is None:
+            self._finish(Exit.RESTART, reason)
+            return
+        self._channel.send(self._epoch, Notice(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
+        if force:
+            self._workers.kill()
+
+    # ---------------------------------------------------------------------------------- the coordinator
+
+    async def _join(self) -> Channel:
+        """Find the coordinator and say who we are. It may start after us, so try until the join timeout."""
+        end = time.monotonic() + self._request.policy.join_timeout_s
+        problem = "it has not said where it listens"
+        while not self._result.done():
+            try:
+                where = msgspec.json.decode(self._folder.coordinator.read_bytes(), type=dict[str, str | int])
+                arguments = self._folder.run_id, self._node, self._key, FromCoordinator
+                channel = await connect(str(where["host"]), int(where["port"]), *arguments)
+            except FileNotFoundError:
+                pass
+            except (OSError, Refused, msgspec.MsgspecError, KeyError) as error:
+                if isinstance(error, WrongKey):
+                    raise
+                problem = str(error)
+            else:
+                join = Join(
+                    node=self._node,
+                    host=self._place.host,
+                    address=self._place.address,
+                    pid=self._place.pid,
+                    gpus=self._place.gpus,
+                    nics=self._place.nics,
+                    plan_hash=self._plan.hash,
+                    metrics=self._metrics_address,
+                )
+                channel.send(self._epoch, join)
+                return channel
+            if time.monotonic() > end:
+                self._finish(Exit.CAPACITY, f"no coordinator: {problem}")
+                break
+            await asyncio.sleep(0.05)
+        raise _Ended
+
+    async def _listen(self) -> None:
+        """Obey the coordinator until it goes away."""
+        reason = "the coordinator is gone"
+        try:
+            while (received := await self._channel.receive()) is not None:
+                self._silent_ticks = 0
+                self._obey(*received)
+        except Refused as error:
+            reason = f"the coordinator sent {error}"
+        await self._orphaned(reason)
+
+    async def _tick(self) -> None:
+        """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
+        most = max(2, round(self._request.policy.heartbeat_timeout_s / HEARTBEAT_S))
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step))
+            self._recorder.metrics.set("orch_workers", len(self._workers.pids))
+            self._silent_ticks += 1
+            if self._silent_ticks == most:
+                self._channel.abort()  # _listen goes on from there
+
+    async def _orphaned(self, reason: str) -> None:
+        """Without a coordinator nobody may write any more: end the workers, then leave."""
+        if self._result.done():
+            return
+        log.error("%s", reason)
+        self._recorder.event("coordinator_lost", reason=reason)
+        self._workers.stop(signal.SIGTERM, min(_ORPHAN_GRACE_S, self._request.policy.grace_s))
+        while self._workers.pids and not self._result.done():
+            await asyncio.sleep(0.05)
+        self._finish(Exit.CAPACITY, reason)
+
+    def _obey(self, epoch: int, message: object) -> None:
+        if isinstance(message, Fenced):
+            self._workers.kill()
+            self._finish(Exit.FENCED, message.reason)
+        elif epoch < self._epoch:
+            log.warning("ignored %s of epoch %d, this is %d", type(message).__name__, epoch, self._epoch)
+            self._recorder.event("stale_message", message=type(message).__name__, of_epoch=epoch)
+        elif isinstance(message, Done):
+            self._finish(message.code, message.reason)
+        elif isinstance(message, Prepare):
+            if epoch > self._epoch:
+                self._follow(epoch)
+        elif epoch != self._epoch:
+            return  # of an epoch that we were not prepared for: a coordinator's heartbeat on the way
+        elif isinstance(message, Assign):
+            self._start(message)
+        elif isinstance(message, Stop):
+            log.warning("stopping: %s", message.reason)
+            if self._assigned:
+                self._workers.stop(signal.Signals[message.signal], message.grace_s)
+            else:
+                self._channel.send(self._epoch, Stopped())
+
+    def _follow(self, epoch: int) -> None:
+        """A new epoch. The coordinator sends it when all workers of the last one are gone; make sure."""
+        self._workers.kill()
+        self._epoch, self._assigned = epoch, False
+        self._recorder.begin_epoch(epoch)
+        self._channel.send(epoch, Ready(port=free_port(self._place.address)))
+
+    def _finish(self, code: int, reason: str) -> None:
+        if not self._result.done():
+            log.info("leaving with %d (%s): %s", code, meaning(code), reason)
+            self._recorder.event("leaving", code=int(code), reason=reason)
+            self._result.set_result(int(code))
+
+    # ---------------------------------------------------------------------------------- the workers
+
+    def _start(self, assign: Assign) -> None:
+        """Start this node's slice of the rank map, if it is what our own copy of the plan says."""
+        ours = sorted((rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == self._node)
+        told = sorted((seat.rank, seat.gpu) for seat in assign.seats)
+        if assign.plan_hash != self._plan.hash or told != ours or assign.world_size != len(self._plan.ranks):
+            self._finish(
+                Exit.CONFIG, f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
+            )
+            return
+        self._assigned = True
+        by_gpu = sorted(assign.seats, key=lambda seat: seat.gpu)
+        holes = [seat.gpu for seat in by_gpu] != list(range(len(by_gpu)))
+        for local_rank, seat in enumerate(by_gpu):
+            variables = self._worker_environment(assign, seat.rank, local_rank).variables()
+            if holes and self._plan.cluster.device == "cuda":
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(seat.gpu) for seat in by_gpu)
+            path = self._folder.rank_log(seat.rank)
+            self._log_starts[seat.rank] = path.stat().st_size if path.exists() else 0
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            banner = (
+                f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if self._log_starts[seat.rank] else ""
+            )
+            worker = self._request.worker
+            self._workers.start(seat.rank, worker.argv, variables, worker.cwd, path, banner)
+        self._recorder.event("workers_started", ranks=[seat.rank for seat in by_gpu])
+        self._channel.send(self._epoch, Started())
+
+    def _worker_environment(self, assign: Assign, rank: int, local_rank: int) -> WorkerEnv:
+        return WorkerEnv(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=assign.world_size,
+            local_world_size=len(assign.seats),
+            node_rank=assign.node_rank,
+            master_addr=assign.master_address,
+            master_port=assign.master_port,
+            run_id=self._folder.run_id,
+            epoch=self._epoch,
+            node=self._node,
+            plan=str(self._folder.plan),
+            plan_hash=self._plan.hash,
+            run_dir=str(self._folder.path),
+            report_fd=REPORT_FD,
+        )
+
+    def _worker_ended(self, rank: int, code: int, asked: bool) -> None:
+        step = self._recorder.last_step.get(rank)
+        self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
+        log.info("rank %d ended: %s", rank, meaning(code))
+        tail = tail_of(self._folder.rank_log(rank), self._log_starts.get(rank, 0)) if code else []
+        if self._channel:
+            self._channel.send(self._epoch, WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail))
+
+    def _all_ended(self) -> None:
+        if self._assigned and self._channel:
+            self._assigned = False
+            self._channel.send(self._epoch, Stopped())
+
+
+class _Ended(Exception):
+    """The agent is over before it joined."""
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody listens on now. Drawn at random: two runs at once hardly ever draw the same."""
+    for _ in range(100):
+        port = random.randrange(*_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
+            return port
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def tail_of(path: Path, start: int) -> list[str]:
+    """The last lines that were written to a log after byte `start`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line[:_TAIL_WIDTH] for line in text.splitlines()[-_TAIL_LINES:]]

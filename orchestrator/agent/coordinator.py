@@ -1,0 +1,283 @@
+"""The coordinator: one writer of epochs and of the run's state. It lives in the agent of the plan's first node.
+
+It is a class of its own with its own connection to every agent, that one included, so that it can be moved. The run is
+one straight line of code: gather the nodes, live epochs until the policy says that it is over, finish. What agents send
+comes in through one queue, so there is one order of events and no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import msgspec
+
+from orchestrator.launch.request import Policy, used_nodes
+from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.state import Cause
+from orchestrator.plan import Exit, Plan
+
+from . import policy
+from .control import LONGEST_LINE
+from .membership import Lost, Membership, Unfit
+from .messages import Assign, Done, Notice, Prepare, Ready, Seat, Started, Stop, Stopped, WorkerExit
+from .recorder import Recorder
+from .run_record import RunRecord
+
+_FAILURE_GRACE_S = 10.0  # for the peers of a failed worker: they have nothing to save together any more
+_UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
+
+log = logging.getLogger("orch.coordinator")
+
+
+@dataclass
+class _Epoch:
+    """What is known of the epoch that lives."""
+
+    started: set[str] = field(default_factory=set)
+    stopped: set[str] = field(default_factory=set)
+    ends: list[policy.WorkerEnd] = field(default_factory=list)
+    lost: list[policy.NodeLoss] = field(default_factory=list)
+    stopping: bool = False
+    deadline: float | None = None  # loop time at which even killed workers must be gone
+
+
+class Coordinator:
+    def __init__(
+        self, folder: RunFolder, plan: Plan, rules: Policy, key: bytes, node: str, recorder: Recorder, record: RunRecord
+    ):
+        self._folder, self._plan, self._rules, self._key = folder, plan, rules, key
+        self._node, self._recorder, self._record = node, recorder, record
+        self._expected = used_nodes(plan)
+        self._queue: asyncio.Queue[tuple[int, str, object]] = asyncio.Queue()  # (epoch when heard, node, what)
+        self._group = Membership(
+            run=folder.run_id,
+            plan=plan,
+            key=key,
+            expected=self._expected,
+            epoch=lambda: record.epoch,
+            tell=lambda node, what: self._queue.put_nowait((record.epoch, node, what)),
+            note=self._note,
+            silence_s=rules.heartbeat_timeout_s,
+        )
+        self._request: policy.Request | None = None
+        self._budget = policy.Budget(rules.max_restarts, record.restarts)
+        self._furthest = -1  # last step completed in any epoch
+
+    @property
+    def epoch(self) -> int:
+        return self._record.epoch
+
+    async def run(self, host: str, port: int = 0) -> policy.Decision:
+        """Coordinate until the run is over; the decision that ended it."""
+        server = await asyncio.start_server(self._group.connected, host, port, limit=LONGEST_LINE)
+        where = server.sockets[0].getsockname()
+        write_private(self._folder.coordinator, msgspec.json.encode({"host": where[0], "port": where[1]}))
+        ticker = asyncio.create_task(self._group.tick())
+        try:
+            self._record.update(state="starting", reason=f"waiting for {len(self._expected)} nodes")
+            decision = await self._gather()
+            while decision is None or decision.again:
+                decision = policy.decide(await self._live(), self._budget)
+                self._budget = decision.budget
+                self._record.end_epoch(decision)
+                if decision.cause:
+                    self._recorder.metrics.add("orch_faults", 1, decision.cause.kind, "agent")
+                if decision.again:
+                    self._recorder.metrics.add("orch_restarts", 1, "failure" if decision.counted else "saved")
+                self._note("epoch_ended", reason=decision.reason, again=decision.again, counted=decision.counted)
+            await self._finish(decision)
+            return decision
+        finally:
+            ticker.cancel()
+            server.close()
+            self._group.close()
+
+    # ---------------------------------------------------------------------------------- phases
+
+    async def _gather(self) -> policy.Decision | None:
+        """Wait for every node of the plan. None: all are here."""
+        end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
+        while len(self._group.members) < len(self._expected):
+            event = await self._next(end)
+            if event is None:
+                missing = [node for node in self._expected if node not in self._group.members]
+                text = f"{_some(missing)} did not join within {self._rules.join_timeout_s:g} s"
+                return self._over("failed", Exit.CAPACITY, "join_timeout", text)
+            node, what = event
+            if isinstance(what, Lost):
+                return self._over("failed", Exit.CAPACITY, "node_lost", f"{node}: {what.text}", node)
+            if isinstance(what, Unfit):
+                return self._over("failed", what.code, "node_unfit", what.text, node)
+            if isinstance(what, Notice):
+                self._ask(what)
+                return self._over(self._request.kind, Exit.RESTART, "", f"{self._request.reason}; nothing had started")
+        self._group.gathering = False
+        self._record.joined({node: self._group.members[node].join for node in self._expected})
+        self._note("nodes_joined", nodes=len(self._group.members))
+        return None
+
+    async def _live(self) -> policy.EpochEnd:
+        """One life of the workers, from the new epoch to the last of them gone."""
+        now = _Epoch()
+        before = self._furthest
+        self._record.begin_epoch()  # on disk before anybody hears of it
+        self._recorder.metrics.set("orch_wanted_nodes", len(self._expected))
+        self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
+        for member in self._group.members.values():
+            member.ready = None
+            member.channel.send(self.epoch, Prepare())
+        end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
+        while any(member.ready is None for member in self._group.members.values()) and not now.stopping:
+            event = await self._next(end)
+            if event is None:
+                late = [node for node, member in self._group.members.items() if member.ready is None]
+                event = late[0], Lost("no answer to a new epoch")
+            self._take(now, *event)
+        if not now.stopping:
+            self._assign()
+        while not self._is_over(now):
+            event = await self._next(now.deadline)
+            if event is None:
+                late = [node for node in self._group.members if node not in now.stopped]
+                event = late[0], Lost("its workers cannot be killed")
+            self._take(now, *event)
+        return policy.EpochEnd(
+            epoch=self.epoch,
+            world_size=len(self._plan.ranks),
+            ends=tuple(now.ends),
+            lost=tuple(now.lost),
+            request=self._request,
+            new_steps=self._furthest > before,
+        )
+
+    def _assign(self) -> None:
+        """Tell every node its slice of the rank map, and where rank 0 will listen."""
+        first = self._group.members[self._plan.ranks[0].node]
+        for index, node in enumerate(self._expected):
+            seats = [Seat(rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == node]
+            self._group.members[node].channel.send(
+                self.epoch,
+                Assign(
+                    plan_hash=self._plan.hash,
+                    seats=seats,
+                    node_rank=index,
+                    world_size=len(self._plan.ranks),
+                    master_address=first.join.address,
+                    master_port=first.ready.port,
+                ),
+            )
+
+    def _is_over(self, now: _Epoch) -> bool:
+        return all(node in now.stopped for node in self._group.members)
+
+    async def _finish(self, decision: policy.Decision) -> None:
+        self._record.finish(decision)
+        self._note("run_ended", state=decision.state, code=decision.code, reason=decision.reason)
+        for member in self._group.members.values():
+            member.channel.send(self.epoch, Done(code=decision.code, reason=decision.reason))
+        end = asyncio.get_running_loop().time() + self._rules.grace_s
+        while self._group.members:  # an agent closes when it has nothing left to do
+            event = await self._next(end)
+            if event is None:
+                break
+            if isinstance(event[1], Lost):
+                self._group.drop(event[0], "node_left", event[1].text)
+
+    # ---------------------------------------------------------------------------------- events
+
+    def _take(self, now: _Epoch, node: str, what: object) -> None:
+        """One event of an epoch."""
+        member = self._group.members.get(node)
+        if isinstance(what, Lost):
+            if member is None:
+                return
+            now.lost.append(policy.NodeLoss(node, what.text))
+            self._group.drop(node, "node_lost", what.text)
+            self._record.lost(node)
+            self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
+            self._stop_all(now, f"node {node} is lost", "SIGTERM", self._failure_grace)
+        elif member is None:
+            return  # said before it was lost
+        elif isinstance(what, Ready):
+            member.ready = what
+        elif isinstance(what, Started):
+            now.started.add(node)
+            if len(now.started) == len(self._group.members):
+                self._record.running()
+                self._note("workers_started", workers=len(self._plan.ranks))
+        elif isinstance(what, WorkerExit):
+            self._worker_ended(now, node, what)
+        elif isinstance(what, Stopped):
+            now.stopped.add(node)
+        elif isinstance(what, Notice):
+            self._ask(what)
+            grace = 0.0 if what.force else self._rules.grace_s
+            self._stop_all(now, self._request.reason, what.signal, grace, force=what.force)
+
+    def _worker_ended(self, now: _Epoch, node: str, what: WorkerExit) -> None:
+        self._furthest = max(self._furthest, -1 if what.step is None else what.step)
+        now.ends.append(
+            policy.WorkerEnd(
+                rank=what.rank,
+                node=node,
+                code=what.code,
+                asked=what.asked,
+                order=len(now.ends),
+                step=what.step,
+                log=str(self._folder.rank_log(what.rank).relative_to(self._folder.path)),
+                tail=tuple(what.tail),
+            )
+        )
+        self._note("worker_ended", rank=what.rank, on=node, code=what.code, asked=what.asked, step=what.step)
+        if what.code != 0:
+            reason = policy.cause_of(now.ends[-1], self.epoch).text
+            saved = what.code == Exit.RESTART  # its peers are saving too: let them
+            self._stop_all(now, reason, "SIGTERM", self._rules.grace_s if saved else self._failure_grace)
+
+    @property
+    def _failure_grace(self) -> float:
+        return min(_FAILURE_GRACE_S, self._rules.grace_s)
+
+    def _stop_all(self, now: _Epoch, reason: str, signum: str, grace_s: float, force: bool = False) -> None:
+        """Ask every worker to end, once; `force` asks again."""
+        if now.stopping and not force:
+            return
+        now.stopping = True
+        now.deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
+        self._record.update(state="stopping" if self._request else "restarting", reason=reason)
+        for member in self._group.members.values():
+            member.channel.send(self.epoch, Stop(reason=reason, signal=signum, grace_s=grace_s))
+
+    def _ask(self, notice: Notice) -> None:
+        if self._request is None:
+            kind = "cancelled" if self._folder.cancel.exists() else "stopped"
+            self._request = policy.Request(kind, "cancelled by the user" if kind == "cancelled" else notice.reason)
+
+    async def _next(self, end: float | None) -> tuple[str, object] | None:
+        """The next event, None when loop time `end` has come."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                left = None if end is None else max(0.0, end - loop.time())
+                epoch, node, what = await asyncio.wait_for(self._queue.get(), left)
+            except TimeoutError:
+                return None
+            # an answer that was still in the queue when its epoch ended must not count for the next one
+            if epoch == self.epoch or isinstance(what, Lost | Notice):
+                return node, what
+
+    def _over(self, state: str, code: int, kind: str, text: str, node: str | None = None) -> policy.Decision:
+        """The decision that ends a run whose workers never started."""
+        cause = Cause(kind=kind, text=text, epoch=self.epoch, node=node) if kind else None
+        return policy.Decision(False, state, text, self._budget, int(code), cause=cause)
+
+    def _note(self, name: str, **fields: object) -> None:
+        log.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
+        self._recorder.event(name, **fields)
+
+
+def _some(nodes: list[str]) -> str:
+    shown = ", ".join(nodes[:8])
+    return shown + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

@@ -1,0 +1,179 @@
+"""Who belongs to a run: agents that have proven themselves, joined, and are still heard.
+
+What they say comes out in one stream of (node, message), with `Lost` for a member that went away. Which members an
+epoch has, and what follows when one is lost, is the coordinator's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.plan import Exit, Plan
+
+from .control import Channel, Refused, accept
+from .messages import AgentAlive, CoordinatorAlive, Done, Fenced, FromAgent, Join, Notice, Ready
+
+HEARTBEAT_S = 1.0
+_MOST_GREETING = 64  # connections that have not yet proven themselves
+_JOIN_S = 10.0
+
+log = logging.getLogger("orch.membership")
+
+
+@dataclass
+class Member:
+    """An agent that belongs to the run."""
+
+    channel: Channel
+    join: Join
+    silent_ticks: int = 0  # heartbeats since it was last heard. Counted, so that our own pauses are not blamed on it
+    ready: Ready | None = None  # its answer to the Prepare of this epoch
+    step: int | None = None  # furthest step of its workers
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A member went away."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A node of the plan came, and cannot be used."""
+
+    code: int
+    text: str
+
+
+class Membership:
+    """`tell(node, message)` gets what members say, `note(name, **fields)` what is worth an event."""
+
+    def __init__(
+        self,
+        run: str,
+        plan: Plan,
+        key: bytes,
+        expected: list[str],
+        epoch: Callable[[], int],
+        tell: Callable[[str, object], None],
+        note: Callable[..., None],
+        silence_s: float,
+    ):
+        self.members: dict[str, Member] = {}
+        self.gathering = True  # newcomers are let in
+        self._run, self._plan, self._key, self._expected = run, plan, key, expected
+        self._epoch, self._tell, self._note, self._silence_s = epoch, tell, note, silence_s
+        self._greeting = 0
+        self._tasks: set[asyncio.Task] = set()
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, from the greeting to its end."""
+        self._tasks.add(asyncio.current_task())
+        self._greeting += 1
+        channel = member = None
+        text = "connection closed"
+        try:
+            try:
+                if self._greeting > _MOST_GREETING:
+                    raise Refused("too many connections that have not proven themselves")
+                channel = await accept(reader, writer, self._run, self._key, FromAgent)
+                first = await asyncio.wait_for(channel.receive(), _JOIN_S)
+            finally:
+                self._greeting -= 1
+            member = self._admit(channel, first)
+            while member and (received := await channel.receive()) is not None:
+                if self.members.get(member.join.node) is not member:
+                    break  # dropped meanwhile; what it still says is not for this run
+                member.silent_ticks = 0
+                self._deliver(member, *received)
+        except (Refused, TimeoutError) as error:
+            text = f"refused: {error or 'no join'}"
+            peer = writer.get_extra_info("peername")
+            log.warning("connection from %s %s", peer, text)
+            self._note("connection_refused", peer=str(peer), reason=str(error))
+        finally:
+            if channel:
+                await channel.close()
+            else:
+                writer.close()
+            if member and self.members.get(member.join.node) is member:
+                self._tell(member.join.node, Lost(text))
+            self._tasks.discard(asyncio.current_task())
+
+    def _admit(self, channel: Channel, first: tuple[int, object] | None) -> Member | None:
+        """Make the newcomer a member, or tell it why not."""
+        if first is None or not isinstance(first[1], Join):
+            raise Refused("the first message was no join")
+        epoch, join = first
+        code, reason = None, ""
+        if join.node != channel.peer:
+            raise Refused(f"{channel.peer!r} joined as {join.node!r}")
+        if join.node not in self._expected:
+            code, reason = Exit.CONFIG, f"the plan gives no rank to node {join.node!r}"
+        elif join.plan_hash != self._plan.hash:
+            code, reason = Exit.CONFIG, f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
+        elif join.gpus < self._plan.cluster.gpus_per_node:
+            have, need = join.gpus, self._plan.cluster.gpus_per_node
+            code, reason = Exit.NODE, f"node {join.node} has {have} of {need} GPUs"
+        if code is not None:
+            channel.send(self._epoch(), Done(code=int(code), reason=reason))
+            self._note("join_refused", on=join.node, reason=reason)
+            if join.node in self._expected and self.gathering:
+                self._tell(join.node, Unfit(int(code), reason))
+            return None
+        if not self.gathering or join.node in self.members or epoch > self._epoch():
+            reason = f"epoch {self._epoch()} runs without this agent"
+            channel.send(self._epoch(), Fenced(reason=reason))
+            self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
+            return None
+        member = self.members[join.node] = Member(channel, join)
+        self._tell(join.node, join)
+        return member
+
+    def _deliver(self, member: Member, epoch: int, message: object) -> None:
+        """Into the queue, if it is of this epoch. Older ones may be under way until the agent has answered Ready."""
+        node = member.join.node
+        if epoch > self._epoch() or isinstance(message, Join):
+            raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
+        if isinstance(message, Notice):  # holds for the run, whatever the epoch
+            self._tell(node, message)
+        elif epoch < self._epoch():
+            if member.ready is not None:
+                self._fence(node, f"it spoke for epoch {epoch}, this is {self._epoch()}")
+        elif isinstance(message, AgentAlive):
+            member.step = message.step
+        else:
+            self._tell(node, message)
+
+    def _fence(self, node: str, reason: str) -> None:
+        """Out of the run: told so, so that it kills its workers even if it wakes up much later."""
+        self.members[node].channel.send(self._epoch(), Fenced(reason=reason))
+        self._tell(node, Lost(reason))
+
+    def drop(self, node: str, event: str, text: str) -> None:
+        """Out of the members; its connection is closed, and whatever it says is no longer heard."""
+        member = self.members.pop(node, None)
+        if member:
+            self._note(event, on=node, reason=text)
+            close = asyncio.create_task(member.channel.close())
+            self._tasks.add(close)
+            close.add_done_callback(self._tasks.discard)
+
+    async def tick(self) -> None:
+        """Heartbeats both ways. Only ticks are counted: no clock of another host is ever read."""
+        most = max(2, round(self._silence_s / HEARTBEAT_S))
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for node, member in list(self.members.items()):
+                member.channel.send(self._epoch(), CoordinatorAlive())
+                member.silent_ticks += 1
+                if member.silent_ticks == most:
+                    self._fence(node, f"silent for {self._silence_s:g} s")
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()

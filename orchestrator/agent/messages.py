@@ -1,0 +1,114 @@
+"""What agents and coordinator say to each other. docs/protocol.md tells when.
+
+Every message travels in an envelope with its epoch, so none of them repeats it. Unknown kinds and fields are refused.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", kw_only=True):
+    pass
+
+
+# ------------------------------------------------------------------------------------------ agent -> coordinator
+
+
+class Join(_Message, tag="join"):
+    """Who I am. The identity is the name that the launcher gave, never one derived from a host name."""
+
+    node: str
+    host: str  # for people
+    address: str  # where other nodes reach this one
+    pid: int
+    gpus: int
+    nics: int
+    plan_hash: str
+    metrics: str | None  # host:port of the Prometheus endpoint
+
+
+class Ready(_Message, tag="ready"):
+    """I follow this epoch, and nothing of an older one runs here. `port` is free on this node now."""
+
+    port: int
+
+
+class Started(_Message, tag="started"):
+    """All workers of this node have been started."""
+
+
+class WorkerExit(_Message, tag="worker_exit"):
+    rank: int
+    code: int  # negative: killed by that signal
+    asked: bool  # it had been told to stop before it ended
+    step: int | None  # last step it reported
+    tail: list[str]  # last lines of its log
+
+
+class Stopped(_Message, tag="stopped"):
+    """All workers of this epoch on this node have ended, with everything that they had started."""
+
+
+class Notice(_Message, tag="notice"):
+    """Somebody outside wants the run to end: a signal of the scheduler, or the supervisor went away."""
+
+    reason: str
+    signal: str  # name of the signal for the workers
+    force: bool  # it is not the first time that this agent is told: do not wait
+
+
+class AgentAlive(_Message, tag="agent_alive"):
+    step: int | None  # furthest step any worker of this node has reported
+
+
+# ------------------------------------------------------------------------------------------ coordinator -> agent
+
+
+class Prepare(_Message, tag="prepare"):
+    """Leave what you do and follow this epoch; answer with Ready."""
+
+
+class Seat(Struct, frozen=True, forbid_unknown_fields=True):
+    rank: int
+    gpu: int
+
+
+class Assign(_Message, tag="assign"):
+    """This node's slice of the rank map."""
+
+    plan_hash: str
+    seats: list[Seat]
+    node_rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+
+
+class Stop(_Message, tag="stop"):
+    """Pass `signal` on to the workers; what still runs after `grace_s` is killed."""
+
+    reason: str
+    signal: str
+    grace_s: float
+
+
+class CoordinatorAlive(_Message, tag="coordinator_alive"):
+    pass
+
+
+class Done(_Message, tag="done"):
+    """The run is over: exit with this code."""
+
+    code: int
+    reason: str
+
+
+class Fenced(_Message, tag="fenced"):
+    """A newer epoch exists and you are not in it: kill your workers and exit with 77."""
+
+    reason: str
+
+
+FromAgent = Join | Ready | Started | WorkerExit | Stopped | Notice | AgentAlive
+FromCoordinator = Prepare | Assign | Stop | CoordinatorAlive | Done | Fenced

@@ -1,0 +1,160 @@
+"""What happens after an epoch has ended: pure decisions from what was seen. Issue 8's re-planning will stand here."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.launch.state import Cause
+from orchestrator.plan.exits import FATAL, Exit, meaning
+
+#: Saved-and-wants-restart exits in a row without one new step, after which starting again is pointless.
+MOST_FRUITLESS = 5
+
+#: Codes that end the run with themselves: starting the same thing again on the same nodes cannot help.
+_FINAL_CODES = FATAL | {Exit.NODE, Exit.CAPACITY, Exit.FENCED}
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """The end of one worker, numbered in the order in which the coordinator heard of it."""
+
+    rank: int
+    node: str
+    code: int
+    asked: bool  # it had been told to stop
+    order: int
+    step: int | None = None
+    log: str = ""
+    tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    node: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Somebody asked for the end."""
+
+    kind: Literal["cancelled", "stopped"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """All that is known once every worker of an epoch is gone."""
+
+    epoch: int
+    world_size: int
+    ends: tuple[WorkerEnd, ...]
+    lost: tuple[NodeLoss, ...] = ()
+    request: Request | None = None
+    new_steps: bool = False  # a step beyond all earlier epochs was completed
+
+
+@dataclass(frozen=True)
+class Budget:
+    max_restarts: int
+    used: int = 0  # counted restarts
+    fruitless: int = 0  # uncounted ones in a row without a new step
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`again`: start the next epoch. Otherwise the run ends in `state` with `code`."""
+
+    again: bool
+    state: Literal["restarting", "done", "failed", "cancelled", "stopped"]
+    reason: str
+    budget: Budget
+    code: int = 0
+    counted: bool = False
+    cause: Cause | None = None
+
+
+def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
+    """The end that explains the others.
+
+    When one worker dies its peers fail in their collectives and leave with 75 or an error of their own, and their
+    agents may be heard earlier. So: those that nobody had told to stop come first; among them a signal or an error
+    comes before a 75, which may be an answer to a peer's end; then the order of hearing decides.
+    """
+    failed = [end for end in ends if end.code != 0]
+    by_themselves = [end for end in failed if not end.asked]
+    pool = by_themselves or failed
+    return min(pool, key=lambda end: (end.code == Exit.RESTART, end.order), default=None)
+
+
+def cause_of(end: WorkerEnd, epoch: int) -> Cause:
+    where = f"rank {end.rank} on {end.node}"
+    how = meaning(end.code)
+    code = "" if end.code < 0 or how.startswith("exit code") else f" (exit {end.code})"
+    at = f" after step {end.step}" if end.step is not None else ""
+    return Cause(
+        kind="worker_exit",
+        text=f"{where}: {how}{code}{at}",
+        epoch=epoch,
+        node=end.node,
+        rank=end.rank,
+        code=end.code,
+        step=end.step,
+        log=end.log,
+        tail=list(end.tail),
+    )
+
+
+def decide(end: EpochEnd, budget: Budget) -> Decision:
+    """What to do now. The contract's table, in the order in which the rows apply."""
+    complete = len(end.ends) == end.world_size
+    if complete and all(worker.code == 0 for worker in end.ends):
+        return Decision(again=False, state="done", code=0, reason="all workers are done", budget=budget)
+
+    first = first_cause(end.ends)
+    cause = cause_of(first, end.epoch) if first else None
+    by_itself = first is not None and not first.asked and first.code != Exit.RESTART
+
+    if end.lost and end.request is None:
+        gone = end.lost[0]
+        lost = Cause(kind="node_lost", text=f"{gone.node}: {gone.text}", epoch=end.epoch, node=gone.node)
+        return _end("failed", Exit.CAPACITY, lost.text, budget, lost)
+
+    if end.request is not None:
+        if by_itself and first.code in FATAL:
+            return _end("failed", first.code, cause.text, budget, cause)
+        saved = all(worker.code in (0, Exit.RESTART) for worker in end.ends) and (complete or not end.ends)
+        how = "; before any worker had started" if not end.ends else "" if saved else "; not every worker saved"
+        return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None if saved else cause)
+
+    if first is None:  # nobody failed, yet not everybody ended: only a lost node or a request can do that
+        text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
+        return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
+
+    if first.code in _FINAL_CODES:
+        return _end("failed", first.code, cause.text, budget, cause)
+
+    if first.code == Exit.RESTART:
+        fruitless = 0 if end.new_steps else budget.fruitless + 1
+        budget = Budget(budget.max_restarts, budget.used, fruitless)
+        if fruitless > MOST_FRUITLESS:
+            text = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
+            return _end("stopped", Exit.RESTART, text, budget, cause)
+        return Decision(again=True, state="restarting", reason=cause.text, budget=budget, cause=cause)
+
+    if budget.used >= budget.max_restarts:
+        spent = f"; max_restarts={budget.max_restarts} used up" if budget.max_restarts else ""
+        code = Exit.INTERNAL if first.code == Exit.INTERNAL else Exit.USER
+        return _end("failed", code, cause.text + spent, budget, cause)
+    budget = Budget(budget.max_restarts, budget.used + 1, 0)
+    return Decision(again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause)
+
+
+def _end(state: str, code: int, reason: str, budget: Budget, cause: Cause | None) -> Decision:
+    return Decision(again=False, state=state, code=int(code), reason=reason, budget=budget, cause=cause)
+
+
+def signal_name(signum: int) -> str:
+    return signal.Signals(signum).name

@@ -1,0 +1,65 @@
+"""Everything that a node has to tell, in three forms: metrics lines, events lines, Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import EventReport, StepReport
+
+from .metrics import NodeMetrics
+from .reports import JsonLines, parse, stamped
+
+_MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
+
+
+class Recorder:
+    """One a node. `clock` gives Unix seconds."""
+
+    def __init__(self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time):
+        self.node, self.metrics = node, NodeMetrics(folder.run_id, node, plan)
+        self._clock = clock
+        self._steps = JsonLines(folder.metrics(node))
+        self._events = JsonLines(folder.events(node))
+        self._epoch = -1
+        self._unreadable = 0
+        self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._unreadable = 0
+        self.last_step.clear()
+        self.metrics.begin_epoch(epoch)
+
+    @property
+    def furthest_step(self) -> int | None:
+        return max(self.last_step.values(), default=None)
+
+    def on_line(self, rank: int, line: bytes) -> None:
+        """One line of a worker's report pipe."""
+        report, at = parse(line, rank, self._epoch), self._clock()
+        if isinstance(report, StepReport):
+            self.last_step[rank] = report.step
+            self._steps.write(stamped(line, at))
+            self.metrics.on_step(report, at)
+        elif isinstance(report, EventReport):
+            self._events.write(stamped(line, at))
+            self.metrics.on_event(report, at)
+        else:
+            self._unreadable += 1
+            self.metrics.add("orch_reports_unreadable", 1)
+            if self._unreadable <= _MOST_UNREADABLE:
+                self.event("report_unreadable", rank=rank, line=line[:200].decode(errors="backslashreplace"))
+
+    def event(self, name: str, **fields: object) -> None:
+        """Something that the agent or the coordinator itself did or saw."""
+        record = {"kind": "agent", "name": name, "node": self.node, "epoch": self._epoch, **fields}
+        self._events.write(stamped(msgspec.json.encode(record), self._clock()))
+
+    def close(self) -> None:
+        self._steps.close()
+        self._events.close()

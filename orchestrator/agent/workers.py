@@ -1,0 +1,187 @@
+"""The workers of one node, as the agent sees them: started, signalled and waited for through the warden."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.launch.processes import become_subreaper, kill_descendants
+
+from .reports import ReportPipe
+from .warden import LARGEST_PACKET
+
+_PIPE_BYTES = 1 << 20
+
+
+class Workers:
+    """At most one life of workers at a time. Callbacks run in the event loop.
+
+    `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had been told to stop).
+    `on_empty()`: all have, and nothing that they started is left. `on_line(rank, line)`: one report, unread.
+    """
+
+    def __init__(
+        self,
+        on_exit: Callable[[int, int, bool], None],
+        on_empty: Callable[[], None],
+        on_line: Callable[[int, bytes], None],
+    ):
+        self._on_exit, self._on_empty, self._on_line = on_exit, on_empty, on_line
+        self._warden: subprocess.Popen | None = None
+        self._socket: socket.socket | None = None
+        self._alive: dict[int, int] = {}  # rank -> pid, 0 until the warden has said it
+        self._pipes: dict[int, ReportPipe] = {}
+        self._asked = False
+        self._kill_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict(self._alive)
+
+    @property
+    def warden_pid(self) -> int | None:
+        return self._warden.pid if self._warden else None
+
+    def open(self) -> None:
+        """Start the warden. Its environment, this process's own, is what the workers inherit."""
+        become_subreaper()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = [sys.executable, "-P", "-m", "orchestrator.agent.warden", str(theirs.fileno())]
+            self._warden = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._socket = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._heard)
+
+    def start(
+        self, rank: int, argv: Sequence[str], environment: Mapping[str, str], cwd: str, log: Path, banner: str = ""
+    ) -> None:
+        """Start one worker. Its standard output and error are appended to `log`."""
+        if self._socket is None:
+            self.open()
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a worker that writes faster than we read never waits
+        with contextlib.suppress(OSError, AttributeError):  # a larger pipe is a courtesy
+            import fcntl
+
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._alive[rank] = 0
+        self._pipes[rank] = ReportPipe(read, lambda line: self._on_line(rank, line))
+        order = {
+            **{"do": "start", "rank": rank, "argv": list(argv), "environment": dict(environment)},
+            **{"cwd": cwd, "log": str(log), "banner": banner},
+        }
+        try:
+            self._order(order, [write])
+        finally:
+            os.close(write)
+
+    def signal(self, signum: int) -> None:
+        """Pass a signal on to every worker, to the worker itself and not to what it started."""
+        self._order({"do": "signal", "signal": int(signum)})
+
+    def stop(self, signum: int, grace_s: float) -> None:
+        """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never lengthens it."""
+        if not self._alive:
+            return
+        self._asked = True
+        self.signal(signum)
+        self.signal(signal.SIGCONT)  # a stopped process would not hear it
+        loop = asyncio.get_running_loop()
+        due = loop.time() + grace_s
+        if self._kill_timer is None or self._kill_timer.when() > due:
+            self._cancel_timer()
+            self._kill_timer = loop.call_at(due, self.kill)
+
+    def kill(self) -> None:
+        """SIGKILL to all workers and everything below them."""
+        if self._alive:
+            self._asked = True
+            self._order({"do": "kill"})
+
+    def close(self) -> None:
+        """Kill everything and let the warden go. Blocks for the milliseconds that takes."""
+        self._cancel_timer()
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()  # the warden's sign to clear up and leave
+            self._socket = None
+        if self._warden is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._warden.wait(15)
+        kill_descendants(reap=False)  # nothing, unless the warden was killed
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes.clear()
+
+    def _order(self, order: dict, descriptors: Sequence[int] = ()) -> None:
+        if self._socket is None:
+            return
+        packet = json.dumps(order).encode()
+        if len(packet) > LARGEST_PACKET:
+            raise ValueError(f"the command and environment of a worker take {len(packet)} bytes, over {LARGEST_PACKET}")
+        with contextlib.suppress(OSError):  # the warden is gone: _heard tells
+            socket.send_fds(self._socket, [packet], list(descriptors))
+
+    def _heard(self) -> None:
+        assert self._socket is not None
+        while True:
+            try:
+                packet = self._socket.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._warden_lost()
+                return
+            answer = json.loads(packet)
+            if "started" in answer:
+                self._alive[answer["started"]] = answer["pid"]
+            elif "exit" in answer:
+                self._ended(answer["exit"], answer["code"])
+            elif "empty" in answer:
+                self._all_ended()
+
+    def _ended(self, rank: int, code: int) -> None:
+        if self._alive.pop(rank, None) is None:
+            return
+        pipe = self._pipes.pop(rank, None)
+        if pipe:
+            pipe.read()  # what it said last
+            pipe.close()
+        self._on_exit(rank, code, self._asked)
+
+    def _all_ended(self) -> None:
+        if self._alive:
+            return
+        self._cancel_timer()
+        self._asked = False
+        self._on_empty()
+
+    def _warden_lost(self) -> None:
+        """Somebody killed the warden: the kernel has killed the workers, the rest is ours now."""
+        assert self._socket is not None and self._warden is not None
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        self._warden.wait()
+        kill_descendants()
+        had = list(self._alive)
+        for rank in had:
+            self._ended(rank, -signal.SIGKILL)
+        if had:
+            self._all_ended()
+
+    def _cancel_timer(self) -> None:
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+            self._kill_timer = None

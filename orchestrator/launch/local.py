@@ -1,0 +1,177 @@
+"""The local backend: this machine as a cluster. A detached supervisor a run stands for the scheduler."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+
+from . import snapshot
+from .processes import Identity, identity, send_signal
+from .request import LaunchRequest, Parcel, check_contents, compose_environment, to_bytes
+from .run_folder import RunFolder, write_private
+from .state import SCHEMA, RunState, read_state, write_state
+
+
+class LocalRecord(Frozen):
+    """backend.json: the processes of the run, as the supervisor knows them."""
+
+    supervisor: tuple[int, int]  # pid, start time in the kernel's ticks
+    agents: dict[str, int] = {}  # node -> pid
+    exit_codes: dict[str, int] = {}  # node -> exit code, negative: signal
+
+
+class Cancel(Frozen):
+    """cancel.json: somebody asked for the end."""
+
+    at: float
+    uid: int
+    force: bool
+
+
+class LocalBackend:
+    name = "local"
+    agent_flags = ("--lifeline",)
+
+    def check(self, request: LaunchRequest) -> None:
+        if sys.platform != "linux":
+            raise OrchError(f"the local backend needs Linux, this is {sys.platform}", Exit.CAPACITY)
+        if request.device == "cpu":
+            return
+        have, need = gpus_here(), request.nodes * request.gpus_per_node
+        if request.nodes == 1 and need <= have:
+            return
+        wanted = f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
+        raise OrchError(f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run", Exit.CAPACITY)
+
+    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
+        request = parcel.request
+        self.check(request)
+        check_contents(parcel)
+        folder = RunFolder(Path(request.run_dir))
+        folder.create()
+        now = time.time()
+        state = RunState(
+            schema=SCHEMA,
+            run_id=request.run_id,
+            state="pending",
+            created_at=now,
+            updated_at=now,
+            writer="backend",
+            backend=self.name,
+            plan_hash=request.plan_hash,
+            summary=request.summary,
+            max_restarts=request.policy.max_restarts,
+        )
+        try:
+            for file in request.files:
+                content = parcel.contents.get(file.path) if file.sha256 else secrets.token_hex(32).encode() + b"\n"
+                write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
+            snapshot.copy(request.code, folder)
+            write_private(folder.request, to_bytes(request), durable=False)
+            write_state(folder, state)
+            self._start(folder, request, environ)
+        except BaseException as error:
+            reason = getattr(error, "message", None) or f"submitting failed: {type(error).__name__}: {error}"
+            code = int(getattr(error, "exit", Exit.INTERNAL))
+            final = {"state": "failed", "exit_code": code, "reason": reason, "ended_at": time.time()}
+            write_state(folder, msgspec.structs.replace(state, **final))
+            raise
+        return request.handle
+
+    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+        self.check(request)
+        self._start(folder, request, environ, resume=True)
+        return request.handle
+
+    def cancel(self, folder: RunFolder, force: bool) -> None:
+        record = read_record(folder)
+        if record is None or not self.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
+        wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
+        write_private(folder.cancel, msgspec.json.encode(wish))
+        if not send_signal(Identity(*record.supervisor), signal.SIGTERM):
+            raise OrchError(f"run {folder.run_id} has lost its supervisor and is ending by itself", Exit.CAPACITY)
+
+    def is_alive(self, folder: RunFolder) -> bool:
+        return folder.is_alive()
+
+    def _start(
+        self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str], resume: bool = False
+    ) -> None:
+        """Start the supervisor: own session, nothing of this terminal, holding the run's lock."""
+        lock = folder.take_lock()
+        if lock is None:
+            raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        try:
+            if resume:
+                prepare_resume(folder)
+            argv = [sys.executable, "-P", "-m", "orchestrator.launch.supervisor", "--run-dir", str(folder.path)]
+            log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.set_inheritable(lock, True)
+            with os.fdopen(log, "wb") as output:
+                process = subprocess.Popen(
+                    [*argv, "--lock", str(lock)],
+                    env=compose_environment(request.environment, environ),
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[lock],
+                    start_new_session=True,
+                )
+            found = identity(process.pid)
+            if found:
+                write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
+            process.returncode = 0  # it is nobody's child from here on: no warning, no wait
+        finally:
+            os.close(lock)
+
+
+def prepare_resume(folder: RunFolder) -> None:
+    """Back to `pending`, keeping epochs and history. The caller holds the lock, so nobody else writes."""
+    state = read_state(folder)
+    folder.cancel.unlink(missing_ok=True)
+    changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None, "restarts": 0}
+    write_state(folder, msgspec.structs.replace(state, **changes, updated_at=time.time(), writer="backend", nodes={}))
+
+
+def read_record(folder: RunFolder) -> LocalRecord | None:
+    try:
+        return msgspec.json.decode(folder.backend.read_bytes(), type=LocalRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def write_record(folder: RunFolder, record: LocalRecord) -> None:
+    write_private(folder.backend, msgspec.json.encode(record), durable=False)
+
+
+def read_cancel(folder: RunFolder) -> Cancel | None:
+    try:
+        return msgspec.json.decode(folder.cancel.read_bytes(), type=Cancel)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs of this machine, by the driver's device files."""
+    return sum(1 for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
+
+
+def machine() -> str:
+    """What this machine has, in words."""
+    gpus = gpus_here()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}, {os.cpu_count()} CPUs, {memory:.0f} GiB of memory"

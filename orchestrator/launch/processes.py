@@ -1,0 +1,132 @@
+"""Processes of this machine: who is who, who descends from whom, and how to end a whole tree. Linux.
+
+The supervisor, the agent and the warden are each a *subreaper* (prctl(2)): a process whose parent dies becomes the
+child of the nearest one, so nothing started in a run can leave the tree, not even by a double fork and `setsid`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform != "linux":
+        raise OSError("agents and local runs need Linux (prctl)")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children from now on."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Send `signum` to the calling process when `parent` dies; call it in the child, between fork and exec."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it died before the line above
+        os.kill(os.getpid(), signum)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process beyond the reuse of its number: the kernel's start time (clock ticks since boot) goes with the pid."""
+
+    pid: int
+    started: int
+
+
+def _stat(pid: int) -> tuple[int, str, int] | None:
+    """(parent, state letter, start time) from /proc/<pid>/stat, None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the name in parentheses may hold anything
+        return int(fields[1]), fields[0].decode(), int(fields[19])
+    except (OSError, IndexError):
+        return None
+
+
+def identity(pid: int) -> Identity | None:
+    found = _stat(pid)
+    return Identity(pid, found[2]) if found else None
+
+
+def is_alive(process: Identity) -> bool:
+    """Running: neither gone, nor a zombie, nor another process that got the same number."""
+    found = _stat(process.pid)
+    return found is not None and found[1] not in "ZX" and found[2] == process.started
+
+
+def send_signal(process: Identity, signum: int) -> bool:
+    """Signal exactly that process; False when it is no more. A pidfd pins the number between look and signal."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return False
+    try:
+        if not is_alive(process):
+            return False
+        signal.pidfd_send_signal(fd, signum)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, zombies left out, parents before children."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (found := _stat(int(name))) and found[1] not in "ZX":
+            children.setdefault(found[0], []).append(int(name))
+    found_below, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found_below += below
+        queue += below
+    return found_below
+
+
+def kill_descendants(reap: bool = True, timeout_s: float = 10.0) -> list[int]:
+    """SIGKILL everything below this process until nothing is left; the pids that survived `timeout_s` are returned.
+
+    Killing goes in rounds because a process may fork between the listing and the signal; as subreaper this process
+    inherits what such a fork leaves. `reap` collects every dead child (a caller that waits itself sets it to False).
+    """
+    end = time.monotonic() + timeout_s
+    while left := descendants(os.getpid()):
+        if time.monotonic() > end:
+            return left
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        if reap:
+            reap_children()
+        time.sleep(0.002)
+    return []
+
+
+def reap_children() -> list[tuple[int, int]]:
+    """(pid, exit code as in `subprocess`) of every child that has ended and was not yet waited for."""
+    ended = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, os.waitstatus_to_exitcode(status)))

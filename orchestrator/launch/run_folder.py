@@ -1,0 +1,208 @@
+"""The run folder: where everything of one run lives, private to its user.
+
+Folders are 0700, files 0600. Replacing a file is atomic (a temporary file beside it, fsync, rename), so a reader sees
+the old or the new content, never a mixture, and a crash leaves one of the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_LONGEST_NAME = 120  # bytes of a file name made from a node's name
+
+
+def home_folder(environ: dict[str, str] | os._Environ) -> Path:
+    """`$ORCH_HOME`, or `~/.orch`."""
+    return Path(environ.get("ORCH_HOME") or Path.home() / ".orch").absolute()
+
+
+def new_run_id(name: str, now: float) -> str:
+    """`<name>-<UTC time>-<random>`: readable, sortable within a name, a DNS-1123 label (63 characters at most)."""
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
+    return f"{stem}-{time.strftime('%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+
+
+def check_run_id(run_id: str) -> str:
+    if not RUN_ID.fullmatch(run_id):
+        rule = "1 to 63 of a-z 0-9 -, starting and ending with a letter or digit"
+        raise OrchError(f"run id {run_id!r} is not usable: {rule}", Exit.USAGE)
+    return run_id
+
+
+def file_name(node: str) -> str:
+    """A file name for any node name: distinct names give distinct files, none leaves its folder.
+
+    Everything outside A-Z a-z 0-9 _ . - is percent-encoded, a leading dot too; a name too long for a file system is cut
+    and gets its hash.
+    """
+    name = quote(node, safe="", errors="surrogatepass").replace("~", "%7E")
+    name = "%2E" + name[1:] if name.startswith(".") else name
+    if len(name) > _LONGEST_NAME:
+        digest = hashlib.sha256(node.encode(errors="surrogatepass")).hexdigest()[:16]
+        name = f"{name[:_LONGEST_NAME]}%{digest}"
+    return name or "%"
+
+
+def make_private_folder(path: Path) -> None:
+    """Create `path` and its missing parents as 0700. A parent that others may write to is refused."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    check_private_parent(path)
+    for folder in reversed(missing):
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:  # another run made it in this moment
+            continue
+        except OSError as error:
+            raise OrchError(f"cannot make folder {folder}: {error.strerror}", Exit.CONFIG) from None
+
+
+def check_private_parent(path: Path) -> None:
+    """Refuse (78) a folder that another user may rename things in: owned by a stranger, or writable without sticky."""
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise OrchError(f"{path} is a file where a folder is needed", Exit.CONFIG)
+    if found.st_uid not in (0, os.geteuid()):
+        raise OrchError(f"folder {path} belongs to another user (uid {found.st_uid})", Exit.SECURITY)
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+        raise OrchError(f"folder {path} is writable by others ({mode}): chmod go-w, or set ORCH_HOME", Exit.SECURITY)
+
+
+def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool = True) -> None:
+    """Create or replace `path` atomically. `durable` also survives a power cut (fsync of file and folder)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_secret(path: Path) -> bytes:
+    """The per-run key (32 bytes, kept as hex). Refused (78) when anyone else could have read or written it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise OrchError(f"cannot read {path}: {error.strerror}", Exit.SECURITY) from None
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            mode = f"mode {stat.S_IMODE(found.st_mode):04o}, uid {found.st_uid}"
+            raise OrchError(f"{path} must belong to you alone (0600), found {mode}", Exit.SECURITY)
+        try:
+            key = bytes.fromhex(file.read().decode("ascii").strip())
+        except ValueError:
+            key = b""
+    if len(key) != 32:
+        raise OrchError(f"{path} does not hold a 32-byte key in hex", Exit.SECURITY)
+    return key
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of everything inside one run's folder."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    config = property(lambda self: self.path / "config.yaml")
+    request = property(lambda self: self.path / "request.json")
+    plan = property(lambda self: self.path / "plan.json")
+    code = property(lambda self: self.path / "code")
+    snapshot = property(lambda self: self.path / "code.json")
+    key = property(lambda self: self.path / "secret.key")
+    state = property(lambda self: self.path / "state.json")
+    backend = property(lambda self: self.path / "backend.json")  # what the scheduler of this run knows: pids, job ids
+    cancel = property(lambda self: self.path / "cancel.json")  # exists when somebody asked for the end
+    coordinator = property(lambda self: self.path / "coordinator.json")  # where the coordinator listens
+    lock = property(lambda self: self.path / "run.lock")  # held while anything of the run lives
+    logs = property(lambda self: self.path / "logs")
+    discovery = property(lambda self: self.path / "metrics.sd.json")  # Prometheus file_sd
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    report = property(lambda self: self.path / "report.json")
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def agent_log(self, node: str) -> Path:
+        return self.logs / f"agent-{file_name(node)}.log"
+
+    def events(self, node: str) -> Path:
+        return self.path / "events" / f"{file_name(node)}.jsonl"
+
+    def metrics(self, node: str) -> Path:
+        return self.path / "metrics" / f"{file_name(node)}.jsonl"
+
+    def create(self) -> None:
+        """Make the folder with its parts. OrchError (65) when it exists: one run, one folder."""
+        make_private_folder(self.path.parent)
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError:
+            raise OrchError(f"run {self.run_id} exists already in {self.path.parent}", Exit.CONFIG) from None
+        for part in ("logs", "events", "metrics", "checkpoints"):
+            (self.path / part).mkdir(mode=0o700)
+
+    def take_lock(self, wait_s: float = 0.5) -> int | None:
+        """An inheritable descriptor of the lock, None when something of the run still lives.
+
+        flock(2) belongs to the open file, so every process that inherits the descriptor holds the lock too: it is free
+        exactly when the supervisor and all agents are gone, however they went.
+        """
+        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            except OSError:  # `is_alive` of another process holds it for a moment
+                if time.monotonic() > end:
+                    os.close(fd)
+                    return None
+                time.sleep(0.02)
+
+    def is_alive(self) -> bool:
+        """Whether any process of the run lives, on this machine."""
+        fd = self.take_lock(wait_s=0.0)
+        if fd is None:
+            return True
+        os.close(fd)
+        return False

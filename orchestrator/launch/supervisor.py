@@ -1,0 +1,182 @@
+"""`python -m orchestrator.launch.supervisor`: the scheduler of one local run.
+
+It starts one agent a simulated node, passes on a request to end, waits for all, and has the last word in state.json
+when the coordinator did not live to say it. Each agent's standard input is a pipe of which the supervisor holds the
+other end: when the supervisor dies, however, they end the run and save. Single-threaded: it forks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, load_plan, meaning
+
+from .local import LocalRecord, read_cancel, write_record
+from .processes import become_subreaper, identity, kill_descendants, reap_children
+from .report import write_report
+from .request import LaunchRequest, from_bytes
+from .run_folder import RunFolder
+from .state import Cause, read_state, write_state
+
+_LEAVE_S = 20.0  # for agents to go after the run's last word
+_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+log = logging.getLogger("orch.supervisor")
+
+
+class Supervisor:
+    def __init__(self, folder: RunFolder, request: LaunchRequest, lock: int):
+        self._folder, self._request, self._lock = folder, request, lock
+        self._agents: dict[str, subprocess.Popen] = {}
+        self._codes: dict[str, int] = {}
+        self._deadline: float | None = None
+
+    def run(self) -> int:
+        """The run's exit code, after every process of it has ended."""
+        become_subreaper()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # they wait for sigtimedwait; children get them unblocked
+        self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
+        try:
+            for agent in self._request.agents:
+                self._agents[agent.node] = self._start(agent.node, agent.argv)
+            self._remember()
+            while len(self._codes) < len(self._agents):
+                self._hear(signal.sigtimedwait(_HEARD, 0.5))
+        finally:
+            left = kill_descendants()
+            if left:
+                log.error("processes %s cannot be killed", left)
+        return self._last_word()
+
+    def _start(self, node: str, argv: list[str]) -> subprocess.Popen:
+        descriptor = os.open(
+            self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        with os.fdopen(descriptor, "wb") as output:
+            return subprocess.Popen(
+                argv,
+                cwd=self._folder.path,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[self._lock],  # they hold the run's lock with us
+                start_new_session=True,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD),
+            )
+
+    def _hear(self, what: signal.struct_siginfo | None) -> None:
+        if what is not None and what.si_signo != signal.SIGCHLD:
+            self._end(signal.Signals(what.si_signo).name)
+        nodes = {agent.pid: node for node, agent in self._agents.items()}
+        for pid, code in reap_children():
+            if pid in nodes:  # the others are orphans of a killed agent
+                self._codes[nodes[pid]] = self._agents[nodes[pid]].returncode = code
+                log.info("agent of %s: %s", nodes[pid], meaning(code))
+                self._remember()
+        if self._deadline is None and read_state(self._folder).is_final:
+            self._deadline = time.monotonic() + _LEAVE_S
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._kill()
+
+    def _end(self, reason: str) -> None:
+        """Pass a request to end on to every agent; to the second one, and to a forced cancel, there is no answer."""
+        wish = read_cancel(self._folder)
+        log.info("asked to end (%s)%s", reason, ", by force" if wish and wish.force else "")
+        if wish and wish.force:
+            self._kill()
+            return
+        for node, agent in self._agents.items():
+            if node not in self._codes:
+                agent.send_signal(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for node, agent in self._agents.items():
+            if node not in self._codes:
+                agent.kill()  # its warden kills the workers
+
+    def _remember(self) -> None:
+        me = identity(os.getpid())
+        pids = {node: agent.pid for node, agent in self._agents.items()}
+        write_record(
+            self._folder, LocalRecord(supervisor=(me.pid, me.started), agents=pids, exit_codes=dict(self._codes))
+        )
+
+    def _last_word(self) -> int:
+        """The coordinator's, or ours when it was killed before it could speak."""
+        state = read_state(self._folder)
+        if state.is_final:
+            return state.exit_code or 0
+        wish = read_cancel(self._folder)
+        code, final, cause = self._judge(state.epoch)
+        if wish:
+            code, final = int(Exit.RESTART), "cancelled"
+        reason = "cancelled by force" if wish and wish.force else cause.text
+        now = time.time()
+        state = msgspec.structs.replace(
+            state,
+            state=final,
+            exit_code=code,
+            reason=reason,
+            cause=cause,
+            ended_at=now,
+            updated_at=now,
+            writer="backend",
+        )
+        self._folder.discovery.unlink(missing_ok=True)
+        with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
+            write_report(self._folder, load_plan(self._folder.plan), state)
+        write_state(self._folder, state)
+        return code
+
+    def _judge(self, epoch: int) -> tuple[int, str, Cause]:
+        """From the agents' ends: a killed one is a lost node (76), any other code says what it found."""
+        killed = [node for node, code in self._codes.items() if code < 0]
+        failed = [node for node, code in self._codes.items() if code > 0]
+        first = next(iter(killed + failed), None)
+        if first is None:
+            return int(Exit.INTERNAL), "failed", Cause(kind="internal", text="agents left without a word", epoch=epoch)
+        code = self._codes[first]
+        text = f"agent of {first}: {meaning(code)}"
+        if code < 0:
+            return int(Exit.CAPACITY), "failed", Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code)
+        cause = Cause(kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first))
+        return code, "stopped" if code == Exit.RESTART else "failed", cause
+
+    def _log(self, node: str) -> str:
+        return str(self._folder.agent_log(node).relative_to(self._folder.path))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="orchestrator.launch.supervisor")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--lock", required=True, type=int)
+    args = parser.parse_args(argv)
+    os.umask(0o077)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    folder = RunFolder(args.run_dir)
+    try:
+        return Supervisor(folder, from_bytes(folder.request.read_bytes()), args.lock).run()
+    except OrchError as error:
+        log.error("%s", error.message)
+        return error.exit
+    except Exception as error:
+        log.exception("internal error")
+        with contextlib.suppress(Exception):
+            final = {"state": "failed", "exit_code": int(Exit.INTERNAL), "ended_at": time.time()}
+            write_state(folder, msgspec.structs.replace(read_state(folder), **final, reason=f"supervisor: {error}"))
+        return Exit.INTERNAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""Whole local runs: supervisor, agents, wardens and stand-in workers as real processes; faults as real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import pytest
+
+from orchestrator.launch.local import LocalBackend, read_record
+from orchestrator.launch.processes import identity, is_alive
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import read_state, true_state
+from tests.launch.parcels import submit, wait_end, wait_for, wait_state, wait_step
+from tests.plans import make_plan
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder for runs; whatever a failed test leaves alive is killed by its own pids."""
+    folder = tmp_path / "runs"
+    yield folder
+    for run in folder.glob("*"):
+        record = read_record(RunFolder(run))
+        if record and (found := identity(record.supervisor[0])) and found.started == record.supervisor[1]:
+            os.kill(found.pid, signal.SIGKILL)
+
+
+def plan(nodes: int = 2, ranks: int = 4, **fields):
+    return make_plan(dp=ranks, nodes=nodes, **fields)
+
+
+def processes(folder: RunFolder) -> dict[str, object]:
+    """Identities of everything a run's workers wrote down: worker pids and their grandchildren."""
+    found = {}
+    for path in [*folder.path.glob("pid-*"), *folder.path.glob("grandchild-*")]:
+        if path.read_text() and (one := identity(int(path.read_text()))):
+            found[path.name] = one
+    return found
+
+
+def wait_workers(folder: RunFolder, count: int, epoch: int = 0) -> None:
+    def said() -> int:
+        return sum(1 for path in folder.path.glob(f"pid-{epoch}-*") if path.read_text())
+
+    wait_for(lambda: said() == count, what=f"{count} workers")
+
+
+def agents(folder: RunFolder) -> dict[str, int]:
+    return wait_for(lambda: (r := read_record(folder)) and r.agents, what="agents")
+
+
+def test_a_run_from_submit_to_done(runs):
+    folder = submit(plan(), runs)
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.epoch) == ("done", 0, 0)
+    report = json.loads(folder.report.read_text())
+    assert report["steps"] == {"planned": 4, "completed": 3, "replayed": 0, "tokens": 384}
+    assert report["memory"]["params"]["measured"] == 103  # the worst rank
+    assert report["loss"] == {"first": 5.0, "last": 5.0 / 3}
+    assert not folder.discovery.exists()
+    assert {oct(p.stat().st_mode & 0o777) for p in folder.path.rglob("*") if p.is_file()} == {"0o600"}
+    assert {oct(p.stat().st_mode & 0o777) for p in [folder.path, *folder.path.rglob("*")] if p.is_dir()} == {"0o700"}
+
+
+@pytest.mark.parametrize(
+    ("worker", "run", "phase"),
+    [
+        (1, 1, "failed"),
+        (3, 1, "failed"),
+        (127, 1, "failed"),
+        (64, 64, "failed"),
+        (65, 65, "failed"),
+        (70, 70, "failed"),
+        (74, 74, "failed"),
+        (76, 76, "failed"),
+        (77, 77, "failed"),
+        (78, 78, "failed"),
+        (-9, 1, "failed"),
+        (-11, 1, "failed"),
+    ],
+)
+def test_what_a_workers_code_makes_of_the_run(runs, worker, run, phase):
+    state = wait_end(submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_DIE": f"1:2:{worker}"}))
+    assert (state.state, state.exit_code) == (phase, run)
+    assert (state.cause.rank, state.cause.node, state.cause.code) == (1, "node0", worker)
+    assert state.cause.tail[-1] == f"dying with {worker} before step 2"
+
+
+def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05"}
+    folder = submit(plan(), runs, env=env)
+    wait_step(folder, 3)
+    alive = processes(folder)
+    victim = alive.pop("pid-0-2")
+    os.kill(victim.pid, signal.SIGKILL)
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.cause.rank, state.cause.code) == ("failed", 1, 2, -9)
+    assert state.reason.startswith("rank 2 on node1: killed by SIGKILL after step")
+    assert state.cause.log == "logs/rank-00002.log"
+    assert not any(is_alive(one) for one in alive.values())
+
+
+def test_workers_that_do_not_listen_are_killed_after_the_grace(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_DEAF": "1", "ORCH_TEST_DIE": "0:3:5"}
+    folder = submit(plan(), runs, env=env, backend={"grace_s": 0.5})
+    assert wait_end(folder).cause.code == 5
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_killing_an_agent_leaves_no_orphan_for_two_seconds(runs, which):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1", "ORCH_TEST_DEAF": "1"}
+    folder = submit(plan(), runs, env=env, backend={"grace_s": 60})
+    wait_workers(folder, 4)
+    alive = processes(folder)
+    of_node = {name: one for name, one in alive.items() if int(name[-1]) // 2 == which}
+    assert len(alive) == 8 and len(of_node) == 4  # a worker and a grandchild each
+    os.kill(agents(folder)[f"node{which}"], signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for(lambda: not any(is_alive(one) for one in of_node.values()), 2.0, "end of the node's processes")
+    print(f"gone after {time.monotonic() - killed:.3f} s")
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "node_lost")
+    assert f"node{which}" in state.reason
+    assert not any(is_alive(one) for one in alive.values())
+
+
+def test_killing_the_supervisor_ends_the_run_saved_and_says_so(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1", "ORCH_TEST_SPAWN": "1"}
+    folder = submit(plan(), runs, env=env)
+    wait_workers(folder, 4)
+    wait_step(folder, 2)
+    alive = processes(folder)
+    os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
+    state = wait_end(folder)
+    assert (state.state, state.exit_code) == ("stopped", 75)
+    assert "the supervisor is gone" in state.reason
+    assert len(list(folder.path.glob("saved-*"))) == 4
+    assert not any(is_alive(one) for one in alive.values())
+
+
+def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05"}
+    folder = submit(plan(), runs, env=env)
+    wait_step(folder, 2)
+    alive = processes(folder)
+    for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not folder.is_alive(), 5)
+    assert read_state(folder).state in ("running", "restarting", "stopping")  # nobody could write any more
+    state = true_state(folder, folder.is_alive())
+    assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "supervisor_lost")
+    wait_for(lambda: not any(is_alive(one) for one in alive.values()), 2.0)
+
+
+def test_restart_from_the_last_save_while_the_budget_lasts(runs):
+    env = {"ORCH_TEST_STEPS": "8", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1", "ORCH_TEST_DIE": "3:4:9:0"}
+    folder = submit(plan(), runs, env=env, backend={"max_restarts": 1})
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.epoch, state.restarts) == ("done", 0, 1, 1)
+    first, second = state.epochs
+    assert (first.outcome, first.counted, first.cause.rank, first.cause.code) == ("restart", True, 3, 9)
+    assert (second.outcome, second.counted) == ("done", False)
+    assert "--- orch: epoch 1" in folder.rank_log(3).read_text()
+    assert json.loads(folder.report.read_text())["steps"]["completed"] == 8
+
+
+def test_the_budget_ends(runs):
+    folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_DIE": "0:1:7"}, backend={"max_restarts": 2})
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.epoch, state.restarts) == ("failed", 1, 2, 2)
+    assert [epoch.counted for epoch in state.epochs] == [True, True, False]
+
+
+def test_saved_and_wants_restart_costs_no_budget_but_is_bounded(runs):
+    folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_DIE": "0:1:75,1:1:75"})
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.restarts) == ("stopped", 75, 0)
+    assert len(state.epochs) == 6 and "without a new step" in state.reason
+
+
+def test_cancel_saves_first_and_resume_goes_on(runs):
+    env = {"ORCH_TEST_STEPS": "30", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
+    folder = submit(plan(), runs, env=env)
+    backend = LocalBackend()
+    wait_step(folder, 2)
+    backend.cancel(folder, force=False)
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.reason) == ("cancelled", 75, "cancelled by the user")
+    saved = int((folder.path / "saved-0").read_text())
+    assert 2 <= saved < 30
+    from orchestrator.launch.request import from_bytes
+
+    backend.resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.epoch) == ("done", 0, 1)
+    assert f"starts after step {saved}" in folder.rank_log(0).read_text()
+
+
+def test_a_forced_cancel_does_not_wait(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_DEAF": "1", "ORCH_TEST_SPAWN": "1"}
+    folder = submit(plan(), runs, env=env, backend={"grace_s": 60})
+    wait_workers(folder, 4)
+    alive = processes(folder)
+    LocalBackend().cancel(folder, force=True)
+    state = wait_end(folder, 8)
+    assert (state.state, state.exit_code) == ("cancelled", 75)
+    assert not any(is_alive(one) for one in alive.values())
+
+
+def test_a_scheduler_signal_to_one_agent_saves_everywhere(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
+    folder = submit(plan(), runs, env=env)
+    wait_step(folder, 2)
+    os.kill(agents(folder)["node1"], signal.SIGTERM)
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.reason) == ("stopped", 75, "node1: got SIGTERM")
+    assert len(list(folder.path.glob("saved-*"))) == 4
+
+
+def test_the_second_signal_kills(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_DEAF": "1"}
+    folder = submit(plan(), runs, env=env, backend={"grace_s": 60})
+    wait_step(folder, 2)
+    agent = agents(folder)["node1"]
+    os.kill(agent, signal.SIGTERM)
+    wait_state(folder, "stopping")
+    os.kill(agent, signal.SIGTERM)
+    state = wait_end(folder, 10)
+    assert (state.state, state.exit_code) == ("stopped", 75)
+    assert state.reason.endswith("not every worker saved")
+
+
+def test_a_frozen_agent_is_a_lost_node(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1"}
+    folder = submit(plan(), runs, env=env, backend={"heartbeat_timeout_s": 2.0, "grace_s": 1.0})
+    wait_workers(folder, 4)
+    wait_state(folder, "running")
+    alive = processes(folder)
+    agent = agents(folder)["node1"]
+    os.kill(agent, signal.SIGSTOP)
+    state = wait_state(folder, "failed")
+    assert (state.exit_code, state.cause.kind, state.cause.node) == (76, "node_lost", "node1")
+    os.kill(agent, signal.SIGCONT)  # it wakes up late, and is told that it is fenced
+    wait_end(folder)
+    assert read_record(folder).exit_codes["node1"] == 77
+    assert not any(is_alive(one) for one in alive.values())
+
+
+def test_a_killed_warden_takes_the_workers_with_it_and_the_run_restarts(runs):
+    env = {"ORCH_TEST_STEPS": "20", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1"}
+    folder = submit(plan(nodes=1), runs, env=env, backend={"max_restarts": 1})
+    wait_step(folder, 2)
+    alive = processes(folder)
+    worker = alive["pid-0-0"].pid
+    with open(f"/proc/{worker}/stat") as file:
+        warden = int(file.read().rpartition(")")[2].split()[1])
+    for path in folder.path.glob("grandchild-*"):
+        path.unlink()
+    os.kill(warden, signal.SIGKILL)
+    wait_for(lambda: not any(is_alive(one) for one in alive.values()), 2.0, "end of workers and grandchildren")
+    state = wait_end(folder)
+    assert (state.state, state.reason, state.epoch) == ("done", "all workers are done", 1)
+
+
+def test_a_program_that_does_not_exist_is_refused_once(runs):
+    folder = submit(plan(), runs, command=["no-such-program", "x"], backend={"max_restarts": 3})
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.epoch) == ("failed", 64, 0)
+    assert state.cause.tail == ["orch: program 'no-such-program' is not on PATH or not executable"]
+
+
+def test_two_runs_at_once_do_not_meet(runs):
+    env = {"ORCH_TEST_STEPS": "10"}
+    port = 29_900 + os.getpid() % 90
+    folders = [submit(plan(metrics_port=port), runs, run_id=f"run-{index}", env=env) for index in range(2)]
+    assert [wait_end(folder).state for folder in folders] == ["done", "done"]
+
+
+@pytest.mark.parametrize(
+    "names", [["a b", "../../x"], ["nœud/1", ".hidden"], ["x" * 300, "quote'\"$(id)"], ["new\nline", "tab\t"]]
+)
+def test_odd_node_names(runs, names):
+    folder = submit(make_plan(dp=2, node_names=names), runs)
+    state = wait_end(folder)
+    assert state.state == "done" and list(state.nodes) == names
+    assert len(list((folder.path / "metrics").iterdir())) == 2
+    assert [path for path in runs.iterdir() if path != folder.path] == []
+
+
+def test_a_node_that_never_comes(runs):
+    """The second agent cannot start: its program was replaced by one that leaves."""
+    from tests.launch.parcels import make_parcel
+
+    parcel = make_parcel(plan(), runs, join_timeout_s=3.0)
+    first, second = parcel.request.agents
+    second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "import time; time.sleep(8)"])
+    parcel = msgspec.structs.replace(parcel, request=msgspec.structs.replace(parcel.request, agents=[first, second]))
+    LocalBackend().submit(parcel, os.environ)
+    folder = RunFolder(runs / "test-run")
+    state = wait_state(folder, "failed")
+    assert (state.exit_code, state.reason) == (76, "node1 did not join within 3 s")
+    wait_end(folder)
+
+
+def test_garbage_on_the_report_pipe_is_counted_and_changes_nothing(runs):
+    folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_GARBAGE": "1"})
+    assert wait_end(folder).state == "done"
+    events = [json.loads(line) for line in folder.events("node0").read_text().splitlines()]
+    assert len([event for event in events if event["name"] == "report_unreadable"]) == 5
+    assert len(folder.metrics("node0").read_text().splitlines()) == 6

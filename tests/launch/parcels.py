@@ -1,0 +1,94 @@
+"""Launch requests for hand-made plans, and local runs of them, without configuration files."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.config.schema import BackendSpec
+from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.request import Code, Parcel, Site, make_request
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import RunState, true_state
+from orchestrator.plan import Plan
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+class SmallConfig(msgspec.Struct, frozen=True):
+    """The part of a Config that a request reads."""
+
+    backend: BackendSpec
+    choices: dict[str, str] = {}
+
+
+def make_parcel(
+    plan: Plan,
+    runs: Path,
+    *,
+    run_id: str = "test-run",
+    command: Sequence[str] = (sys.executable, WORKER),
+    backend: dict | None = None,
+    code: Code | None = None,
+    names: Sequence[str] = ("PATH", "HOME"),
+    join_timeout_s: float = 30.0,
+    env: dict[str, str] | None = None,
+) -> Parcel:
+    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0} | (backend or {})
+    site = Site(
+        run_id=run_id,
+        runs_dir=str(runs),
+        python=sys.executable,
+        environment_names=list(names),
+        cwd=str(runs.parent),
+        code=code or Code(kind="none"),
+        agent_flags=list(LocalBackend.agent_flags),
+        join_timeout_s=join_timeout_s,
+    )
+    return make_request(SmallConfig(BackendSpec(**fields, env=env or {})), plan, site, command)
+
+
+def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
+    """Start a run of the stand-in worker; `env` tells it what to do (see worker.py)."""
+    parcel = make_parcel(plan, runs, **options)
+    LocalBackend().submit(parcel, os.environ)
+    return RunFolder(Path(parcel.request.run_dir))
+
+
+def wait_for(condition, timeout_s: float = 30.0, what: str = "condition"):
+    """The first true value of `condition()`; AssertionError when it stays false."""
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"{what} did not come within {timeout_s} s"
+        time.sleep(0.02)
+    return value
+
+
+def wait_end(folder: RunFolder, timeout_s: float = 40.0) -> RunState:
+    """The final state, after every process of the run has gone."""
+    try:
+        wait_for(lambda: not folder.is_alive(), timeout_s, f"end of {folder.run_id}")
+    except AssertionError as error:
+        logs = "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.iterdir()))
+        raise AssertionError(f"{error}\n{folder.state.read_text()}\n{logs}") from None
+    return true_state(folder, alive=False)
+
+
+def wait_state(folder: RunFolder, *states: str, timeout_s: float = 30.0) -> RunState:
+    return wait_for(lambda: (s := true_state(folder, folder.is_alive())).state in states and s, timeout_s, str(states))
+
+
+def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float = 30.0) -> None:
+    """Until that many workers have reported that step."""
+    mark = re.compile(rb'"step": ?%d,' % step)
+
+    def seen() -> bool:
+        return sum(len(mark.findall(p.read_bytes())) for p in (folder.path / "metrics").glob("*.jsonl")) >= workers
+
+    wait_for(seen, timeout_s, f"step {step}")
