@@ -9,7 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
 from torch.utils._pytree import tree_leaves  # tensors inside an operator's arguments and results
 
-__all__ = ["TorchDispatchMode", "flash_backward", "flash_forward", "has_flash", "storage_key", "tree_leaves"]
+__all__ = ["DispatchMode", "flash_backward", "flash_forward", "has_flash", "storage_key", "tree_leaves"]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import torch._dynamo (900 modules, a second a process) to hide from the compiler:
+    it is never on while something compiles."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from trainer.compat import TorchDispatchMode, storage_key, tree_leaves
+from trainer.compat import DispatchMode, storage_key, tree_leaves
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 
@@ -31,7 +31,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     return (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(DispatchMode):
     """Live and peak bytes of the storages that operators create while the mode is on.
 
     A storage first met as an input was there before and is not counted; a storage is uncounted when torch frees it,

@@ -65,8 +65,8 @@ def weight_grad(x: Tensor, grad: Tensor) -> Tensor:
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def install(stages: Iterable[nn.Module], queue: WeightQueue) -> None:
-    """Give every `Linear` in `stages` an op that can wait.
+def install(stages: Iterable[nn.Module], queue: WeightQueue, compiled: bool = False) -> None:
+    """Give every `Linear` in `stages` an op that can wait; `compiled`: one that the compiler leaves alone.
 
     A matrix that something else uses as well (a head tied to the embedding on the same rank) keeps its own op: its
     parts must be summed within one backward, or its gradient would arrive twice.
@@ -77,7 +77,9 @@ def install(stages: Iterable[nn.Module], queue: WeightQueue) -> None:
         if isinstance(module, Linear) and holders[id(module.weight)] == 1:
             if module.op is not F.linear:
                 raise ValueError(f"split backward cannot replace the op {module.op!r} of a Linear")
-            module.op = SplitLinear(module, queue)
+            op = SplitLinear(module, queue)
+            # Not a decorator on the class: that imports torch._dynamo, a second in every process.
+            module.op = torch.compiler.disable(op) if compiled else op
 
 
 class SplitLinear:
@@ -88,7 +90,6 @@ class SplitLinear:
         # Makes the output need a gradient where neither the hidden weight nor the input does.
         self.anchor = torch.empty(0, requires_grad=True)
 
-    @torch.compiler.disable
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Split.apply(x, weight.detach(), bias, self.anchor, self)
 
