@@ -1,0 +1,64 @@
+"""Pictures: every format, every kind of plan, the same bytes for the same plan."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.planner.build import build_plan
+from tests.planner import configs, shapes
+
+pytest.importorskip("matplotlib")
+
+from orchestrator.report.plot import save
+
+
+def plan(**parallel):
+    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), parallel))
+
+
+def test_png(tmp_path):
+    save(plan(tp=8, pp=4, zero=1), tmp_path / "plan.png")
+    data = (tmp_path / "plan.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width = int.from_bytes(data[16:20], "big")
+    assert width >= 1600
+
+
+def test_svg_is_well_formed_and_the_same_every_time(tmp_path):
+    for name in ("a.svg", "b.svg"):
+        save(plan(tp=8, pp=4, zero=1), tmp_path / name)
+    first, second = ((tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    assert first == second
+    assert ElementTree.fromstring(first).tag.endswith("svg")
+
+
+def test_html_is_one_file_that_loads_nothing(tmp_path):
+    save(plan(tp=8, pp=8, vpp=2, zero=1), tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert page.startswith("<!doctype html>") and "<svg" in page and "limited by" in page
+    assert "<script" not in page and "src=" not in page and "@import" not in page
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"pp": 4, "schedule": "zb_h1"}, {"tp": 2, "pp": 4, "schedule": "zbv", "vpp": 2}]
+)
+def test_other_layouts(parallel, tmp_path):
+    save(plan(**parallel), tmp_path / "plan.svg")
+
+
+def test_thousands_of_nodes_become_strips(tmp_path):
+    spec = configs.h100x16384()
+    big = build_plan(configs.config(spec, shapes.llama3_405b(), {"tp": 8, "pp": 16}, global_batch_samples=2048))
+    save(big, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan", "missing/plan.png"])
+def test_bad_paths_are_one_line(name, tmp_path):
+    with pytest.raises(OrchError, match=r"--plot ") as caught:
+        save(plan(tp=8, pp=4), tmp_path / name)
+    assert caught.value.exit == Exit.USAGE
