@@ -144,9 +144,12 @@ def _positions(case: Case) -> str | None:
 def _batch(case: Case) -> str | None:
     samples = case.micro_batch_size * case.dp * case.ep
     if case.global_batch_samples % samples:
+        below = case.global_batch_samples // samples * samples
+        near = " or ".join(str(size) for size in (below, below + samples) if size)
         return (
             f"a global batch of {case.global_batch_samples} samples does not split into micro-batches of"
             f" {case.micro_batch_size} over dp{case.dp} x ep{case.ep} = {case.dp * case.ep} ranks"
+            f" (train.global_batch_samples={near} does)"
         )
     return None
 
@@ -205,8 +208,8 @@ def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
 
 
 def _around(case: Case) -> Iterator[Case]:
-    for tp in _near(case.tp, case.model.heads):
-        for pp in _near(case.pp, min(case.model.layers, case.gpus)):
+    for tp in _near(case.tp, case.model.heads, start=True):
+        for pp in _near(case.pp, min(case.model.layers, case.gpus), start=True):
             for cp in _near(case.cp, case.gpus):
                 for ep in _near(case.ep, case.model.moe.experts if case.model.moe else 1):
                     rest, remainder = divmod(case.gpus, tp * pp * cp * ep)
@@ -217,10 +220,10 @@ def _around(case: Case) -> Iterator[Case]:
                         yield structs.replace(case, tp=tp, pp=pp, cp=cp, ep=ep, dp=rest, vpp=vpp, sp=sp)
 
 
-def _near(value: int, most: int) -> list[int]:
-    """Degrees to try beside `value`: itself, and for degrees above 1 everything from a quarter to four times it."""
+def _near(value: int, most: int, start: bool = False) -> list[int]:
+    """Degrees to try for `value`: from a quarter to four times it. An axis of degree 1 stays unused, or may `start`."""
     if value == 1:
-        return [1]
+        return [degree for degree in (1, 2, 4, 8) if degree <= most] if start else [1]
     low, high = 1 if value <= 4 else value // 4, min(most, value * 4)
     span = range(low, high + 1)
     if len(span) > 24:  # wide: keep to powers of two and the value's own divisors and small multiples

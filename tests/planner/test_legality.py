@@ -83,6 +83,11 @@ def test_suggestions_are_legal_and_plan(tp, pp, cp, ep, vpp, zero):
         assert nearest_legal(wanted)[0] == wanted
 
 
+def test_a_batch_that_does_not_split_names_the_batches_and_words_that_do():
+    with pytest.raises(OrchError, match=r"global_batch_samples=64 or 128 does\); nearest legal: tp\d"):
+        check(BROKEN["batch"])
+
+
 def test_the_word_says_all_that_differs_from_the_default():
     assert case(tp=8, pp=4, zero=1).word == "tp8_pp4_dp2_zero1"
     assert case(tp=8, pp=4, sp=False, vpp=2).word == "tp8_pp4_dp2_vpp2_sp0"
