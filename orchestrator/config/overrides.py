@@ -98,7 +98,9 @@ def _value(key: str, text: str, shown: str) -> Override:
     if struct_of(annotation) is not None and not (raw.startswith("{") or (raw == "null" and optional(annotation))):
         example = next(iter(fields(struct_of(annotation))))
         raise OrchError(f"{shown}: {key} holds keys of its own; set one, like {key}.{example}=...")
-    if is_text(annotation) and not ("${" in text or (raw == "null" and optional(annotation)) or _quoted(raw)):
+    if is_text(annotation) and not (raw == "null" and optional(annotation)):
+        if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\"":
+            raise OrchError(f"{shown}: text is taken as it is, without quotes around it")
         return Override(key, text, False, f"{plus}{key}={quote(text)}")
     _check_value(key, raw, shown, annotation)
     return Override(key, text, False, f"{plus}{key}={text}")
@@ -159,11 +161,6 @@ def _check_value(key: str, raw: str, shown: str, annotation: Any) -> None:
         raise OrchError(f"{shown}: {key} cannot be null")
     if parsed.is_sweep_override():
         raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is one command each")
-
-
-def _quoted(raw: str) -> bool:
-    """Whether this is one string in quotes, as Hydra's grammar reads it."""
-    return bool(re.fullmatch(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", raw))
 
 
 def quote(text: str) -> str:

@@ -12,8 +12,10 @@ from orchestrator.plan.exits import Exit
 from orchestrator.suggest import did_you_mean
 
 from . import grammar
-from .groups import Library
+from .groups import PRIMARY, Library
 from .overrides import show
+
+UNREAD = "an interpolation that cannot be read; ${a.key} is what there is"
 
 
 class WordNeeded(Exception):
@@ -44,11 +46,12 @@ def _missing_file(error: Any, library: Library) -> Exception:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     by = re.match(r"In '([^']+)'", str(error))
     where = _file(by[1], library) if by else "configuration"
+    if by and by[1].endswith(PRIMARY):  # Hydra blames the primary file for what another file overrode
+        where = _file_with(library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None)
     if group == "parallel" and grammar.looks_like_word(name):
         try:
             grammar.parse(name)
         except OrchError as refused:
-            where = _file_with(library, lambda raw: name.encode() in raw)
             return OrchError(f"{where}: {refused.message}", Exit.CONFIG)
         return WordNeeded(name)
     hint = did_you_mean(name, library.files(group))
@@ -86,7 +89,7 @@ def _yaml_line(error: Any, library: Library) -> str:
 
 def _composition(error: BaseException, library: Library, words: list[str]) -> OrchError:
     """What Hydra or OmegaConf refused, as one line: the file or word, the key, the reason."""
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     by = re.match(r"In '([^']+)'", str(error))
     inner: BaseException | None = error
@@ -100,7 +103,12 @@ def _composition(error: BaseException, library: Library, words: list[str]) -> Or
     if by is None and key:
         told = next((w for w in words if re.match(rf"\+*{re.escape(key)}[.=]", w)), None)
         if told:
-            return OrchError(f"{show(told.lstrip('+'))}: {_said(reason)}", Exit.USAGE)
+            unread = isinstance(inner, GrammarParseError)
+            return OrchError(f"{show(told.lstrip('+'))}: {UNREAD if unread else _said(reason)}", Exit.USAGE)
+    if isinstance(inner, GrammarParseError):
+        seen = re.search(r"'(\$\{[^']*)'", reason)
+        where = _file_with(library, lambda raw: seen is not None and seen[1].encode() in raw)
+        return OrchError(f"{where}: {key}: {UNREAD}", Exit.CONFIG)
     if (isinstance(error, AssertionError) or "NoneType" in reason) and (nothing := _into_nothing(words)):
         return nothing
     unknown = re.match(r"Key '([^']*)' (?:is )?not in", reason)
@@ -123,8 +131,6 @@ def _said(reason: str) -> str:
         return "must be a list"
     if re.search(r"is not a subclass of \w+Spec", reason):
         return "must hold keys and values"
-    if "no viable alternative" in reason or "mismatched input" in reason:
-        return "an interpolation that cannot be read; ${a.key} is what there is"
     if reason.endswith("is not Optional") or reason.startswith("Incompatible value 'None'"):
         return "cannot be null"
     return reason

@@ -1,4 +1,4 @@
-"""What ships in conf/: every file loads, every number has a source, models have their published sizes, clusters plan."""
+"""What ships in conf/: files load, numbers have sources, models have their published sizes, clusters plan."""
 
 from __future__ import annotations
 

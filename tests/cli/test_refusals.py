@@ -1,0 +1,193 @@
+"""Wrong command lines and wrong files, each with its one-line message and exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.main import main
+from orchestrator.plan.exits import MEANING, Exit
+
+U, C, S = Exit.USAGE, Exit.CONFIG, Exit.SECURITY
+
+WRONG_LINES = [
+    # verbs and flags
+    ("pln", U, "unknown verb 'pln'; did you mean 'plan'?"),
+    ("PLAN", U, "unknown verb 'PLAN'; did you mean 'plan'?"),
+    ("--jsn", U, "unknown verb '--jsn'"),
+    ("plan --jsno", U, "no flag --jsno; did you mean '--json'?"),
+    ("plan --out", U, "--out: expected one argument"),
+    ("plan --plot x.pdf", U, "must end in .png, .svg, .html"),
+    ("plan --out /nonexistent/x.json", U, "--out /nonexistent/x.json: No such file or directory"),
+    ("plan --config-dir /nonexistent", U, "--config-dir '/nonexistent' does not exist"),
+    ("plan --config-dir /dev/null", U, "is not a folder"),
+    ("plan h100x64", U, "'h100x64' is not key=value"),
+    ("plan submit", U, "did you mean the verb 'submit'?"),
+    ("plan -- python x.py", U, "runs no program"),
+    ("version cluster=local", U, "does not take 'cluster=local'"),
+    ("completion tcsh", U, "invalid choice: 'tcsh'"),
+    ("completion", U, "name a shell: bash, fish, zsh"),
+    ("config --choices clustr", U, "unknown group 'clustr'; did you mean 'cluster'?"),
+    ("config --choices model train.steps=3", U, "takes no 'train.steps=3'"),
+    # groups
+    ("plan cluster=h100x63", U, "no cluster 'h100x63'; did you mean 'h100x64'? choices: a100x64"),
+    ("plan +cluster=", U, "cluster= needs the name of a file; choices: a100x64"),
+    ("plan clustr=local", U, "unknown group or key 'clustr'; did you mean 'cluster'?"),
+    ("plan model=llama3-70b", U, "did you mean 'llama3_70b'?"),
+    ("plan model=gpt2,tiny", U, "one at a time"),
+    ("plan cluster/nod=dgx_h100", U, "unknown group 'cluster/nod'; did you mean 'cluster/node'?"),
+    ("plan cluster=../../etc/passwd", U, "there is no cluster '../../etc/passwd'"),
+    ("plan model@other=gpt2", U, "write model=<file>"),
+    ("plan ~model", U, "keys cannot be deleted"),
+    ("plan hydra.run.dir=/tmp", U, "Hydra's own settings are not used"),
+    ("plan data=text", U, "data.paths must be given: data.paths=..."),
+    # parallel words
+    ("plan parallel=tp8-pp4", U, "did you mean 'tp8_pp4'? (a word is built from tpN"),
+    ("plan parallel=tp8_tp4", U, "tp is given twice"),
+    ("plan parallel=zero4", U, "zero is 0, 1, 2 or 3, not 4; did you mean 'zero3'?"),
+    ("plan parallel=tp0", U, "tp must be from 1 to 1,048,576, not 0"),
+    ("plan parallel=tp4_sp3", U, "sp0, sp1 or sp4, not sp3"),
+    ("plan parallel=fsdpp", U, "did you mean 'fsdp'?"),
+    # keys
+    ("plan train.stepz=3", U, "unknown key 'stepz' in train; did you mean 'steps'? choices: steps, seq_len"),
+    ("plan train=5", U, "there is no train '5'"),
+    ("plan run=5", U, "run holds keys of its own; set one, like run.name=..."),
+    ("plan cluster.gpu=h100", U, "cluster.gpu holds keys of its own"),
+    ("plan train.steps.more=5", U, "train.steps is a single value"),
+    ("plan cluster.levels.7.gbit_per_s=1", U, "there is no such item in the list"),
+    ("plan model.moe.experts=8", U, "model.moe is null in this model; set it whole"),
+    ("plan choices.model=x", U, "unknown group or key 'choices'"),
+    ("plan =3", U, "'=3' is not key=value"),
+    # values
+    ("plan train.steps=many", U, "must be a whole number, not 'many'"),
+    ("plan train.steps=2.5", U, "must be a whole number, not '2.5'"),
+    ("plan train.steps=0", U, "must be a whole number >= 1, not 0"),
+    ("plan train.steps=", U, "must be a whole number"),
+    ("plan train.steps=null", U, "train.steps cannot be null"),
+    ("plan train.steps=1,2", U, "one value at a time"),
+    ("plan train.steps=[1", U, "cannot be read"),
+    ("plan train.seed=99999999999999999999", U, "larger than 2**53"),
+    ("plan train.precision=bf61", U, "'bf61' is not legal; did you mean 'bf16'? choices: fp32, bf16, fp16"),
+    ("plan optim.lr=-1", U, "must be a number > 0, not -1.0"),
+    ("plan optim.lr=nan", U, "must be a finite number, not nan"),
+    ("plan optim.beta1=1", U, "must be a number < 1, not 1.0"),
+    ("plan metrics.port=70000", U, "must be a whole number <= 65535, not 70000"),
+    ("plan data.paths=/corpus", U, "data.paths is a list, write data.paths=[/corpus]"),
+    ("plan data.paths=[]", U, "must be a list of length >= 1"),
+    ("plan parallel.order=[tp,pp]", U, "must name each of tp, cp, ep, pp, dp once"),
+    ("plan cluster.gpu.peak_tflops.fp64=3", U, "'fp64' is not legal; did you mean 'fp16'?"),
+    ("plan run.name=My_Run", U, "must be 1 to 40 of a-z 0-9 -"),
+    ("plan model.heads=7", U, "heads 7 is not a multiple of kv_heads 4"),
+    ("plan train.global_batch_tokens=1000", U, "must be a multiple of train.seq_len 128; the nearest is 1024"),
+    ("plan train.global_batch_tokens=1024 train.global_batch_samples=8", U, "exactly one; both are set"),
+    # code and secrets
+    ("plan train._target_=os.system", S, "_target_ would run code"),
+    ("plan data.tokenizer=${oc.env:HOME}", S, "the resolver 'oc.env' is not allowed"),
+    ("plan data.tokenizer=${${run.name}:HOME}", S, "is not allowed"),
+    ("plan data.tokenizer=${nothing}", U, "Interpolation key 'nothing' not found"),
+    # what the planner refuses
+    ("plan +cluster=h100x64 parallel=tp7", C, "tp"),
+    ("plan +cluster=h100x64 parallel=tp8_pp4_dp3", C, "dp"),
+]
+
+
+def said(capsys) -> tuple[str, str]:
+    out = capsys.readouterr()
+    return out.out, out.err
+
+
+@pytest.mark.parametrize(("line", "code", "message"), WRONG_LINES, ids=[line for line, _, _ in WRONG_LINES])
+def test_wrong_command_line(capsys, line, code, message):
+    assert main(line.split(" ")) == code
+    out, err = said(capsys)
+    assert message in err
+    assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["plan cluster=nowhere", "pln --json", "plan --nope", "plan +cluster=h100x64 parallel=tp7"]
+)
+def test_errors_are_json_too(capsys, line):
+    code = main([*line.split(" "), "--json"])
+    out, err = said(capsys)
+    error = json.loads(out)["error"]
+    assert error["exit"] == code and error["meaning"] == MEANING[Exit(code)]
+    assert err == f"orch: error: {error['message']}\n"
+
+
+BASE = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
+H100 = "defaults:\n- h100x64\n- _self_\n"
+
+WRONG_FILES = [
+    ("train", BASE + "stepz: 3\n", C, r"train\.stepz: unknown key; did you mean 'steps'\?"),
+    ("train", BASE + "seed: abc\n", C, r"train\.seed: must be a whole number, not 'abc'"),
+    ("train", BASE + "seed: 1.5\n", C, r"train\.seed: must be a whole number, not '1\.5'"),
+    ("train", BASE + "seed: null\n", C, r"train\.seed: cannot be null"),
+    ("train", BASE + "seed: -3\n", C, r"train\.seed: must be a whole number >= 0, not -3"),
+    ("train", BASE + "precision: 16\n", C, r"train\.precision: 16 is not legal; did you mean 'fp16'\?"),
+    ("train", BASE + "clip_grad_norm: .inf\n", C, r"train\.clip_grad_norm: must be a finite number"),
+    ("train", BASE + "seed: [1\n", C, r"mine\.yaml:5: not YAML"),
+    ("train", BASE + "steps: 3\n", C, r"mine\.yaml:4: not YAML: found duplicate key steps"),
+    ("train", BASE + "\tseed: 1\n", C, r"mine\.yaml:4: not YAML"),
+    ("train", BASE + "seed: ${x\n", C, r"an interpolation that cannot be read"),
+    ("train", BASE + "seed: ${nokey}\n", C, r"train\.seed: Interpolation key 'nokey' not found"),
+    ("train", BASE + "global_batch_tokens: 64\n", C, r"exactly one; both are set"),
+    ("train", "", C, r"train\.steps: is not set, and has no default"),
+    ("train", "- a\n- b\n", C, r"must hold keys and values"),
+    ("train", "hello", C, r"train\.hello: unknown key"),
+    ("train", b"\xff\xfe\x00", C, r"mine\.yaml: not UTF-8"),
+    ("train", "defaults:\n- nope\n" + BASE, C, r"there is no train 'nope'; choices: demo"),
+    ("train", BASE + "_target_: os.system\n", S, r"_target_ would run code"),
+    ("train", BASE + "seed: ${oc.env:HOME}\n", S, r"train\.seed: the resolver 'oc\.env' is not allowed"),
+    ("cluster", "name: mine\n", C, r"cluster\.device: is not set, and has no default"),
+    ("cluster", H100 + "name: 'a b'\n", C, r"cluster\.name: must be 1 to 63 of A-Z"),
+    ("cluster", H100 + "name: 1e5\n", C, r"cluster\.name: must be text, not 100000\.0"),
+    ("cluster", H100 + "gpu: 3\n", C, r"must hold keys and values"),
+    ("cluster", H100 + "levels: 3\n", C, r"cluster\.levels: must be a list"),
+    ("cluster", H100 + "levels: []\n", C, r"cluster\.levels: needs at least one level"),
+    ("cluster", H100 + "levels: [{name: x, gbit: 4}]\n", C, r"gbit: unknown key; did you mean 'gbit_per_s'\?"),
+    ("cluster", H100 + "levels: [{name: x}]\n", C, r"nodes_per_switch: is not set"),
+    ("cluster", H100 + "gpu: {peak_tflops: {fp64: 3}}\n", C, r"peak_tflops\.fp64: 'fp64' is not legal"),
+    ("cluster", H100 + "nvlink: {source: ''}\n", C, r"cluster\.nvlink\.source: must be"),
+    ("cluster", H100 + "nodes: 7\n", C, r"."),
+    (
+        "cluster",
+        "defaults:\n- h100x64\n- override /parallel@_global_.parallel: tp4_tp4\n",
+        C,
+        r"mine\.yaml: .*tp is given",
+    ),
+    ("cluster", "defaults:\n- h100x64\n- override /model@_global_.model: gpt5\n", C, r"there is no model 'gpt5'"),
+    ("backend", "name: mine\noptions: {a: {_target_: os.system}}\n", S, r"backend\.options\.a: _target_ would run"),
+    (
+        "backend",
+        'name: mine\noptions: {a: [1, {b: "x\\ny"}]}\n',
+        C,
+        r"backend\.options\.a\.1\.b: holds the unprintable",
+    ),
+    ("backend", "name: mine\nenv: {'A B': x}\n", C, r"backend\.env\.A B: must be a name of"),
+    ("backend", "name: mine\nenv: {A: 3}\n", C, r"backend\.env\.A: must be text, not 3"),
+    ("model", "defaults:\n- tiny\n- _self_\nkv_heads: 3\n", C, r"heads 8 is not a multiple of kv_heads 3"),
+    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_k: 9}\n", C, r"model\.moe\.top_k: is larger than the 8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "code", "message"), WRONG_FILES, ids=[f"{g}-{t!r:.40}" for g, t, _, _ in WRONG_FILES]
+)
+def test_wrong_file(capsys, tmp_path: Path, group, text, code, message):
+    path = tmp_path / group / "mine.yaml"
+    path.parent.mkdir()
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["plan", f"{group}=mine", "--config-dir", str(tmp_path)]) == code
+    _, err = said(capsys)
+    assert re.search(message, err), err
+    assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert "mine.yaml" in err or message == "."
+
+
+def test_the_tables_are_as_long_as_promised():
+    assert len(WRONG_LINES) + len(WRONG_FILES) >= 40

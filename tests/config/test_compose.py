@@ -1,0 +1,179 @@
+"""Composition: defaults, whose files win, what words mean, what comes out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.config.compose import load
+from orchestrator.config.groups import folders, shipped
+from orchestrator.config.schema import GROUPS, Config
+from orchestrator.config.structured import fields, struct_of, twin
+
+TRAIN = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
+
+
+def write(folder: Path, **files: str) -> Path:
+    """`train__mine="..."` becomes train/mine.yaml."""
+    for name, text in files.items():
+        path = folder.joinpath(*name.split("__")).with_suffix(".yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_defaults_on_this_machine_and_away_from_it():
+    here, away = load([]), load(["cluster=h100x64"])
+    assert (here.cluster.name, here.model.name, here.data.name, here.backend.name) == (
+        "local",
+        "tiny",
+        "stdlib",
+        "local",
+    )
+    assert (away.model.name, away.data.name) == ("llama3_70b", "stdlib")
+    assert here.data.demo and here.train.precision == "fp32"
+    assert here.cluster.nodes >= 2
+
+
+def test_plus_is_optional_everywhere():
+    plain = load(["cluster=h100x64", "train.steps=7"])
+    assert load(["+cluster=h100x64", "+train.steps=7"]) == plain == load(["++cluster=h100x64", "++train.steps=7"])
+
+
+def test_the_command_line_wins_over_a_clusters_choice():
+    assert load(["model=gpt2"]).model.name == "gpt2"
+    assert load(["model=gpt2", "cluster=local"]).model.name == "gpt2"
+
+
+def test_later_words_win():
+    assert load(["train.steps=5", "train.steps=6"]).train.steps == 6
+    assert load(["cluster=h100x64", "cluster=h100x8"]).cluster.name == "h100x8"
+    assert load(["parallel=tp2", "parallel=pp2"]).parallel.tp == 1
+    assert load(["parallel=tp2_pp2", "parallel.pp=4"]).parallel.pp == 4
+
+
+def test_a_word_equals_its_file_and_is_recorded():
+    by_file, by_word = load(["parallel=tp8_pp4_zero1"]), load(["parallel=zero1_pp4_tp8"])
+    assert by_file.parallel == by_word.parallel
+    assert by_word.choices["parallel"] == "zero1_pp4_tp8"
+    assert set(GROUPS) <= set(by_word.choices)
+
+
+def test_one_batch_setting_replaces_the_other():
+    train = load(["train.global_batch_tokens=8192"]).train
+    assert (train.global_batch_tokens, train.global_batch_samples) == (8192, None)
+
+
+def test_derived_shapes_are_numbers():
+    model = load(["model=gpt2"]).model
+    assert (model.kv_heads, model.head_dim) == (12, 64)
+    assert load(["model.hidden=256"]).model.head_dim == 32
+
+
+def test_run_name_is_a_legal_label():
+    assert load([]).run.name == "tiny-default"
+    assert load(["parallel=tp2_pp2_zero1"]).run.name == "tiny-tp2-pp2-zero1"
+    assert load(["run.name=mine"]).run.name == "mine"
+    name = load(["model=turing_nlg_17b", "cluster=h100x64", "parallel=tp4_pp2_dp4_cp2_ep1_zero1_vpp1_sp1"]).run.name
+    assert len(name) <= 40 and not name.endswith("-")
+
+
+def test_interpolations_are_resolved_once():
+    assert load(["cluster.nodes=3"]).cluster.levels[0].nodes_per_switch == 3
+    assert load(["cluster=h100x64", "model=gpt2"]).train.seq_len == 1024
+    assert load(["data.tokenizer=${model.name}"]).data.tokenizer == "tiny"
+
+
+def test_the_result_is_frozen_and_goes_round_through_json():
+    config = load(["cluster=h100x16384", "model=deepseek_v3"])
+    with pytest.raises(AttributeError):
+        config.train.steps = 3
+    assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
+
+
+def test_a_list_item_can_be_set():
+    assert load(["cluster=h100x64", "cluster.levels.1.oversubscription=3"]).cluster.levels[1].oversubscription == 3
+
+
+def test_open_parts_take_new_keys():
+    config = load(["backend.options.partition=gpu", "+backend.options.n=3", "backend.env.NCCL_DEBUG=INFO"])
+    assert config.backend.options == {"partition": "gpu", "n": 3}
+    assert config.backend.env == {"NCCL_DEBUG": "INFO"}
+
+
+# ------------------------------------------------------------------------------------------- the user's own folder
+
+
+def test_the_users_files_come_first(tmp_path):
+    user = write(tmp_path, train__mine=TRAIN, train__demo=TRAIN + "seed: 5\n")
+    assert load(["train=mine"], user).train.steps == 10
+    assert load([], user).train.seed == 5  # shadows conf/train/demo.yaml
+    assert load(["model=gpt2"], user).model.name == "gpt2"  # shipped files are still there
+
+
+def test_a_users_cluster_stands_on_a_shipped_one(tmp_path):
+    lines = "defaults:\n- h100x64\n- override /parallel@_global_.parallel: tp4_pp2_zero3\n- _self_\nname: mine\n"
+    config = load(["cluster=mine"], write(tmp_path, cluster__mine=lines))
+    assert (config.cluster.name, config.cluster.nodes, config.cluster.gpu.memory_gib) == ("mine", 8, 79.6)
+    assert (config.parallel.tp, config.parallel.zero) == (4, 3)  # a word without a file, chosen by a file
+    assert config.choices["parallel"] == "tp4_pp2_zero3"
+
+
+def test_a_users_primary_file_is_used(tmp_path):
+    primary = (shipped() / "orch.yaml").read_text().replace("cluster: local", "cluster: h100x8")
+    assert load([], write(tmp_path, orch=primary)).cluster.name == "h100x8"
+
+
+def test_conf_of_the_working_folder_is_used_and_its_config_yaml_left_alone(tmp_path, monkeypatch):
+    """A project's own Hydra folder must not get in the way: its primary file is not ours."""
+    write(tmp_path / "conf", train__mine=TRAIN, config="db: mysql\n", db__mysql="port: 3306\n")
+    monkeypatch.chdir(tmp_path)
+    assert load(["train=mine"]).train.steps == 10
+    assert folders() == [tmp_path / "conf", shipped()]
+
+
+def test_a_folder_with_any_name_works(tmp_path):
+    user = write(tmp_path / "a 'b' $(c) ü, d", train__mine=TRAIN)
+    assert load(["train=mine"], user).train.steps == 10
+
+
+def test_works_from_any_folder(tmp_path):
+    code = "from orchestrator.config.compose import load; print(load(['cluster=h100x64']).model.name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "llama3_70b\n", done.stderr
+
+
+def test_two_loads_do_not_touch_each_other(tmp_path):
+    user = write(tmp_path, train__mine=TRAIN)
+    before = load([])
+    load(["train=mine", "parallel=tp2"], user)
+    assert load([]) == before
+
+
+# ------------------------------------------------------------------------------------------- one definition
+
+
+def test_the_structured_config_has_exactly_the_schemas_keys():
+    def compare(struct):
+        assert list(twin(struct).__annotations__) == list(fields(struct))
+        for field in fields(struct).values():
+            if struct_of(field.type):
+                compare(struct_of(field.type))
+
+    compare(Config)
+
+
+def test_loading_needs_no_torch_and_no_network_modules():
+    code = (
+        "import sys; from orchestrator.config.compose import load; load([]);"
+        "print([m for m in ('torch', 'numpy', 'rich', 'kubernetes', 'submitit', 'requests') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": ""}
+    )
+    assert done.stdout == "[]\n", done.stderr

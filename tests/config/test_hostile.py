@@ -1,0 +1,196 @@
+"""Hostile text in every field that takes text: refused with one line, or passed on byte-exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.config.compose import load
+from orchestrator.config.overrides import quote
+from orchestrator.config.schema import Config
+from orchestrator.config.structured import fields, is_text, struct_of
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+HOSTILE = [
+    "a\nb",
+    "a\r\nb",
+    "tab\there",
+    "nul\0byte",
+    "bell\x07",
+    "esc\x1b[31m",
+    "\x7f",
+    "\u2028line",
+    "\u202eright-to-left",
+    "\ud800",  # what os.fsdecode makes of a byte that is not UTF-8
+    "'single'",
+    '"double"',
+    "it's",
+    '5" disk',
+    "back\\slash",
+    "ends with \\",
+    "\\'",
+    "$(touch /tmp/x)",
+    "`id`",
+    "$HOME",
+    "${HOME}",
+    "${oc.env:HOME}",
+    "${${a}:HOME}",
+    "; rm -rf /",
+    "a && b | c > d",
+    "größe",
+    "日本語",
+    "🚀",
+    "e\u0301",  # decomposed: must not be normalised
+    " leading and trailing ",
+    "a,b",
+    "[a]",
+    "{a: b}",
+    "a: b # c",
+    "null",
+    "~",
+    "true",
+    "1e5",
+    "007",
+    "1_000",
+    "0x10",
+    "-",
+    "--help",
+    "=",
+    "a=b=c",
+    "@",
+    "../../etc/passwd",
+    "*?[]",
+    "%s %d {0}",
+    "???",
+    "_target_",
+    "",
+    "x" * 41,
+    "x" * 64,
+    "x" * 5000,
+]
+
+
+def text_keys(struct: Any = Config, where: str = "") -> list[str]:
+    """Every dotted key that holds free text."""
+    found = []
+    for name, field in fields(struct).items():
+        nested = struct_of(field.type)
+        if nested:
+            found += text_keys(nested, f"{where}{name}.")
+        elif is_text(field.type):
+            found.append(where + name)
+    return found
+
+
+KEYS = [key for key in text_keys() if not key.startswith("choices")]
+
+
+def get(config: Config, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def assert_refused_or_exact(key: str, text: str) -> None:
+    try:
+        got = get(load([f"{key}={text}"]), key)
+    except OrchError as error:
+        assert error.exit in (Exit.USAGE, Exit.SECURITY)
+        assert len(error.message) < 1000 and error.message.isprintable()
+        error.message.encode()  # can be printed
+        return
+    if text == "null":
+        assert got is None or got == "null" or key == "run.name"  # null asks for the default
+    else:
+        assert got == text
+        assert json.loads(json.dumps(got)) == text
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=[ascii(text)[:24] for text in HOSTILE])
+@pytest.mark.parametrize("key", ["run.name", "data.tokenizer", "cluster.gpu.source"])
+def test_hostile_text_is_refused_or_exact(key, text):
+    assert_refused_or_exact(key, text)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_text_field_refuses_a_newline_and_an_endless_name(key):
+    for text in ("a\nb", "a\0b", "\ud800"):
+        with pytest.raises(OrchError):
+            load([f"{key}={text}"])
+    with pytest.raises(OrchError) as refused:
+        load([f"{key}={'x' * 5000}"])
+    assert len(refused.value.message) < 1000
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30).filter(lambda text: "${" not in text and text not in ("null", "???")))
+@example("\\")
+@example("a\\'b\\\\'")
+@example("'\\'")
+def test_any_text_of_a_path_is_refused_or_exact(text):
+    try:
+        assert load([f"data.tokenizer={text}"]).data.tokenizer == text
+    except OrchError:
+        bare = text.strip()
+        assert not text.isprintable() or not text or "_target_" in text or (bare[0] == bare[-1] and bare[0] in "'\"")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet=st.sampled_from("ab'\"\\ $,[]{}=:#~éß"), max_size=12))
+def test_quote_is_read_back_by_hydra_exactly(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assert OverridesParser.create().parse_override(f"k={quote(text)}").value() == text
+
+
+@pytest.mark.parametrize("text", ["/a b/$(id)", "/größe", "it's", 'say "x"', "a\\b", "a,b", "#x", "C:\\dir\\"])
+def test_lists_pass_quoted_text_exactly(text):
+    assert load([f"data.paths=[{quote(text)}]"]).data.paths == [text]
+
+
+@pytest.mark.parametrize("value", ['"a\\nb"', '"\\0"', "|\n  two\n  lines", '"\\u202e"', '"\\x1b[2J"', "''"])
+@pytest.mark.parametrize("key", ["name", "source"])
+def test_files_cannot_bring_control_characters(tmp_path, key, value):
+    path = tmp_path / "model" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text(f"defaults:\n- tiny\n- _self_\n{key}: {value}\n")
+    with pytest.raises(OrchError) as refused:
+        load(["model=mine"], tmp_path)
+    assert refused.value.exit == Exit.CONFIG
+    assert "mine.yaml" in refused.value.message and refused.value.message.isprintable()
+
+
+def test_configuration_runs_no_code(tmp_path):
+    mark = tmp_path / "mark"
+    where = tmp_path / "backend" / "mine.yaml"
+    where.parent.mkdir()
+    where.write_text(f"name: mine\noptions:\n  _target_: pathlib.Path.touch\n  _args_: ['{mark}']\n")
+    for words, folder in ((["backend=mine"], tmp_path), (["+train._target_=os.system"], None)):
+        with pytest.raises(OrchError) as refused:
+            load(words, folder)
+        assert refused.value.exit == Exit.SECURITY
+    where.write_text("name: mine\noptions: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(OrchError):
+        load(["backend=mine"], tmp_path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${oc.env:ORCH_SECRET}", "${${run.name}:ORCH_SECRET}", "x${oc.env:ORCH_SECRET,d}y", "${oc.decode:'${oc.env:X}'}"],
+)
+def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("ORCH_SECRET", "hunter2")
+    path = Path(tmp_path / "model" / "mine.yaml")
+    path.parent.mkdir()
+    path.write_text(f"defaults:\n- tiny\n- _self_\nsource: {json.dumps(text)}\n")
+    with pytest.raises(OrchError) as refused:
+        load(["model=mine"], tmp_path)
+    assert refused.value.exit == Exit.SECURITY
+    assert "hunter2" not in refused.value.message
