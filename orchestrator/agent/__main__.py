@@ -57,6 +57,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--node", required=True, help="this node's name in the plan")
     parser.add_argument("--address", default="127.0.0.1", help="where the other nodes reach this one")
+    parser.add_argument("--gpus", type=int, help="GPUs granted on this node; left out: those that the machine has")
     parser.add_argument(
         "--lifeline", action="store_true", help="standard input is a pipe of the launcher; its end is ours"
     )
@@ -81,7 +82,7 @@ async def _run(args: argparse.Namespace) -> int:
     bound = server.sockets[0].getsockname()
     address = f"{bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
-    place = Place(platform.node(), args.address, os.getpid(), _gpus(plan), _nics())
+    place = Place(platform.node(), args.address, os.getpid(), _gpus(plan) if args.gpus is None else args.gpus, _nics())
     agent = Agent(folder, plan, request, args.node, place, key, recorder, address)
     _listen_to_signals(agent)
     if args.lifeline:
