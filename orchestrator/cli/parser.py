@@ -11,8 +11,17 @@ from orchestrator.plan.exits import Exit
 
 
 class Parser(argparse.ArgumentParser):
+    tail = ""  # what follows the flags on the command line, for the usage line
+
     def error(self, message: str) -> NoReturn:
         raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
+
+    def format_usage(self) -> str:
+        return f"{super().format_usage().rstrip()}{self.tail}\n"
+
+    def format_help(self) -> str:
+        plain = super().format_usage()
+        return super().format_help().replace(plain, self.format_usage(), 1)
 
     def flags(self) -> list[str]:
         """Every long flag, for did-you-mean."""
@@ -21,12 +30,10 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(name: str, verb: Verb) -> Parser:
     """The parser of one verb with the common flags; a verb may define a common flag anew."""
-    tail = (" [key=value ...]" if verb.overrides else "") + (" [-- program args]" if verb.command else "")
     parser = Parser(prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve")
+    parser.tail = (" [key=value ...]" if verb.overrides else "") + (" [-- program args]" if verb.command else "")
     parser.add_argument("--json", action="store_true", help="print JSON; errors too")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an internal error")
     if verb.overrides:
         parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own group files, searched first")
-    if tail:
-        parser.epilog = f"usage goes on:{tail}"
     return parser

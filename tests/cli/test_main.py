@@ -1,0 +1,179 @@
+"""The front door: help, exit codes, what happens to bugs, signals and closed pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main as front
+from orchestrator.cli.verbs import VERBS
+from orchestrator.plan.exits import MEANING, Exit
+
+main = front.main
+ORCH = [sys.executable, "-m", "orchestrator.cli.main"]
+
+
+def orch(*words: str, **more) -> subprocess.CompletedProcess:
+    return subprocess.run([*ORCH, *words], capture_output=True, text=True, timeout=60, **more)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
+def test_help_lists_every_verb_and_exit_code(capsys, words):
+    assert main(words) == Exit.DONE
+    page = capsys.readouterr().out
+    for name, verb in VERBS.items():
+        assert f"  {name} " in page and verb.help in page
+    for code, meaning in MEANING.items():
+        assert f"{int(code):>3}  {meaning}" in page
+    assert max(map(len, page.splitlines())) <= 120
+
+
+def test_nothing_is_a_wrong_command_line(capsys):
+    assert main([]) == Exit.USAGE
+    assert "usage: orch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_keeps_the_contract_and_has_help(capsys, name):
+    module = import_module(f"orchestrator.cli.verbs.{name}")
+    assert callable(module.add_arguments) and callable(module.run)
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: orch {name}") and "--json" in page
+    assert ("key=value" in page) == VERBS[name].overrides
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from orchestrator.cli.main import main; main(['--help']);"
+        "heavy = ('hydra', 'omegaconf', 'msgspec', 'numpy', 'torch', 'rich', 'yaml', 'argparse', 'asyncio', 'json');"
+        "print([m for m in heavy if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n"
+
+
+def test_planning_does_not_import_torch():
+    code = (
+        "import sys; from orchestrator.cli.main import main; main(['plan']);"
+        "heavy = ('torch', 'kubernetes', 'submitit', 'rich', 'matplotlib', 'prometheus_client');"
+        "print([m for m in heavy if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n"
+
+
+def test_version(capsys):
+    assert main(["--version"]) == main(["version", "--json"]) == Exit.DONE
+    plain, as_json = capsys.readouterr().out.rsplit("\n{", 1)
+    assert plain.startswith("orch ")
+    assert "python" in json.loads("{" + as_json)
+
+
+def test_a_bug_is_one_line_and_a_kept_traceback(capsys, monkeypatch, tmp_path):
+    from orchestrator.cli.verbs import version
+
+    def broken(args, overrides):
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(version, "run", broken)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("ORCH_DEBUG", raising=False)
+    assert main(["version"]) == Exit.INTERNAL
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "RuntimeError: two lines" in err
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in err and "in broken" in kept.read_text()
+    assert kept.stat().st_mode & 0o077 == 0
+    assert main(["version", "--debug"]) == Exit.INTERNAL
+    assert "in broken" in capsys.readouterr().err
+
+
+def test_interrupts_and_closed_pipes_are_quiet(capsys, monkeypatch):
+    from orchestrator.cli.verbs import version
+
+    def interrupted(args, overrides):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(version, "run", interrupted)
+    assert main(["version"]) == front.INTERRUPTED
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{' '.join(ORCH)} config --choices | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.strip() in ("0", str(front.PIPE_CLOSED))
+
+
+def test_words_after_the_dashes_are_not_read(monkeypatch):
+    from orchestrator.cli import verbs
+    from orchestrator.cli.verbs import version
+
+    seen = {}
+    monkeypatch.setitem(verbs.VERBS, "version", verbs.Verb("x", overrides=True, command=True))
+    monkeypatch.setattr(version, "run", lambda args, overrides: seen.update(vars(args), overrides=overrides))
+    assert main(["version", "a=1", "--json", "b=2", "--", "python", "t.py", "--json", "--", "x=1", "$(y)"]) == 0
+    assert seen["command"] == ["python", "t.py", "--json", "--", "x=1", "$(y)"]
+    assert seen["overrides"] == ["a=1", "b=2"] and seen["json"] is True
+    assert main(["version", "--"]) == Exit.USAGE
+
+
+def test_output_survives_an_ascii_terminal():
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = orch("plan", env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+# ------------------------------------------------------------------------------------------- plan and config
+
+
+def test_plan_json_is_the_plan(capsys):
+    from orchestrator.plan import from_json
+
+    assert main(["plan", "+cluster=h100x64", "parallel=tp8_pp4_zero1", "--json"]) == 0
+    plan = from_json(capsys.readouterr().out)
+    assert (plan.parallel.tp, plan.parallel.pp, plan.parallel.dp, plan.parallel.zero) == (8, 4, 2, 1)
+
+
+def test_plan_out_writes_what_the_trainer_reads(capsys, tmp_path: Path):
+    from orchestrator.plan import load_plan
+
+    assert main(["plan", "--out", str(tmp_path / "plan.json")]) == 0
+    assert "tiny" in capsys.readouterr().out
+    assert load_plan(tmp_path / "plan.json").model.name == "tiny"
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_config_prints_what_it_loads(capsys, tmp_path: Path):
+    import msgspec
+    import yaml
+
+    from orchestrator.config.compose import load
+
+    words = ["cluster=h100x64", "model=deepseek_v3", "run.name=x1"]
+    assert main(["config", *words]) == 0
+    as_yaml = yaml.safe_load(capsys.readouterr().out)
+    assert main(["config", *words, "--json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_yaml == as_json == msgspec.to_builtins(load(words))
+
+
+def test_config_choices_lists_every_group_and_file(capsys):
+    assert main(["config", "--choices", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert "h100x64" in groups["cluster"] and "llama3_70b" in groups["model"]
+    assert all(about for files in groups.values() for about in files.values()), "every file says what it is"
+    assert main(["config", "--choices", "model"]) == 0
+    assert "gpt2" in capsys.readouterr().out
