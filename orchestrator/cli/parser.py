@@ -17,7 +17,8 @@ class Parser(argparse.ArgumentParser):
         raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
 
     def format_usage(self) -> str:
-        return f"{super().format_usage().rstrip()}{self.tail}\n"
+        text = super().format_usage().rstrip()
+        return f"{text}{'' if text.endswith(self.tail) else self.tail}\n"  # argparse may hand our own text back
 
     def format_help(self) -> str:
         plain = super().format_usage()
