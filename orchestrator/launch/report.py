@@ -19,16 +19,24 @@ SCHEMA = "orch.report/1"
 _WARM_UP_STEPS = 2  # of each epoch: first-use costs are not the step time
 
 
-class _Line(StepReport, kw_only=True, tag_field="kind", tag="step"):
+class StepLine(StepReport, kw_only=True, tag_field="kind", tag="step"):
     """A step report as the agent keeps it."""
 
     at: float = 0.0
 
 
-_decode = msgspec.json.Decoder(_Line).decode
+_decoder = msgspec.json.Decoder(StepLine)
 
 
-def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[_Line]:
+def decode_step(line: bytes) -> StepLine | None:
+    """None for a line that is torn, or no step."""
+    try:
+        return _decoder.decode(line)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None
+
+
+def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[StepLine]:
     """Every step report of the run, in the order of each node's file. Damaged lines (a full disk) are left out."""
     found = []
     for node in nodes:
@@ -36,15 +44,11 @@ def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[_Line]:
             lines = folder.metrics(node).read_bytes().splitlines()
         except OSError:
             continue
-        for line in lines:
-            try:
-                found.append(_decode(line))
-            except (msgspec.ValidationError, msgspec.DecodeError):
-                continue
+        found += [step for line in lines if (step := decode_step(line)) is not None]
     return found
 
 
-def make_report(plan: Plan, state: RunState, lines: list[_Line]) -> dict[str, Any]:
+def make_report(plan: Plan, state: RunState, lines: list[StepLine]) -> dict[str, Any]:
     """Planned and measured side by side. Seconds, bytes, ratios; None where nothing was measured."""
     last_epoch_of = {line.step: line.epoch for line in sorted(lines, key=lambda line: line.epoch)}
     kept = [line for line in lines if last_epoch_of[line.step] == line.epoch]  # a replayed step counts once
@@ -98,7 +102,7 @@ def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
     write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def _steady(lead: list[_Line]) -> list[_Line]:
+def _steady(lead: list[StepLine]) -> list[StepLine]:
     """Without the first steps of each epoch, as long as anything is left."""
     first: dict[int, int] = {}
     for line in lead:
@@ -106,7 +110,7 @@ def _steady(lead: list[_Line]) -> list[_Line]:
     return [line for line in lead if line.step >= first[line.epoch] + _WARM_UP_STEPS] or lead
 
 
-def _memory(plan: Plan, lines: list[_Line]) -> dict[str, dict[str, int | None]]:
+def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, int | None]]:
     """By category: the planned worst rank against the worst rank that was seen."""
     planned = {name: getattr(plan.memory, name) for name in ("params", "grads", "optimizer", "activations", "buffers")}
     planned |= {"total": plan.memory.total}
@@ -117,7 +121,7 @@ def _memory(plan: Plan, lines: list[_Line]) -> dict[str, dict[str, int | None]]:
     return {name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}}
 
 
-def _comm(plan: Plan, lines: list[_Line]) -> dict[str, dict[str, float | None]]:
+def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:
     """Bytes that the busiest rank sends in a step, by axis."""
     planned = {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in plan.placement.items()}
     sums: dict[tuple[int, str], list[int]] = {}

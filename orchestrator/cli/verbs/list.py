@@ -1,0 +1,55 @@
+"""`orch list`: the runs of this user on this machine, newest first."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.plan.exits import Exit
+
+HELP = "runs of this machine"
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", "-a", action="store_true", help=f"not only the newest {_SHOWN}")
+    parser.add_argument("--active", action="store_true", help="only those that have not ended")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+    import time
+
+    from orchestrator.errors import OrchError
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.find import all_runs
+    from orchestrator.launch.live import read_live
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.launch.state import read_state, true_state
+
+    now = time.time()
+    rows, damaged = [], 0
+    found = all_runs(home_folder(os.environ))
+    for folder in found if args.all or args.active else found[:_SHOWN]:
+        try:
+            backend = get_backend(read_state(folder).backend)
+            state = true_state(folder, backend.is_alive(folder))
+        except OrchError:
+            damaged += 1
+            continue
+        if not (args.active and state.is_final):
+            rows.append((state, read_live(folder, state, now)))
+    if args.json:
+        import msgspec
+
+        print(msgspec.json.encode([{"state": state, "live": live} for state, live in rows]).decode())
+        return Exit.DONE
+    from orchestrator.cli.terminal import style
+    from orchestrator.launch.pages import list_page
+
+    print(list_page(rows, now, style()) if rows else "no runs" if not args.active else "no active runs")
+    hidden = len(found) - len(rows) - damaged
+    if hidden > 0 and not args.active:
+        print(f"... {hidden} older: orch list --all")
+    if damaged:
+        print(f"{damaged} without a readable state")
+    return Exit.DONE

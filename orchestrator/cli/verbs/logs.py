@@ -1,0 +1,85 @@
+"""`orch logs [run]`: what the workers wrote, and the agents with `--agents`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from orchestrator.launch.run_folder import RunFolder
+
+HELP = "what a run's workers and agents wrote"
+_LOOK_S = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--rank", type=int, metavar="N", action="append", help="only this rank; repeatable")
+    parser.add_argument("--node", metavar="NAME", help="only the ranks of this node")
+    parser.add_argument("--agents", action="store_true", help="the agents' logs in place of the workers'")
+    parser.add_argument("--tail", type=int, metavar="N", help="only the last N lines of each log")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+    import time
+
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.find import find_run
+    from orchestrator.launch.logs import LogTail
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.launch.state import read_state
+
+    if args.tail is not None and args.tail < 0:
+        raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
+    folder = find_run(home_folder(os.environ), args.run)
+    backend = get_backend(read_state(folder).backend)
+    sources = _sources(args, folder)
+    tails = [LogTail(path, args.tail) for _, path in sources]
+    while True:
+        alive = args.follow and backend.is_alive(folder)  # before reading: what is written until then is read
+        for (name, _), tail in zip(sources, tails, strict=True):
+            for line in tail.read(last=not alive):
+                _say(name, line, alone=len(sources) == 1, as_json=args.json)
+        if not alive:
+            return Exit.DONE
+        time.sleep(_LOOK_S)
+
+
+def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        print(json.dumps({"from": name, "line": line}), flush=True)
+    else:
+        print(line if alone else f"[{name}] {line}", flush=True)
+
+
+def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
+    """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run does not have."""
+    from orchestrator.plan import PlanError, load_plan
+    from orchestrator.suggest import did_you_mean
+
+    try:
+        ranks = load_plan(folder.plan).ranks
+    except PlanError as error:
+        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+    nodes = list(dict.fromkeys(rank.node for rank in ranks))
+    if args.node is not None and args.node not in nodes:
+        raise OrchError(f"run {folder.run_id} has no node {args.node!r}; {did_you_mean(args.node, nodes)}")
+    for rank in args.rank or ():
+        if not 0 <= rank < len(ranks):
+            raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(ranks) - 1}")
+    if args.agents:
+        found = [(f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)]
+        local = folder.logs / "supervisor.log"
+        return found if args.node or not local.exists() else [("supervisor", local), *found]
+    wanted = [r for r in ranks if args.node in (None, r.node) and (not args.rank or r.rank in args.rank)]
+    width = len(str(len(ranks) - 1))
+    return [(f"rank {rank.rank:>{width}}", folder.rank_log(rank.rank)) for rank in wanted]

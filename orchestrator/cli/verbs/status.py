@@ -1,0 +1,46 @@
+"""`orch status [run]`: what a run does now. Exit code 0 whatever the run's state is; `--json` has the run's own."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.plan.exits import Exit
+
+HELP = "one run, live: state, step, loss, tokens/s, memory"
+_LOOK_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument("--watch", "-w", action="store_true", help="until the run has ended")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+    import time
+
+    from orchestrator.cli.terminal import style
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.find import find_run
+    from orchestrator.launch.live import read_live
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.launch.state import read_state, true_state
+
+    folder = find_run(home_folder(os.environ), args.run)
+    backend = get_backend(read_state(folder).backend)
+    look = style()
+    while True:
+        state = true_state(folder, backend.is_alive(folder))
+        live = read_live(folder, state, time.time())
+        if args.json:
+            import msgspec
+
+            print(msgspec.json.encode({"state": state, "live": live, "run_dir": str(folder.path)}).decode(), flush=True)
+        else:
+            from orchestrator.launch.pages import run_page
+
+            clear = "\033[H\033[2J" if args.watch and look.colour else ""
+            print(clear + run_page(state, live, look), flush=True)
+        if not args.watch or state.is_final:
+            return Exit.DONE
+        time.sleep(_LOOK_S)
