@@ -20,7 +20,7 @@ WRONG_LINES = [
     ("--jsn", U, "unknown verb '--jsn'"),
     ("plan --jsno", U, "no flag --jsno; did you mean '--json'?"),
     ("plan --out", U, "--out: expected one argument"),
-    ("plan --plot x.pdf", U, "must end in .png, .svg, .html"),
+    ("plan --plot x.pdf", U, "the file must end in .png, .svg, .html"),
     ("plan --out /nonexistent/x.json", U, "--out /nonexistent/x.json: No such file or directory"),
     ("plan --config-dir /nonexistent", U, "--config-dir '/nonexistent' does not exist"),
     ("plan --config-dir /dev/null", U, "is not a folder"),

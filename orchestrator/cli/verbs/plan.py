@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from orchestrator.plan import Plan
 
 HELP = "place a model on a cluster: layout, memory, time, what limits it"
-PLOTS = (".png", ".svg", ".html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    if args.plot and args.plot.suffix.lower() not in PLOTS:
-        raise OrchError(f"--plot {args.plot}: the name must end in {', '.join(PLOTS)}", Exit.USAGE)
+    if args.plot:
+        from orchestrator.report import plot
+
+        if args.plot.suffix.lower() not in plot.FORMATS:  # before the work, not after it
+            raise OrchError(f"--plot {args.plot}: the file must end in {', '.join(plot.FORMATS)}", Exit.USAGE)
     from orchestrator.config.compose import load
     from orchestrator.planner.build import build_plan
 
@@ -33,7 +35,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         write(args.out, to_json(plan, indent=1) + b"\n", "--out")
     if args.plot:
-        draw(plan, args.plot)
+        plot.save(plan, args.plot)
     show(plan, args.json)
     return Exit.DONE
 
@@ -49,15 +51,6 @@ def show(plan: Plan, as_json: bool) -> None:
     from orchestrator.report.page import render
 
     print(render(plan, style()))
-
-
-def draw(plan: Plan, path: Path) -> None:
-    from orchestrator.report import plot
-
-    try:
-        plot.save(plan, path)
-    except OSError as error:
-        raise OrchError(f"--plot {path}: {error.strerror or error}", Exit.USAGE) from None
 
 
 def write(path: Path, content: bytes, flag: str) -> None:
