@@ -12,6 +12,10 @@ from trainer.parallel.mesh import Mesh
 
 AXIS = "pp"
 
+#: Sends under way at most where completion cannot be asked for (gloo only tells who waits). Waiting for an older send
+#: is safe: a lowered program ends even if every send blocks until it is received.
+MOST_SENDS = 4
+
 
 class Transfers:
     """The mailbox of one rank. What arrives is filed under its RECV action, from another rank or from this one."""
@@ -52,7 +56,7 @@ class Transfers:
 
     def send(self, action: Action) -> None:
         """Start a SEND; the tensor is let go when it has been sent."""
-        self._sending = [handle for handle in self._sending if not handle.done()]
+        self._let_go()
         tensor = self._outbox.pop(action)
         self._sending.append(start_send(tensor, self._peer(action), self.group, AXIS, self.counter, self._tag(action)))
 
@@ -66,13 +70,22 @@ class Transfers:
     def take(self, action: Action) -> Tensor:
         """The tensor of a RECV, waiting for it if need be."""
         found = self._inbox.pop(action)
-        return found.wait() if isinstance(found, Handle) else found
+        tensor = found.wait() if isinstance(found, Handle) else found
+        self._let_go()
+        return tensor
 
     def finish(self) -> None:
         """Wait until everything is sent."""
         for handle in self._sending:
             handle.wait()
         self._sending.clear()
+
+    def _let_go(self) -> None:
+        """Drop what has been sent: nothing else holds it, the graph keeps inputs and not outputs."""
+        self._sending = [handle for handle in self._sending if not handle.done()]
+        if self.device.type == "cpu":
+            while len(self._sending) > MOST_SENDS:
+                self._sending.pop(0).wait()
 
     def _peer(self, action: Action) -> int:
         return self.ranks[peer_of(self.schedule, action)]

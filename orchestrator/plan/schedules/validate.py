@@ -54,7 +54,8 @@ def program_problem(schedule: Schedule, programs: tuple[Program, ...], rendezvou
 
     Each result that another rank needs is sent once and received once, before its use. With `rendezvous` the programs
     must finish although every send and receive blocks until its other half runs, and two ranks must name their mutual
-    transfers in the same order; without, sends are buffered and receives wait only when their value is used.
+    transfers in the same order; without, a receive waits only when its value is used, and a send until the receive of
+    the same message has been posted.
     """
     for rank, program in enumerate(programs):
         if tuple(action for action in program if action.kind in COMPUTE) != schedule.orders[rank]:
@@ -68,10 +69,11 @@ def program_problem(schedule: Schedule, programs: tuple[Program, ...], rendezvou
 
 
 def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) -> str | None:
-    """Execute the programs with the strictest or the loosest meaning of SEND and RECV."""
+    """Execute the programs on paper, sends and receives meaning what `rendezvous` says."""
     heads = [0] * schedule.pp
     done: set[Action] = set()
     arrived: set[Action] = set()
+    posted: set[Action] = set()
     todo = deque(range(schedule.pp))
     while todo:
         rank = todo.popleft()
@@ -90,9 +92,14 @@ def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) ->
                 arrived.add(action if action.kind in RECEIVES else other)
                 heads[peer] += 1
                 todo.append(peer)
-            elif action.kind not in RECEIVES:
-                arrived.add(_other_half(action))
+            elif action.kind in RECEIVES:
+                posted.add(action)
                 todo.append(peer_of(schedule, action))
+            elif (receive := _other_half(action)) in posted:
+                arrived.add(receive)
+                todo.append(peer_of(schedule, action))
+            else:
+                break
             heads[rank] += 1
     stuck = [rank for rank in range(schedule.pp) if heads[rank] < len(programs[rank])]
     if not stuck:

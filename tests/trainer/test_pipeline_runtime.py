@@ -1,0 +1,235 @@
+"""The runtime itself: what it holds, what it records, what it refuses, and what it says when a peer is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.plan.schedules import Kind, build, peak_in_flight, read_table, simulate
+from tests.plans import make_plan
+from trainer.errors import LayoutError, is_peer_loss
+from trainer.metrics.comm import CommCounter
+from trainer.metrics.memory import StorageTracker
+from trainer.metrics.timers import PhaseTimer
+from trainer.model.linear import Linear
+from trainer.parallel.mesh import Mesh
+from trainer.pipeline.runtime import Pipeline
+from trainer.pipeline.transfer import MOST_SENDS
+from trainer.verify.ranks import RankError, run_ranks
+
+WIDTH, SHAPE = 128, (1, 512, 128)
+UNIT = 512 * 128 * 4  # bytes of one hidden state; a weight gradient is a quarter of it
+
+
+class Toy(nn.Module):
+    """Two matrices: holds its input and one hidden state for backward, and makes a third for its output."""
+
+    def __init__(self, seconds: float = 0.0, width: int = WIDTH):
+        super().__init__()
+        self.seconds = seconds
+        torch.manual_seed(0)
+        self.first, self.second = Linear(WIDTH, WIDTH), Linear(WIDTH, width)
+        for param in self.parameters():
+            nn.init.normal_(param, std=WIDTH**-0.5)
+
+    def forward(self, x, batch):
+        time.sleep(self.seconds)
+        return self.second(self.first(torch.ones(SHAPE) if x is None else x))
+
+
+def pipeline(rank, schedule, toy=Toy, **options):
+    mesh = Mesh.from_plan(make_plan(pp=schedule.pp), rank) if schedule.pp > 1 else Mesh.alone(make_plan())
+    stages = [toy() for _ in schedule.stages_of(rank)]
+    options = {"shape": SHAPE, "dtype": torch.float32} | options
+    return Pipeline(schedule, stages, lambda out, targets: out.sum(), mesh, CommCounter(), **options)
+
+
+def batches(schedule):
+    return [SimpleNamespace(targets=None)] * schedule.micro_batches
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def peaks(schedule):
+    def rank_main(rank):
+        pipe, tracker = pipeline(rank, schedule), StorageTracker()
+        for param in (p for stage in pipe.stages.values() for p in stage.parameters()):
+            param.grad = torch.zeros_like(param)  # so that gradients are not new storages
+        with tracker:
+            pipe.run(batches(schedule))
+        return [tracker.peak / UNIT, tracker.live / UNIT]
+
+    return run_ranks(rank_main, schedule.pp)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("interleaved", 2)])
+def test_a_rank_holds_what_the_schedule_says(name, vpp):
+    """Two hidden states a micro-batch in flight (split backward: and two gradients), and a few of the moment."""
+    schedule = build(name, 3, 12, vpp)
+    kept = 4 if name == "zb_h1" else 2
+    for (peak, left), in_flight in zip(peaks(schedule), peak_in_flight(schedule), strict=True):
+        assert in_flight <= peak <= kept * in_flight + MOST_SENDS + 6
+        assert left < 0.1
+
+
+@pytest.mark.process
+def test_outputs_are_let_go_when_sent():
+    """When the first backward begins under AFAB, the first rank keeps inputs and hidden states of all micro-batches,
+    but only the latest outputs, though the graph that made them lives."""
+    schedule = build("afab", 2, 12)
+
+    def rank_main(rank):
+        pipe, tracker, seen = pipeline(rank, schedule), StorageTracker(), []
+        take = pipe.transfers.take
+        pipe.transfers.take = lambda action: [take(action), seen.append(tracker.live / UNIT)][0]
+        with tracker:
+            pipe.run(batches(schedule))
+        return seen
+
+    first_backward = run_ranks(rank_main, 2)[0][0]
+    assert 24 <= first_backward <= 24 + MOST_SENDS + 2.5  # two gradients are on their way; with outputs 36
+
+
+# ------------------------------------------------------------------------------------------- records
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "pp", "vpp"), [("1f1b", 4, 1), ("zbv", 2, 2), ("interleaved", 2, 2)])
+def test_measured_order_is_the_simulated_one(name, pp, vpp):
+    """On each rank the same order, and between ranks every action after its inputs, on one clock."""
+    schedule = build(name, pp, 6, vpp)
+
+    def rank_main(rank):
+        pipe = pipeline(rank, schedule)
+        pipe.run(batches(schedule))
+        spans = [[str(a), pipe.trace.began + start, pipe.trace.began + end] for a, start, end in pipe.trace.spans()]
+        return {"spans": spans, "bubble": pipe.trace.bubble_ratio()}
+
+    found = run_ranks(rank_main, pp)
+    ends = {action: end for result in found for action, _, end in result["spans"]}
+    for rank, simulated in enumerate(simulate(schedule).spans):
+        measured = found[rank]["spans"]
+        assert [action for action, _, _ in measured] == [str(span.action) for span in simulated]
+        for span, (_, start, _) in zip(simulated, measured, strict=True):
+            assert all(ends[str(source)] <= start for source in schedule.needs(span.action))
+        assert found[rank]["bubble"] > 0
+
+
+@pytest.mark.process
+def test_a_slow_stage_leaves_bubbles_on_the_others():
+    schedule = build("1f1b", 2, 6)
+
+    def rank_main(rank):
+        timer = PhaseTimer()
+        pipe = pipeline(rank, schedule, lambda: Toy(0.02 if rank else 0.0), timer=timer)
+        pipe.run(batches(schedule))
+        return {"bubble": pipe.trace.bubble_ratio(), "phases": timer.take()}
+
+    fast, slow = run_ranks(rank_main, 2)
+    assert fast["bubble"] > 1 > slow["bubble"]
+    assert fast["phases"].keys() == {"forward", "backward", "pipeline_wait"}
+    assert fast["phases"]["pipeline_wait"] > fast["phases"]["forward"]
+    assert slow["phases"]["forward"] >= 6 * 0.02
+
+
+def test_one_rank_needs_no_process_group_and_a_table_runs():
+    """The user's own order of work: two micro-batches at a time, the second of each pair backward first."""
+    schedule = read_table("0F0,0F1,0B1,0B0,0F2,0F3,0B3,0I2,0W2")
+    pipe = pipeline(0, schedule)
+    plain = Toy()
+    total = pipe.run(batches(schedule), loss_scale=0.5)
+    loss = 4 * plain(None, None).sum()
+    (0.5 * loss).backward()
+    assert [str(action) for action in pipe.trace.order()] == [str(action) for action in schedule.orders[0]]
+    torch.testing.assert_close(total, loss.detach())
+    for name, param in pipe.stages[0].named_parameters():
+        torch.testing.assert_close(param.grad, dict(plain.named_parameters())[name].grad)
+
+
+def test_loss_scale_may_be_a_tensor_of_another_dtype():
+    schedule = build("1f1b", 1, 2)
+    by_number, by_tensor = pipeline(0, schedule), pipeline(0, schedule)
+    by_number.run(batches(schedule), 0.25)
+    by_tensor.run(batches(schedule), torch.tensor(0.25, dtype=torch.float64))
+    torch.testing.assert_close(by_tensor.stages[0].first.weight.grad, by_number.stages[0].first.weight.grad)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+def test_wrong_counts_are_refused():
+    schedule = build("1f1b", 1, 2)
+    with pytest.raises(ValueError, match="1 micro-batches, the schedule is for 2"):
+        pipeline(0, schedule).run(batches(schedule)[:1])
+    with pytest.raises(ValueError, match=r"holds stages \[0\] in 1f1b, got 2"):
+        Pipeline(
+            *(schedule, [Toy(), Toy()], None, Mesh.alone(make_plan()), CommCounter()),
+            shape=SHAPE,
+            dtype=torch.float32,
+        )
+
+
+@pytest.mark.process
+def test_a_hidden_state_of_another_shape_is_refused_before_it_travels():
+    """gloo would take a short message and leave the rest of the buffer stale."""
+    schedule = build("1f1b", 2, 2)
+
+    def rank_main(rank):
+        pipeline(rank, schedule, lambda: Toy(width=WIDTH - 1)).run(batches(schedule))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(rank_main, 2, timeout=20)
+    assert caught.value.rank == 0
+    message = "stage 0 wants to send [1, 512, 127] torch.float32, the plan says [1, 512, 128] torch.float32"
+    assert LayoutError.__name__ in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_lost_peer_is_a_peer_loss(dying, tmp_path):
+    """Killed in the middle of a step, its neighbour's error is one that leads to exit code 75."""
+    schedule = build("1f1b", 2, 8)
+
+    class Dies(Toy):
+        calls = 0
+
+        def forward(self, x, batch):
+            self.calls += 1
+            if self.calls == 4:
+                os._exit(9)
+            return super().forward(x, batch)
+
+    def rank_main(rank):
+        try:
+            pipeline(rank, schedule, Dies if rank == dying else Toy).run(batches(schedule))
+        except RuntimeError as error:
+            (tmp_path / "verdict").write_text(f"{is_peer_loss(error)} {error}")
+            raise
+
+    with pytest.raises(RankError):
+        run_ranks(rank_main, 2, timeout=20)
+    assert (tmp_path / "verdict").read_text().startswith("True")
+
+
+@pytest.mark.slow
+def test_orders_are_those_of_torch():
+    """The third oracle, where torch has the schedule: same order of F, B and I on every rank."""
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+
+    def flat(action):
+        return [inner for sub in action.sub_actions for inner in flat(sub)] if action.sub_actions else [str(action)]
+
+    for ours, theirs in (("interleaved", "Interleaved1F1B"), ("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")):
+        for pp, many in ((2, 4), (4, 8), (4, 16)):
+            for rank, row in enumerate(visualizer.get_schedule_ops(theirs, pp, many, 2)):
+                texts = [text for action in row if action is not None for text in flat(action)]
+                texts = [text for text in texts if "GRAD" not in text and "W" not in text]
+                order = build(ours, pp, many, 2).orders[rank]
+                assert [str(action) for action in order if action.kind is not Kind.W] == texts

@@ -1,0 +1,96 @@
+"""Split backward: the input's gradient now, the weight's when asked, both equal to autograd's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.model.linear import Embedding, Linear
+from trainer.pipeline.split import WeightQueue, install, weight_grad
+
+
+def layers(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(3)
+    net = nn.Sequential(Linear(5, 7, bias), nn.LayerNorm(7), nn.Tanh(), Linear(7, 3, bias)).double()
+    for param in net.parameters():
+        nn.init.normal_(param)
+    return net
+
+
+def gradients(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.grad for name, param in net.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_equals_autograd(shape, bias, deferred):
+    x = torch.randn(shape, dtype=torch.float64)
+    plain, split, told = layers(bias), layers(bias), []
+    whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain(whole).square().sum().backward()
+
+    queue = WeightQueue(told.append)
+    install([split], queue)
+    if deferred:
+        queue.open()
+    split(parts).square().sum().backward()
+    torch.testing.assert_close(parts.grad, whole.grad)
+    assert (split[0].weight.grad is None) == deferred
+    if deferred:
+        notes = queue.close()
+        assert len(notes) == 2
+        queue.work_off(notes)
+        assert not notes  # each activation is dropped as soon as it is used
+    assert [id(param) for param in told] == [id(split[3].weight), id(split[0].weight)]  # in order of backward
+    torch.testing.assert_close(gradients(split), gradients(plain), rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_accumulate_over_micro_batches():
+    plain, split, queue = layers(), layers(), WeightQueue()
+    install([split], queue)
+    owed = []
+    for seed in range(3):
+        x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        plain(x).sum().backward()
+        queue.open()
+        split(x).sum().backward()
+        owed.append(queue.close())
+    for notes in reversed(owed):  # in any order
+        queue.work_off(notes)
+    torch.testing.assert_close(gradients(split), gradients(plain), rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_on_a_split_weight_stay_silent():
+    """torch runs a post-accumulate-grad hook even when the gradient is None: the queue alone must report a weight."""
+    net, told, hooked = layers(), [], []
+    queue = WeightQueue(told.append)
+    install([net], queue)
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: hooked.append(p))
+    queue.open()
+    net(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
+    assert all(param.grad is not None for param in hooked) and len(hooked) == 4  # two biases, the norm's two
+    queue.work_off(queue.close())
+    assert not {id(param) for param in told} & {id(param) for param in hooked} and len(told) == 2
+
+
+def test_a_shared_matrix_keeps_its_op():
+    embed, head = Embedding(11, 4), Linear(4, 11)
+    head.weight = embed.weight
+    op = head.op
+    install([nn.ModuleList([embed, head])], WeightQueue())
+    assert head.op is op
+
+
+def test_an_op_that_something_else_replaced_is_refused():
+    linear = Linear(4, 4)
+    linear.op = lambda x, weight, bias: x @ weight.T
+    with pytest.raises(ValueError, match="cannot replace the op"):
+        install([linear], WeightQueue())
+
+
+def test_weight_grad_sums_leading_dimensions():
+    x, grad = torch.randn(2, 3, 5), torch.randn(2, 3, 7)
+    torch.testing.assert_close(weight_grad(x, grad), torch.einsum("abi,abo->oi", x, grad))
