@@ -51,7 +51,6 @@ class SlurmOptions(Frozen):
     exclude: list[str] = []  # host lists of nodes known to be bad
     # how much
     time: str | None = None  # limit of one life of the job; None: the partition's default
-    nodes: int | None = None  # None: as many as the plan uses
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # how the site counts GPUs
     gpu_type: Word | None = None  # h100 in --gpus-per-node=h100:8
     cpus_per_node: Annotated[int, Meta(ge=1)] | None = None  # None: all of an exclusive node, else Slurm's default
@@ -66,6 +65,7 @@ class SlurmOptions(Frozen):
     notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180  # --signal: this long before the time limit, save and stop
     requeue: bool = True
     max_requeues: Annotated[int, Meta(ge=0)] = 50  # of all kinds together: preemption, time limit, lost nodes
+    max_node_faults: Annotated[int, Meta(ge=0)] = 3  # of them, after a lost or sick node (exit 74, 76)
     no_kill: bool = True  # a lost node does not end the job: the agents decide
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
     begin: Annotated[str, Meta(max_length=64)] | None = None

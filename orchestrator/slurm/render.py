@@ -31,13 +31,14 @@ class JobScript(Struct, frozen=True, kw_only=True):
     options: SlurmOptions
     python: str  # on the nodes, outside any container
     export: tuple[str, ...]  # names of the variables that may enter the job
+    python_path: tuple[str, ...] = ()  # the run's own copy of the code, when it holds orch
     bind: tuple[str, ...] = ()  # folders that a container must see: run folder, data, token cache, checkpoints
 
 
 def render(job: JobScript) -> str:
     """The whole script. Raises OrchError (65, 78) for whatever cannot be written exactly."""
-    for where, text in (("run folder", job.run_dir), ("python", job.python), *(("mount", path) for path in job.bind)):
-        check_text(text, where)
+    for path in (job.run_dir, job.python, *job.bind, *job.python_path):
+        check_text(path, "path")
     flags = job_flags(job.plan, job.options, job.run_id, job.run_dir, job.export)
     directives = [line for name, value in flags.items() if (line := directive(name, value))]
     return "\n".join([*_head(job), *directives, "", *_body(job)]) + "\n"
@@ -52,42 +53,61 @@ def _head(job: JobScript) -> list[str]:
 
 
 def _body(job: JobScript) -> list[str]:
-    options, logs = job.options, str(Path(job.run_dir, "logs"))
+    options = job.options
     steps = as_argv(step_flags(job.plan, options))
-    one = as_argv({**step_flags(job.plan, options), "nodes": 1, "ntasks-per-node": 1})
     task = [*_python(job), "-P", "-m", "orchestrator.slurm.task"]
-    probe = ["srun", *steps, options.shell, "-c", PROBE]
-    place = ["srun", *one, *_container_flags(job), *task, "place", "--run-dir", job.run_dir]
-    agents = ["srun", *steps, "--output=" + file_pattern(logs) + "/slurm-%j-agents.log", "--open-mode=append"]
-    agents += [*_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
+    on_this_node = _single_step(job)
+    agents = ["srun", *steps, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
+    agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
     return [
         "umask 077",
+        *_search_paths(job),
         assignment("run", job.run_dir),
         assignment("most", str(options.max_requeues if options.requeue else 0)),
-        *_SAY,
+        assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         *(f"unset {name}" for name in options.unset),
         *(command(["module", "load", name]) for name in options.modules),
         *(check_text(line, "backend.options.setup") for line in options.setup),
         "",
-        *_NOTICE,
+        *_LIFE,
         "",
         "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
-        'life=$run/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}',
-        'mkdir -p "$run/slurm" || finish 70',
-        command(probe) + ' > "$life.nodes" || finish 74',
-        command(place) + " --nodes \"$life.nodes\"",
+        'mkdir -p "$run/slurm" || exit 70',
+        'life="$run/slurm/$SLURM_JOB_ID.$times"',
+        command(["srun", *steps, options.shell, "-c", PROBE]) + ' > "$life.nodes" || finish 74',
+        f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
         "code=$?; [ $code = 0 ] || finish $code",
-        "[ -z \"$noticed\" ] || finish 75",
+        '[ -z "$noticed" ] || finish 75',
         "",
         "# One agent a node. The shell waits in a way that lets a notice through.",
-        command(agents) + " &",
+        f"{command(agents)} &",
         "agents=$!",
         "while :; do",
         '  wait "$agents"; code=$?',
         '  kill -0 "$agents" 2>/dev/null || break',
         "done",
-        "finish $code",
-    ]  # fmt: skip
+        f'{command([*on_this_node, *task, "outcome", "--run-dir", job.run_dir])} --code "$code"',
+        "finish $?",
+    ]
+
+
+def _search_paths(job: JobScript) -> list[str]:
+    """The run's own code and interpreter come first, for the steps as for the workers."""
+    lines = []
+    if job.python_path:
+        joined = command([":".join(job.python_path)])
+        lines.append(f"export PYTHONPATH={joined}${{PYTHONPATH:+:$PYTHONPATH}}")
+    if job.options.container.runtime == "none":
+        lines.append(f'export PATH={command([str(Path(job.python).parent)])}:"$PATH"')
+    return lines
+
+
+def _single_step(job: JobScript) -> list[str]:
+    """How one Python is started on the node of this script: directly, but inside a Pyxis container only by srun."""
+    if job.options.container.runtime != "pyxis":
+        return []
+    one = {**step_flags(job.plan, job.options), "nodes": 1, "ntasks-per-node": 1, "relative": 0}
+    return ["srun", *as_argv(one), *_container_flags(job)]
 
 
 def _python(job: JobScript) -> list[str]:
@@ -111,18 +131,14 @@ def _container_flags(job: JobScript) -> Sequence[str]:
     )
 
 
-#: Codes with which a job comes back: it has saved, or a node of it is lost or sick, which Slurm can replace.
-_AGAIN = "|".join(str(int(code)) for code in (Exit.NODE, Exit.RESTART, Exit.CAPACITY))
-
-_SAY = [
-    "say() { printf '%s orch: job %s life %s: %s\\n' \"$(date -u +%FT%TZ)\" "
-    "\"$SLURM_JOB_ID\" \"${SLURM_RESTART_COUNT:-0}\" \"$*\" >&2; }",
-]  # fmt: skip
-
 #: A notice reaches the steps as SIGTERM, as in a preemption: workers save at the next step boundary and leave with 75.
 #: Coming back is decided once, here. A job that is being cancelled is no longer RUNNING, and `scontrol requeue` would
-#: bring it back to life: so the state is asked first. Both questions outlive a restart of the controller.
-_NOTICE = f"""\
+#: bring it back to life: so the state is asked first. Both questions outlive a restart of the controller. A lost or
+#: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times.
+_LIFE = f"""\
+times=${{SLURM_RESTART_COUNT:-0}}
+say() {{ printf '%s orch: job %s life %s: %s\\n' "$(date -u +%FT%TZ)" "$SLURM_JOB_ID" "$times" "$*" >&2; }}
+
 noticed=
 agents=
 notice() {{
@@ -134,16 +150,24 @@ trap 'notice USR1' USR1
 trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
+leave() {{ say "code $1$2"; exit "$1"; }}
 
 finish() {{
   trap '' USR1 TERM
-  case $1 in {_AGAIN}) ;; *) say "ends with code $1"; exit "$1";; esac
-  if [ -e "$run/cancel.json" ]; then say "code $1, cancelled"; retry scancel "$SLURM_JOB_ID"; exit "$1"; fi
-  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge "$most" ]; then say "code $1, requeued $most times: no more"; exit "$1"; fi
+  case $1 in
+    {int(Exit.RESTART)}) ;;
+    {int(Exit.NODE)}|{int(Exit.CAPACITY)})
+      echo "$SLURM_JOB_ID $times $1" >> "$run/slurm/faults"
+      [ "$(wc -l < "$run/slurm/faults")" -le "$most_faults" ] || leave $1 ", after $most_faults of its kind: no more"
+      ;;
+    *) leave $1 "" ;;
+  esac
+  if [ -e "$run/cancel.json" ]; then retry scancel "$SLURM_JOB_ID"; leave $1 ", cancelled"; fi
+  [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
   state=$(retry squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-  if [ "$state" != RUNNING ]; then say "code $1, ended by Slurm ($state)"; exit "$1"; fi
+  [ "$state" = RUNNING ] || leave $1 ", ended by Slurm ($state)"
   say "code $1, comes back"
-  retry scontrol requeue "$SLURM_JOB_ID" || exit "$1"
+  retry scontrol requeue "$SLURM_JOB_ID" || leave $1 ", and the requeue failed"
   trap - TERM
   sleep 300
 }}""".splitlines()  # the last line waits to be ended by the requeue

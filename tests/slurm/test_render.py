@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -44,7 +44,7 @@ def script(options: dict, **changes: object) -> str:
     fields: dict = {
         **{"run_id": "tiny-1", "run_dir": "/home/o'neil/5% runs/tiny-1", "plan": MAIN_LINE},
         **{"export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "options": read_options(options)},
-        "python": "/opt/py/bin/python",
+        **{"python": "/opt/py/bin/python", "python_path": ("/home/o'neil/5% runs/tiny-1/code",)},
     }  # fmt: skip
     return render(JobScript(**fields | changes))
 
@@ -65,6 +65,7 @@ def test_bash_accepts_it(name):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.text(min_size=1, max_size=40))
 def test_a_command_comes_back_word_for_word(word):
     if "\0" in word or any(0xD800 <= ord(c) < 0xE000 for c in word):

@@ -1,0 +1,126 @@
+"""Inside the allocation, before any agent: which nodes Slurm gave, and which rank goes where on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.request import LaunchRequest, from_bytes, to_bytes, used_nodes
+from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.state import read_state, write_state
+from orchestrator.plan import Exit, Plan, load_plan, to_json
+from orchestrator.plan.document import Frozen
+
+from .hostlist import expand, natural_key
+from .live import fit
+from .record import SlurmRecord, read_record, write_record
+from .replan import difference, replan
+from .topology import from_addresses
+
+
+class Placement(Frozen):
+    """slurm/placement.json: what the plan became in this life of the job."""
+
+    job_id: str
+    life: int
+    nodes: list[str]  # in rank order
+    addresses: dict[str, str]  # node -> SLURM_TOPOLOGY_ADDR
+    planned_hash: str
+    plan_hash: str
+    summary: str  # one line: where it differs from the plan, and at what predicted cost
+    moved_ranks: int
+    worst_levels: dict[str, list[str]]  # axis -> [planned, real] where they differ
+    step_s: list[float]  # [planned, real]
+
+
+def read_probe(text: str) -> dict[str, str]:
+    """Node -> address, from the tasks' lines `<node id> <name> <address>`. OrchError (74) when they are unusable."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) != 3 or not words[0].isdigit():
+            raise OrchError(f"a node answered {line[:80]!r}", Exit.NODE)
+        if words[1] in found:
+            raise OrchError(f"node {words[1]} answered twice", Exit.NODE)
+        found[words[1]] = words[2]
+    return found
+
+
+def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placement:
+    """Put the run's ranks on the nodes of this allocation and write what agents and workers will read.
+
+    OrchError: 65 for a damaged plan, 74 when a node did not answer, 75 when the run was cancelled in between, 76 when
+    the nodes are too few.
+    """
+    job_id, life = environ["SLURM_JOB_ID"], int(environ.get("SLURM_RESTART_COUNT") or 0)
+    addresses = read_probe(probe)
+    _check_nodes(addresses, environ)
+    if folder.cancel.exists():
+        raise OrchError("the run was cancelled before it had started", Exit.RESTART)
+    request = from_bytes(folder.request.read_bytes())
+    planned = _planned(folder)
+    real = replan(planned, fit(planned.cluster, addresses, from_addresses(addresses)))
+    found = difference(planned, real)
+    placement = Placement(
+        job_id=job_id,
+        life=life,
+        nodes=found.nodes,
+        addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
+        planned_hash=planned.hash,
+        plan_hash=real.hash,
+        summary=found.text,
+        moved_ranks=found.moved_ranks,
+        worst_levels=found.worst_levels,
+        step_s=found.step_s,
+    )
+    _write(folder, request, real, placement)
+    return placement
+
+
+def _check_nodes(addresses: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """The tasks' answers against the scheduler's own list."""
+    granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
+    silent, strange = granted - set(addresses), set(addresses) - granted
+    if silent:
+        raise OrchError(f"no answer from {', '.join(sorted(silent, key=natural_key)[:8])}", Exit.NODE)
+    if strange:
+        raise OrchError(f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}", Exit.NODE)
+
+
+def _planned(folder: RunFolder) -> Plan:
+    """The plan as it was submitted, kept beside the one that is in force."""
+    kept = folder.path / "plan.submitted.json"
+    plan = load_plan(kept if kept.exists() else folder.plan)
+    if not kept.exists():
+        write_private(kept, to_json(plan, indent=1) + b"\n")
+    return plan
+
+
+def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Placement) -> None:
+    agents = [structs.replace(request.agents[0], node=node, argv=_with_node(request.agents[0].argv, node))
+              for node in used_nodes(plan)]  # fmt: skip
+    request = structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+    folder.coordinator.unlink(missing_ok=True)  # of an earlier life
+    write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+    write_private(folder.request, to_bytes(request))
+    raw = msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n"
+    slurm = Path(folder.path, "slurm")
+    slurm.mkdir(mode=0o700, exist_ok=True)
+    write_private(slurm / f"{placement.job_id}.{placement.life}.placement.json", raw)
+    write_private(slurm / "placement.json", raw)
+    now, record = time.time(), read_record(folder)
+    submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
+    write_record(folder, SlurmRecord(job_id=placement.job_id, submitted_at=submitted, life=placement.life))
+    again = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
+    state = structs.replace(read_state(folder), **again, plan_hash=plan.hash, updated_at=now, writer="backend")
+    write_state(folder, state)
+
+
+def _with_node(argv: list[str], node: str) -> list[str]:
+    at = argv.index("--node") + 1
+    return [*argv[:at], node, *argv[at + 1 :]]

@@ -1,0 +1,93 @@
+"""What the run folder keeps of a run's Slurm job, and a run's true state when file and scheduler are put together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.state import Cause, RunState
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+
+from .queue import Job
+from .states import explain, meaning
+
+
+class SlurmRecord(Frozen):
+    """backend.json: the job of the run. Written when submitting, and by the job itself at the start of each life."""
+
+    job_id: str
+    submitted_at: float
+    life: int = 0  # SLURM_RESTART_COUNT: how often it has come back
+
+
+def write_record(folder: RunFolder, record: SlurmRecord) -> None:
+    write_private(folder.backend, msgspec.json.encode(record), durable=False)
+
+
+def read_record(folder: RunFolder) -> SlurmRecord | None:
+    try:
+        return msgspec.json.decode(folder.backend.read_bytes(), type=SlurmRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def job_name(run_id: str) -> str:
+    return f"orch-{run_id}"
+
+
+def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> Job | None:
+    """The run's job: by its id, or by its name when it was submitted by hand and has not started yet."""
+    if record is not None:
+        return jobs.get(record.job_id)
+    named = [job for job in jobs.values() if job.name == job_name(run_id)]
+    return max(named, key=lambda job: int(job.id), default=None)
+
+
+def verdict(state: RunState, job: Job | None, cancel_asked: bool) -> RunState:
+    """The run's true state. Slurm knows whether the job lives; the run folder knows how the program fares in it.
+
+    Pure. The result is never written back: it is as old as Slurm's answer.
+    """
+    if job is None:
+        if state.is_final:
+            return state
+        text = f"Slurm does not know the job any more; it was last {state.state}"
+        cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
+        return _replace(state, state="failed", exit_code=int(Exit.CAPACITY), reason=text, cause=cause)
+    what = meaning(job.state)
+    if what.over:
+        return _ended(state, job, cancel_asked)
+    if what.phase == "running":
+        if state.is_final:  # the last life's word; this one has not spoken yet
+            return _replace(state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}")
+        return (
+            state
+            if state.state != "pending"
+            else _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
+        )
+    why = "; ".join(
+        filter(None, [what.text, explain(job.reason), f"expected to start {job.start}" if job.start else ""])
+    )
+    return _replace(state, state=what.phase, exit_code=None, reason=f"job {job.id}: {why}")
+
+
+def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:
+    what = meaning(job.state)
+    if cancel_asked and state.state != "done":
+        reason = state.reason if state.is_final else f"job {job.id}: {what.text}"
+        return _replace(state, state="cancelled", exit_code=int(Exit.RESTART), reason=reason)
+    if state.is_final and what.phase in ("done", "failed"):
+        return state  # the coordinator knows more than the script's exit code
+    if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
+        return state
+    code = what.exit if what.exit is not None else job.exit_code
+    code = int(Exit.CAPACITY) if code is None or code < 0 else int(code)
+    text = f"job {job.id}: {what.text}"
+    if what.phase == "done":  # the script ended well, yet the coordinator did not say so
+        return _replace(state, state="done", exit_code=0, reason=text)
+    cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
+    return _replace(state, state=what.phase, exit_code=code, reason=text, cause=cause)
+
+
+_replace = msgspec.structs.replace

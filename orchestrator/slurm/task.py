@@ -1,0 +1,167 @@
+"""`python -m orchestrator.slurm.task`: what the job script starts inside an allocation.
+
+place    once a life, on the first node: put the ranks on the nodes that Slurm gave
+agent    on every node: the agent, under its Slurm name and its own address
+outcome  once a life, after the agents: the exit code of the run, whatever became of srun
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.request import LaunchRequest, from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import Cause, read_state, write_state
+from orchestrator.plan import Exit, PlanError, load_plan, meaning
+
+
+def main(argv: list[str] | None = None) -> int:
+    os.umask(0o077)
+    args = _parse(argv)
+    folder = RunFolder(args.run_dir)
+    try:
+        if args.what == "place":
+            return _place(folder, args.nodes)
+        if args.what == "outcome":
+            return _outcome(folder, args.code)
+        return _agent(folder)
+    except OrchError as error:
+        print(f"orch: {error.message}", file=sys.stderr)
+        return error.exit
+    except PlanError as error:
+        print(f"orch: {error}", file=sys.stderr)
+        return Exit.CONFIG
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="orchestrator.slurm.task")
+    whats = parser.add_subparsers(dest="what", required=True)
+    for name in ("place", "agent", "outcome"):
+        what = whats.add_parser(name)
+        what.add_argument("--run-dir", required=True, type=Path)
+        if name == "place":
+            what.add_argument("--nodes", required=True, type=Path, help="what the nodes answered")
+        if name == "outcome":
+            what.add_argument("--code", required=True, type=int, help="srun's exit code")
+    return parser.parse_args(argv)
+
+
+def _place(folder: RunFolder, nodes: Path) -> int:
+    from .place import place
+
+    placement = place(folder, nodes.read_text(), os.environ)
+    print(f"orch: {len(placement.nodes)} nodes, {placement.summary}", file=sys.stderr)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------ agent
+
+
+def _agent(folder: RunFolder) -> int:
+    node = os.environ.get("SLURMD_NODENAME")
+    if not node:
+        raise OrchError("SLURMD_NODENAME is not set: agents are started by srun", Exit.INTERNAL)
+    request = from_bytes(folder.request.read_bytes())
+    if node not in {agent.node for agent in request.agents}:
+        print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
+        return 0
+    address = own_address(node, os.environ, several=len(request.agents) > 1)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    log = os.open(folder.agent_log(node), flags, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(environment(request, os.environ))
+    os.chdir(folder.path)
+    from orchestrator.agent.__main__ import main as agent_main
+
+    argv = ["--run-dir", str(folder.path), "--node", node, "--address", address]
+    granted = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
+    return int(agent_main([*argv, "--gpus", str(len(granted.split(",")))] if granted else argv))
+
+
+def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
+    """What changes for agents and workers: the request's fixed values, and its folders in front.
+
+    The rest is already narrowed: sbatch took only the allowed names along, and what Slurm itself and the site's set-up
+    have added (GPUs, modules) must stay.
+    """
+    result = dict(request.environment.values)
+    pairs = (("PATH", request.environment.path_first), ("PYTHONPATH", request.environment.python_path_first))
+    for variable, first in pairs:
+        parts = [*first, *filter(None, environ.get(variable, "").split(":"))]
+        if parts:
+            result[variable] = ":".join(dict.fromkeys(parts))
+    return result
+
+
+def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
+    """The address at which the other nodes of the job reach this one.
+
+    The way to the node that srun runs on shows it: the kernel says which of our addresses such a connection would come
+    from. Where that is the loopback although there are other nodes (srun on this very node, odd /etc/hosts), the node's
+    name is looked up. Loopback stays only when nothing else is known, as on a test cluster inside one machine.
+    """
+    seen = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+    if seen and not (several and seen.startswith("127.")):
+        return seen
+    with contextlib.suppress(OSError):
+        for *_, place in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
+            if not str(place[0]).startswith(("127.", "::1")):
+                return str(place[0])
+    return seen or "127.0.0.1"
+
+
+def _address_towards(peer: str) -> str:
+    if not peer:
+        return ""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # UDP: nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+# ------------------------------------------------------------------------------------------ outcome
+
+
+def _outcome(folder: RunFolder, code: int) -> int:
+    """The coordinator's word, or ours when it was killed before it could speak."""
+    state = read_state(folder)
+    if state.is_final:
+        return state.exit_code or 0
+    asked = folder.cancel.exists()
+    text = f"the coordinator is gone; srun ended with {meaning(code)}"
+    final = int(Exit.RESTART if asked else Exit.CAPACITY)
+    now = time.time()
+    state = msgspec.structs.replace(
+        state,
+        state="cancelled" if asked else "failed",
+        exit_code=final,
+        reason="cancelled by force" if asked else text,
+        cause=Cause(kind="node_lost", text=text, epoch=state.epoch, code=code),
+        ended_at=now,
+        updated_at=now,
+        writer="backend",
+    )
+    folder.discovery.unlink(missing_ok=True)
+    with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
+        from orchestrator.launch.report import write_report
+
+        write_report(folder, load_plan(folder.plan), state)
+    write_state(folder, state)
+    return final
+
+
+if __name__ == "__main__":
+    sys.exit(main())
