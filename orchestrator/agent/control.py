@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.launch.untrusted import UNREADABLE
+
 PROTOCOL = "orch.control/1"
 LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_GREETING = 4096
@@ -115,7 +117,7 @@ class Channel:
                 raise Refused(f"line {body.seq} where {self._received + 1} was due (repeated, lost or reordered)")
             self._received = body.seq
             return body.epoch, self._decode(body.message)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except UNREADABLE as error:
             raise Refused(f"a line that is no message: {error}") from None
 
     async def close(self) -> None:
@@ -154,7 +156,7 @@ async def _greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
         raise Refused("closed during the greeting")
     try:
         return msgspec.json.decode(line, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except UNREADABLE as error:
         raise Refused(f"not a greeting of {PROTOCOL}: {error}") from None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from orchestrator.launch.untrusted import UNREADABLE
 from orchestrator.plan.worker import EventReport, Report, StepReport
 
 LONGEST_LINE = 1 << 16  # bytes
@@ -70,7 +71,7 @@ def parse(line: bytes, rank: int, epoch: int) -> StepReport | EventReport | None
     """The report in a line; None when it is none, or speaks for another rank or epoch."""
     try:
         report = _decoder.decode(line)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except UNREADABLE:
         return None
     return report if report.rank == rank and report.epoch == epoch else None
 

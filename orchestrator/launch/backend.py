@@ -12,9 +12,13 @@ from orchestrator.suggest import did_you_mean
 
 from .request import LaunchRequest, Parcel
 from .run_folder import RunFolder
+from .state import RunState
 
 #: name -> "module:class". A new backend is one module and one line here.
-BACKENDS: dict[str, str] = {"local": "orchestrator.launch.local:LocalBackend"}
+BACKENDS: dict[str, str] = {
+    "local": "orchestrator.launch.local:LocalBackend",
+    "slurm": "orchestrator.slurm.backend:SlurmBackend",
+}
 
 
 class Backend(Protocol):
@@ -35,6 +39,9 @@ class Backend(Protocol):
 
     def is_alive(self, folder: RunFolder) -> bool:
         """Whether anything of the run may still act."""
+
+    def state(self, folder: RunFolder) -> RunState:
+        """The run's state as it truly is, which may be fresher than what the run folder says."""
 
 
 def get_backend(name: str) -> Backend:

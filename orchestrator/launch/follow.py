@@ -11,7 +11,7 @@ from .backend import Backend
 from .live import read_live
 from .pages import end_lines, progress_line
 from .run_folder import RunFolder
-from .state import RunState, true_state
+from .state import RunState
 
 _LOOK_S = 0.25
 _SAY_S = 5.0  # between lines where they cannot be overwritten
@@ -22,8 +22,7 @@ def follow(folder: RunFolder, backend: Backend, out: TextIO, style: Style) -> Ru
     terminal = out.isatty()
     said, said_at, known = "", 0.0, ""
     while True:
-        alive = backend.is_alive(folder)
-        state = true_state(folder, alive)
+        state = backend.state(folder)
         line = progress_line(state, read_live(folder, state, time.time()), style)
         now = time.monotonic()
         if terminal:

@@ -13,6 +13,7 @@ from orchestrator.plan.worker import EventReport
 from .report import StepLine, decode_step
 from .run_folder import RunFolder
 from .state import RunState
+from .untrusted import UNREADABLE
 
 _TAIL_BYTES = 1 << 18
 _SMOOTH_STEPS = 10
@@ -96,7 +97,7 @@ def _events(path: Path) -> list[_EventLine]:
     for line in tail_lines(path):
         try:
             found.append(_decode_event(line))
-        except (msgspec.ValidationError, msgspec.DecodeError):  # of an agent, or torn
+        except UNREADABLE:  # of an agent, or torn
             continue
     return found
 

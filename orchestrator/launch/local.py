@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -17,11 +15,12 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-from . import snapshot
+from .deliver import delivered
 from .processes import Identity, identity, send_signal
-from .request import LaunchRequest, Parcel, check_contents, compose_environment, to_bytes
+from .request import LaunchRequest, Parcel, compose_environment
 from .run_folder import RunFolder, write_private
-from .state import SCHEMA, RunState, read_state, write_state
+from .state import RunState, read_state, true_state, write_state
+from .untrusted import UNREADABLE
 
 
 class LocalRecord(Frozen):
@@ -58,36 +57,8 @@ class LocalBackend:
     def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
         request = parcel.request
         self.check(request)
-        check_contents(parcel)
-        folder = RunFolder(Path(request.run_dir))
-        folder.create()
-        now = time.time()
-        state = RunState(
-            schema=SCHEMA,
-            run_id=request.run_id,
-            state="pending",
-            created_at=now,
-            updated_at=now,
-            writer="backend",
-            backend=self.name,
-            plan_hash=request.plan_hash,
-            summary=request.summary,
-            max_restarts=request.policy.max_restarts,
-        )
-        try:
-            for file in request.files:
-                content = parcel.contents.get(file.path) if file.sha256 else secrets.token_hex(32).encode() + b"\n"
-                write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
-            snapshot.copy(request.code, folder)
-            write_private(folder.request, to_bytes(request), durable=False)
-            write_state(folder, state)
+        with delivered(parcel, self.name) as folder:
             self._start(folder, request, environ)
-        except BaseException as error:
-            reason = getattr(error, "message", None) or f"submitting failed: {type(error).__name__}: {error}"
-            code = int(getattr(error, "exit", Exit.INTERNAL))
-            final = {"state": "failed", "exit_code": code, "reason": reason, "ended_at": time.time()}
-            write_state(folder, msgspec.structs.replace(state, **final))
-            raise
         return request.handle
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
@@ -106,6 +77,9 @@ class LocalBackend:
 
     def is_alive(self, folder: RunFolder) -> bool:
         return folder.is_alive()
+
+    def state(self, folder: RunFolder) -> RunState:
+        return true_state(folder, self.is_alive(folder))
 
     def _start(
         self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str], resume: bool = False
@@ -150,7 +124,7 @@ def prepare_resume(folder: RunFolder) -> None:
 def read_record(folder: RunFolder) -> LocalRecord | None:
     try:
         return msgspec.json.decode(folder.backend.read_bytes(), type=LocalRecord)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
 
 
@@ -161,7 +135,7 @@ def write_record(folder: RunFolder, record: LocalRecord) -> None:
 def read_cancel(folder: RunFolder) -> Cancel | None:
     try:
         return msgspec.json.decode(folder.cancel.read_bytes(), type=Cancel)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
 
 

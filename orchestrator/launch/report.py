@@ -14,6 +14,7 @@ from orchestrator.plan.worker import StepReport
 
 from .run_folder import RunFolder, write_private
 from .state import RunState
+from .untrusted import UNREADABLE
 
 SCHEMA = "orch.report/1"
 _WARM_UP_STEPS = 2  # of each epoch: first-use costs are not the step time
@@ -32,7 +33,7 @@ def decode_step(line: bytes) -> StepLine | None:
     """None for a line that is torn, or no step."""
     try:
         return _decoder.decode(line)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except UNREADABLE:
         return None
 
 

@@ -23,6 +23,7 @@ from orchestrator.plan.document import Frozen
 
 from .redact import frozen_config, is_secret_name
 from .run_folder import RunFolder, check_run_id
+from .untrusted import UNREADABLE
 
 SCHEMA = "orch.request/1"
 
@@ -258,7 +259,7 @@ def to_bytes(request: LaunchRequest) -> bytes:
 def from_bytes(raw: bytes) -> LaunchRequest:
     try:
         request = msgspec.json.decode(raw, type=LaunchRequest)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except UNREADABLE as error:
         raise OrchError(f"request: {error}", Exit.CONFIG) from None
     if request.schema != SCHEMA:
         raise OrchError(f"request is of schema {request.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG)

@@ -15,6 +15,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
 from .run_folder import RunFolder, write_private
+from .untrusted import UNREADABLE
 
 SCHEMA = "orch.state/1"
 
@@ -103,7 +104,7 @@ def read_state(folder: RunFolder) -> RunState:
         state = msgspec.json.decode(folder.state.read_bytes(), type=RunState)
     except OSError as error:
         raise OrchError(f"run {folder.run_id} has no readable state: {error.strerror}", Exit.CONFIG) from None
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except UNREADABLE as error:
         raise OrchError(f"{folder.state}: {error}", Exit.CONFIG) from None
     if state.schema != SCHEMA:
         raise OrchError(f"{folder.state} is of schema {state.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG)

@@ -15,6 +15,10 @@ class PlanError(ValueError):
     """A plan that cannot be trusted: unreadable, of another schema, changed after sealing, or inconsistent."""
 
 
+#: What decoding a damaged file may raise; the last two come from invalid UTF-8 in a key and from endless nesting.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 def _canonical(plan: Plan) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(plan, hash=""), order="sorted")
 
@@ -41,7 +45,7 @@ def from_json(raw: bytes | str) -> Plan:
     """Decode and verify. Raises PlanError with one line that says what is wrong and where."""
     try:
         head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise PlanError(f"not a plan: {error}") from None
     schema = head.get("schema")
     if schema is None or bytes(schema) != f'"{SCHEMA}"'.encode():
@@ -49,7 +53,7 @@ def from_json(raw: bytes | str) -> Plan:
         raise PlanError(f"plan schema is {found}, this version reads {SCHEMA!r}")
     try:
         plan = msgspec.json.decode(raw, type=Plan)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except _UNREADABLE as error:
         raise PlanError(f"plan: {error}") from None
     if plan.hash != plan_hash(plan):
         raise PlanError(f"plan hash {plan.hash[:12] or '(empty)'} does not match its content {plan_hash(plan)[:12]}")

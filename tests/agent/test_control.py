@@ -1,0 +1,266 @@
+"""The control channel between real sockets, with a peer that lies, repeats, shouts and babbles."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.agent import control
+from orchestrator.agent.control import LONGEST_LINE, Refused, WrongKey, accept, connect
+from orchestrator.agent.messages import AgentAlive, Done, FromAgent, FromCoordinator, Ready
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+class Pair:
+    """A coordinator's end and an agent's end of one connection, and the raw writer below the agent's."""
+
+    def __init__(self, server, agent, errors):
+        self.server, self.agent, self.errors = server, agent, errors
+
+    @property
+    def raw(self) -> asyncio.StreamWriter:
+        return self.agent._writer
+
+
+async def pair(key=KEY, run="run", server_key=KEY, server_run="run") -> Pair:
+    found: asyncio.Future = asyncio.get_running_loop().create_future()
+
+    async def serve(reader, writer):
+        try:
+            found.set_result(await accept(reader, writer, server_run, server_key, FromAgent))
+        except Refused as error:
+            found.set_exception(error)
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LONGEST_LINE)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        agent = await connect("127.0.0.1", port, run, "node0", key, FromCoordinator)
+        return Pair(await found, agent, found)
+    except Refused:
+        found.exception() if found.done() else found.cancel()
+        raise
+    finally:
+        server.close()
+
+
+def test_messages_pass_both_ways_in_order():
+    async def main():
+        both = await pair()
+        for port in range(3):
+            both.agent.send(4, Ready(port=port))
+        both.server.send(5, Done(code=0, reason="ü\n\"'"))
+        assert [await both.server.receive() for _ in range(3)] == [(4, Ready(port=port)) for port in range(3)]
+        assert await both.agent.receive() == (5, Done(code=0, reason="ü\n\"'"))
+        assert both.server.peer == "node0"
+        await both.agent.close()
+        assert await both.server.receive() is None
+
+    asyncio.run(main())
+
+
+def test_an_agent_without_the_key_is_refused_and_knows_why():
+    with pytest.raises(WrongKey, match="refused this node: wrong key"):
+        asyncio.run(pair(key=OTHER))
+
+
+def test_a_coordinator_without_the_key_is_not_believed():
+    """It lets anybody in; the agent notices that its answer proves nothing."""
+
+    async def main():
+        async def impostor(reader, writer):
+            control._write(writer, control._Hello(protocol=control.PROTOCOL, run="run", nonce="n" * 32))
+            await reader.readline()
+            control._write(writer, control._Answer(mac="0" * 64))
+
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        with pytest.raises(WrongKey, match="coordinator does not hold"):
+            await connect("127.0.0.1", server.sockets[0].getsockname()[1], "run", "node0", KEY, FromCoordinator)
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_another_run_is_another_coordinator():
+    with pytest.raises(Refused, match="coordinates run 'other'"):
+        asyncio.run(pair(server_run="other"))
+
+
+async def _record() -> tuple[Pair, bytes]:
+    """A pair, and the bytes of one line that the agent has sent and the server has read."""
+    both = await pair()
+    lines = []
+    write = both.raw.write
+    both.raw.write = lambda data: (lines.append(data), write(data))
+    both.agent.send(1, AgentAlive(step=1))
+    both.raw.write = write
+    await both.server.receive()
+    return both, lines[0]
+
+
+def test_a_replayed_line_is_refused():
+    async def main():
+        both, line = await _record()
+        both.raw.write(line)
+        with pytest.raises(Refused, match="line 1 where 2 was due"):
+            await both.server.receive()
+
+    asyncio.run(main())
+
+
+def test_a_line_of_another_connection_is_refused():
+    async def main():
+        _, line = await _record()
+        fresh = await pair()
+        fresh.raw.write(line)
+        with pytest.raises(Refused, match="wrong mac"):
+            await fresh.server.receive()
+
+    asyncio.run(main())
+
+
+def test_a_line_reflected_to_its_sender_is_refused():
+    async def main():
+        both, line = await _record()
+        both.server._writer.write(line)
+        with pytest.raises(Refused, match="wrong mac"):
+            await both.agent.receive()
+
+    asyncio.run(main())
+
+
+def test_a_dropped_line_is_noticed():
+    async def main():
+        both = await pair()
+        write = both.raw.write
+        both.raw.write = lambda data: None
+        both.agent.send(1, AgentAlive(step=1))
+        both.raw.write = write
+        both.agent.send(1, AgentAlive(step=2))
+        with pytest.raises(Refused, match="line 2 where 1 was due"):
+            await both.server.receive()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"garbage\n",
+        b"{}\n",
+        b"\n",
+        b"null\n",
+        b'{"mac":"","body":{}}\n',
+        b'{"mac":1}\n',
+        b"\xff\xfe\n",
+        b"[" * 5000 + b"\n",
+    ],
+)
+def test_garbage_is_refused(line):
+    async def main():
+        both = await pair()
+        both.raw.write(line)
+        with pytest.raises(Refused):
+            await both.server.receive()
+
+    asyncio.run(main())
+
+
+def test_a_line_without_end_is_refused_not_stored():
+    async def main():
+        both = await pair()
+        both.raw.write(b"x" * (LONGEST_LINE + 2))
+        with pytest.raises(Refused, match="longer than"):
+            await both.server.receive()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"x" * 10_000 + b"\n", b'{"node":"n"}\n'])
+def test_a_stranger_gets_no_further_than_the_greeting(greeting):
+    async def main():
+        problem = asyncio.get_running_loop().create_future()
+
+        async def serve(reader, writer):
+            try:
+                await accept(reader, writer, "run", KEY, FromAgent)
+            except Refused as error:
+                problem.set_result(error)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LONGEST_LINE)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(greeting)
+        assert isinstance(await asyncio.wait_for(problem, 5), Refused)
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_silent_stranger_is_shown_the_door(monkeypatch):
+    monkeypatch.setattr(control, "_GREETING_S", 0.1)
+
+    async def main():
+        problem = asyncio.get_running_loop().create_future()
+
+        async def serve(reader, writer):
+            with pytest.raises(Refused, match="no greeting"):
+                await accept(reader, writer, "run", KEY, FromAgent)
+            problem.set_result(None)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        await asyncio.wait_for(problem, 5)
+        writer.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr(control, "_MOST_UNSENT", 1 << 16)
+
+    async def main():
+        both = await pair()
+        for _ in range(2000):
+            both.server.send(1, Done(code=0, reason="x" * 10_000))
+        assert both.server._writer.is_closing()
+
+    asyncio.run(main())
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_are_ever_taken_for_a_message(noise):
+    async def main():
+        reader = asyncio.StreamReader(limit=LONGEST_LINE)
+        reader.feed_data(noise + b"\n")
+        reader.feed_eof()
+        channel = control.Channel(reader, None, KEY, KEY, FromAgent, "node0")
+        with pytest.raises(Refused):
+            await channel.receive()
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 10**6), st.data())
+def test_one_changed_byte_is_noticed(step, data):
+    body = json.dumps({"seq": 1, "epoch": 1, "message": {"kind": "agent_alive", "step": step}}).encode()
+    line = b'{"mac":"' + control._mac(KEY, "line", body).hex().encode() + b'","body":' + body + b"}"
+    at = data.draw(st.integers(0, len(line) - 1))
+    changed = line[:at] + bytes([line[at] ^ data.draw(st.integers(1, 255))]) + line[at + 1 :]
+
+    async def receive(content: bytes):
+        reader = asyncio.StreamReader(limit=LONGEST_LINE)
+        reader.feed_data(content + b"\n")
+        reader.feed_eof()
+        return await control.Channel(reader, None, KEY, KEY, FromAgent, "node0").receive()
+
+    assert asyncio.run(receive(line)) == (1, AgentAlive(step=step))
+    with pytest.raises(Refused):
+        asyncio.run(receive(changed))

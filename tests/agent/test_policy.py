@@ -1,0 +1,103 @@
+"""Decisions after an epoch: the contract's table, and what holds for every combination of ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.agent.policy import (
+    MOST_FRUITLESS,
+    Budget,
+    EpochEnd,
+    NodeLoss,
+    Request,
+    WorkerEnd,
+    decide,
+    first_cause,
+)
+from orchestrator.plan.exits import Exit
+
+CANCEL = Request("cancelled", "cancelled by the user")
+NOTICE = Request("stopped", "node0: got SIGTERM")
+
+
+def end(*codes: int | tuple[int, bool], lost=(), request=None, new_steps=True, world=None) -> EpochEnd:
+    """One worker a code; (code, True): it had been told to stop."""
+    pairs = [code if isinstance(code, tuple) else (code, False) for code in codes]
+    ends = tuple(
+        WorkerEnd(rank=order, node=f"node{order}", code=code, asked=asked, order=order)
+        for order, (code, asked) in enumerate(pairs)
+    )
+    return EpochEnd(0, world or len(ends), ends, tuple(NodeLoss(n, "gone") for n in lost), request, new_steps)
+
+
+@pytest.mark.parametrize(
+    ("what", "budget", "again", "state", "code", "rank"),
+    [
+        (end(0, 0), Budget(3), False, "done", 0, None),
+        (end(0, 1), Budget(3), True, "restarting", 0, 1),
+        (end(0, 1), Budget(0), False, "failed", 1, 1),
+        (end(0, 1), Budget(3, used=3), False, "failed", 1, 1),
+        (end(-9, 75), Budget(0), False, "failed", 1, 0),
+        (end(75, -9), Budget(0), False, "failed", 1, 1),  # the peer's 75 was heard first
+        (end(75, (1, True)), Budget(0), True, "restarting", 0, 0),  # an error after being told explains nothing
+        (end(75, 75), Budget(0), True, "restarting", 0, 0),
+        (end(65, 75), Budget(3), False, "failed", 65, 0),
+        (end((-15, True), 78), Budget(3), False, "failed", 78, 1),
+        (end(70, 0), Budget(1, used=1), False, "failed", 70, 0),
+        (end(70, 0), Budget(1), True, "restarting", 0, 0),
+        (end(74, 75), Budget(3), False, "failed", 74, 0),
+        (end(77), Budget(3), False, "failed", 77, 0),
+        (end(75, lost=["node1"], world=2), Budget(3), False, "failed", 76, None),
+        (end((75, True), (75, True), request=CANCEL), Budget(0), False, "cancelled", 75, None),
+        (end((75, True), (0, False), request=NOTICE), Budget(0), False, "stopped", 75, None),
+        (end((-15, True), (75, True), request=CANCEL), Budget(0), False, "cancelled", 75, 0),
+        (end(65, (75, True), request=NOTICE), Budget(0), False, "failed", 65, 0),
+        (end((75, True), request=NOTICE, lost=["node1"], world=2), Budget(0), False, "stopped", 75, None),
+        (end(request=CANCEL, world=4), Budget(0), False, "cancelled", 75, None),
+        (end(0, 0, request=CANCEL), Budget(0), False, "done", 0, None),  # it was done before it heard
+        (end(75, new_steps=False), Budget(0, fruitless=MOST_FRUITLESS), False, "stopped", 75, 0),
+    ],
+)
+def test_table(what, budget, again, state, code, rank):
+    found = decide(what, budget)
+    assert (found.again, found.state, found.code) == (again, state, code)
+    if rank is not None:
+        assert found.cause.rank == rank
+
+
+CODES = st.sampled_from([0, 0, 1, 3, 64, 65, 70, 74, 75, 75, 76, 77, 78, 127, -6, -9, -11, -15])
+
+
+@given(st.lists(st.tuples(CODES, st.booleans()), min_size=1, max_size=8), st.integers(0, 3), st.integers(0, 3))
+def test_every_end_has_an_answer_and_budgets_only_shrink(codes, most, used):
+    what = end(*codes)
+    found = decide(what, Budget(most, used))
+    assert found.state in ("restarting", "done", "failed", "stopped")
+    assert found.again == (found.state == "restarting")
+    assert (found.code == 0) == (found.again or found.state == "done")
+    assert found.budget.used - used == int(found.counted)
+    assert found.budget.used <= max(most, used)
+    if found.state == "done":
+        assert all(code == 0 for code, _ in codes)
+    if not found.again and found.state == "failed":
+        assert found.code in [int(code) for code in Exit] and found.cause is not None
+
+
+@given(st.lists(st.tuples(CODES, st.booleans()), min_size=1, max_size=8), st.randoms())
+def test_a_worker_that_failed_by_itself_is_blamed_whatever_was_heard_first(codes, random):
+    codes = [*codes, (-9, False)]
+    random.shuffle(codes)
+    cause = first_cause(end(*codes).ends)
+    assert not cause.asked and cause.code not in (0, 75)
+
+
+def test_restarting_for_ever_without_a_step_ends():
+    budget = Budget(0)
+    for _ in range(MOST_FRUITLESS):
+        found = decide(end(75, new_steps=False), budget)
+        assert found.again
+        budget = found.budget
+    assert not decide(end(75, new_steps=False), budget).again
+    assert decide(end(75, new_steps=True), budget).budget.fruitless == 0
