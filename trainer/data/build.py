@@ -95,15 +95,18 @@ def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progre
     """Equal exactly when the token files would be: names and places of files do not matter, order and kind do."""
     total, done = sum(source.size for source in sources), 0
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
+    buffer = memoryview(bytearray(BATCH_BYTES))
     for source in sources:
+        one = hashlib.sha256()
         try:
-            with source.path.open("rb") as file:
-                one = hashlib.file_digest(file, "sha256").hexdigest()
+            with source.path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    one.update(buffer[:count])
+                    done += count
+                    report("hash", min(done, total), total)
         except OSError as error:
             raise DataError(f"cannot read {source.path}: {error.strerror}") from error
-        digest.update(f"{source.path.suffix.lower() == '.jsonl'} {one}\0".encode())
-        done += source.size
-        report("hash", done, total)
+        digest.update(f"{source.path.suffix.lower() == '.jsonl'} {one.hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
