@@ -152,7 +152,7 @@ class ParallelSpec(Frozen):
     vpp: Degree = 1  # virtual stages a pipeline rank
     sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
     schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
-    micro_batch_size: Degree | None = None  # samples; None: 1
+    micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
     stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost
     order: list[Axis] | None = None  # nesting of the axes, innermost first; None: the planner chooses by bytes
     allow_tp_across_nvlink: bool = False  # a tensor-parallel group may leave its NVLink domain

@@ -116,7 +116,7 @@ def _case(config: Config, cluster: doc.Cluster, model: doc.Model) -> legality.Ca
     """Degrees with every default filled in."""
     par, train = config.parallel, config.train
     gpus = len(cluster.node_names) * cluster.gpus_per_node
-    dp = par.dp or max(1, gpus // (par.tp * par.cp * par.ep * par.pp))
+    dp, samples = par.dp or max(1, gpus // (par.tp * par.cp * par.ep * par.pp)), _global_batch(config)
     return legality.Case(
         tp=par.tp,
         cp=par.cp,
@@ -128,12 +128,23 @@ def _case(config: Config, cluster: doc.Cluster, model: doc.Model) -> legality.Ca
         sp=par.tp > 1 if par.sp is None else par.sp,
         schedule=par.schedule,
         allow_tp_across_nvlink=par.allow_tp_across_nvlink,
-        micro_batch_size=par.micro_batch_size or 1,
-        global_batch_samples=_global_batch(config),
+        micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples),
+        global_batch_samples=samples,
         seq_len=train.seq_len,
         model=model,
         cluster=cluster,
     )
+
+
+def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int) -> int:
+    """Samples of a micro-batch where the user names none. One sample fills a GPU; on CPU processes the cost of calls
+    rules, so up to eight, as long as every stage still has two micro-batches to work on.
+    """
+    if cluster.device == "cuda":
+        return 1
+    share = samples // replicas
+    fits = (size for size in (8, 4, 2) if share * replicas == samples and share % size == 0 and share // size >= 2 * pp)
+    return next(fits, 1)
 
 
 def _global_batch(config: Config) -> int:

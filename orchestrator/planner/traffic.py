@@ -110,13 +110,20 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
         add("ep", "all_to_all", routed, 2 * moe_layers * m * passes)
 
     boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
-    add("pp", "p2p", boundary, 2 * m * parallel.vpp)
+    add("pp", "p2p", boundary, m * _sends(parallel))
 
     dense, experts = rank_parameters(model, parallel, busiest)
     grad_width = WIDTH[train.grad_dtype]
     for count, varying in ((dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))):
         _gradients(add, count, varying, parallel, width, grad_width)
     return result
+
+
+def _sends(parallel: Parallel) -> float:
+    """Messages a micro-batch from the rank that sends most: hidden states on, gradients back, never beyond an end."""
+    held, last = rank_stages(parallel), parallel.pp * parallel.vpp - 1
+    share = (last + 1) / sum(map(len, held))  # of the micro-batches: half where each direction has its own stages
+    return share * max(sum((stage < last) + (stage > 0) for stage in stages) for stages in held)
 
 
 def _gradients(add, parameters: int, varying, parallel: Parallel, width: int, grad_width: int) -> None:

@@ -22,6 +22,7 @@ VERBS: dict[str, Verb] = {
     "logs": Verb("what a run's workers and agents wrote"),
     "cancel": Verb("stop a run after it has saved"),
     "resume": Verb("continue a stopped run from its last checkpoint"),
+    "demo": Verb("train a tiny model on this machine, and show what there is to see"),
     "config": Verb("the resolved configuration, or the choices of every group", overrides=True),
     "completion": Verb("a completion script for bash, zsh or fish"),
     "version": Verb("versions of orch and of what it stands on"),

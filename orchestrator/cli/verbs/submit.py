@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return _show(parcel, plan, backend, args.json)
     if not args.command and plan.memory.total > plan.memory.capacity and not config.run.allow_oom:
         raise OrchError(_too_large(plan), Exit.CONFIG)
-    handle = _send(parcel, backend, home)
+    handle = send(parcel, backend, home)
     if not args.follow:
         _say_handle(handle, parcel, args.json)
         return Exit.DONE
@@ -102,7 +102,7 @@ def _show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool) -> int:
     return Exit.DONE
 
 
-def _send(parcel: Parcel, backend: Backend, home: Path) -> str:
+def send(parcel: Parcel, backend: Backend, home: Path) -> str:
     import os
 
     from orchestrator.launch.find import register
