@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -36,7 +37,7 @@ class Cluster:
 
     def __init__(self, shape: Shape | None = None, home: Path | None = None) -> None:
         self.shape = shape or Shape()
-        self.home = home or Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.home = home or Path(tempfile.gettempdir(), PREFIX + secrets.token_hex(4))
         self.host = socket.gethostname().split(".")[0]
         self.pids: dict[str, int] = {}
         self.ports = _free_ports(self.shape.nodes)
@@ -153,7 +154,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------ parts
 
     def _write_files(self) -> None:
-        self.home.chmod(0o755)
+        self.home.mkdir(mode=0o755)
         for folder in ("state", "spool", "run", "log", "dev", "munge", "db"):
             (self.home / folder).mkdir(mode=0o755)
         for gpu in range(self.shape.gpus):  # any character device will do; 1:3 is the null device

@@ -1,0 +1,148 @@
+"""Slurm's commands on the real test cluster: answers read, complaints turned into one line with an exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.slurm.commands import Slurm, first_complaint
+from orchestrator.slurm.nodes import parse_nodes
+from orchestrator.slurm.states import meaning
+from orchestrator.slurm.submission import LiveWatcher
+from orchestrator.slurm.topology import parse_topology
+
+from .cluster_conf import Shape
+from .conftest import bring_up
+
+live = [pytest.mark.slurm, pytest.mark.process]
+
+
+@pytest.fixture
+def slurm(cluster):
+    return Slurm(cluster.env)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(*directives: str, body: str = "sleep 60") -> str:
+        path = tmp_path / "job.sh"
+        lines = [f"#SBATCH {d}" for d in ("--output=/dev/null", *directives)]
+        path.write_text("\n".join(["#!/bin/bash", *lines, body]) + "\n")
+        return str(path)
+
+    return write
+
+
+class TestLive:
+    pytestmark = live
+
+    def test_nodes_and_topology_of_the_running_cluster(self, slurm, cluster, script):
+        nodes = {node.name: node for node in parse_nodes(slurm.nodes())}
+        assert sorted(nodes) == cluster.shape.names
+        assert all(n.free and n.gpus == 8 and n.gpu_type == "h100" and not n.gpus_used for n in nodes.values())
+        topology = parse_topology(slurm.topology())
+        assert topology.kind == "tree"
+        assert topology.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n6", "n7")}
+        job = slurm.sbatch(script("--nodes=1 --gpus-per-node=2 --nodelist=n3"))
+        cluster.wait(lambda: cluster.job_state(job) == "RUNNING", 20, "running job")
+        (busy,) = [node for node in parse_nodes(slurm.nodes()) if not node.free]
+        assert (busy.name, busy.gpus_used, busy.state) == ("n3", 2, "MIXED")
+
+    def test_drained_and_down_nodes_are_not_free(self, slurm, cluster):
+        cluster.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test State=IDLE")
+        cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=x")
+        nodes = {node.name: node for node in parse_nodes(slurm.nodes())}
+        assert [name for name, node in nodes.items() if not node.free] == ["n1", "n2"]
+        assert nodes["n1"].reason.startswith("test State=IDLE")
+
+    def test_a_job_through_its_states_without_accounting(self, slurm, cluster, script):
+        watcher = LiveWatcher(slurm, delay_s=0)
+        job = slurm.sbatch(script("--nodes=2", body="exit 3"))
+        cluster.wait(lambda: meaning(cluster.job_state(job)).over, 20, "end of the job")
+        found = watcher.look([job])[job]
+        assert (found.state, found.nodes, meaning(found.state).phase) == ("FAILED", 2, "failed")
+        held = slurm.sbatch(script("--hold"))
+        found = watcher.look([job, held])
+        assert found[held].state == "PENDING" and found[held].reason == "JobHeldUser" and job in found
+
+    def test_start_estimate(self, slurm, cluster, script):
+        assert slurm.start_estimate(script("--nodes=8")).startswith("20")
+
+    def test_what_would_wait_for_ever_is_refused_by_the_estimate(self, slurm, cluster, script):
+        """sbatch itself would take it, and it would be pending with PartitionNodeLimit."""
+        with pytest.raises(OrchError) as refused:
+            slurm.start_estimate(script("--nodes=9"))
+        assert refused.value.exit == Exit.CAPACITY
+
+    @pytest.mark.parametrize(
+        ("directive", "exit", "text"),
+        [
+            ("--partition=mian", Exit.CONFIG, "did you mean 'main'"),
+            ("--gpus-per-node=a100:8", Exit.CAPACITY, "sinfo"),
+            ("--gpus-per-node=9", Exit.CAPACITY, "sinfo"),
+            ("--gres=tpu:1", Exit.CONFIG, "gpu_request"),
+            ("--constraint=gold", Exit.CONFIG, "backend.options.constraint"),
+            ("--reservation=nope", Exit.CONFIG, "backend.options.reservation"),
+            ("--exclude=zz9", Exit.CONFIG, "exclude"),
+            ("--dependency=afterok:notajob", Exit.CONFIG, "dependency"),
+        ],
+    )
+    def test_refusals_are_one_line_with_a_code(self, slurm, cluster, script, directive, exit, text):
+        import re
+
+        with pytest.raises(OrchError) as refused:
+            slurm.sbatch(script(directive))
+        assert "\n" not in refused.value.message
+        assert re.search(text, refused.value.message), refused.value.message
+        assert refused.value.exit == exit, refused.value.message
+
+    def test_a_stopped_controller_is_told(self, cluster, script):
+        cluster.stop_controller()
+        with pytest.raises(OrchError) as refused:
+            Slurm(cluster.env, timeout_s=5).jobs(["1"])
+        assert refused.value.exit == Exit.CAPACITY and "scontrol ping" in refused.value.message
+
+
+@pytest.mark.slurm
+@pytest.mark.process
+def test_a_full_queue_is_told_at_once(tmp_path):
+    path = tmp_path / "job.sh"
+    path.write_text("#!/bin/bash\n#SBATCH --hold --output=/dev/null\nsleep 1\n")
+    with bring_up(Shape(nodes=1, gpus=1, leaves=1, max_jobs=2)) as cluster:
+        slurm = Slurm(cluster.env)
+        accepted = []
+        with pytest.raises(OrchError) as refused:
+            for _ in range(4):
+                accepted.append(slurm.sbatch(str(path)))
+        assert refused.value.exit == Exit.CAPACITY and "full" in refused.value.message
+        assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
+
+
+def test_without_slurm_on_this_machine():
+    with pytest.raises(OrchError, match="is this a login node") as refused:
+        Slurm({"PATH": "/nowhere"}).run(["sbatch-that-is-not-there"])
+    assert refused.value.exit == Exit.CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name",
+         "invalid partition specified: x"),
+        ("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
+         "Job violates accounting/QOS policy (job submit limit)"),
+        ("", "it failed without a word"),
+        ("x\x1b[31my\nz", "z"),
+    ],
+)  # fmt: skip
+def test_first_complaint(text, line):
+    assert first_complaint(text) == line
+
+
+def test_the_users_own_formats_do_not_reach_us():
+    kept = Slurm(
+        {"SQUEUE_FORMAT": "%i", "SLURM_CONF": "/x", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p", "A": "b"}
+    ).environ
+    assert kept["SLURM_CONF"] == "/x" and kept["A"] == "b"
+    assert not {"SQUEUE_FORMAT", "SLURM_JOB_ID", "SBATCH_PARTITION"} & set(kept)
