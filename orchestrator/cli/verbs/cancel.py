@@ -26,17 +26,17 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.launch.find import find_run
     from orchestrator.launch.pages import end_lines
     from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state, true_state
+    from orchestrator.launch.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
-    state = true_state(folder, backend.is_alive(folder))
+    state = backend.state(folder)
     if state.is_final:
         raise OrchError(f"run {folder.run_id} has ended: {state.state}")
     backend.cancel(folder, args.force)
     while not args.no_wait:
         alive = backend.is_alive(folder)
-        state = true_state(folder, alive)
+        state = backend.state(folder)
         if not alive:
             break
         time.sleep(_LOOK_S)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.launch.backend import Backend
 
 HELP = "runs of this machine"
 _SHOWN = 20
@@ -24,15 +28,18 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.launch.find import all_runs
     from orchestrator.launch.live import read_live
     from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state, true_state
+    from orchestrator.launch.state import read_state
 
     now = time.time()
     rows, damaged = [], 0
+    backends: dict[str, Backend] = {}  # one of each kind, which then asks its scheduler once for all runs
     found = all_runs(home_folder(os.environ))
     for folder in found if args.all or args.active else found[:_SHOWN]:
         try:
-            backend = get_backend(read_state(folder).backend)
-            state = true_state(folder, backend.is_alive(folder))
+            name = read_state(folder).backend
+            if name not in backends:
+                backends[name] = get_backend(name)
+            state = backends[name].state(folder)
         except OrchError:
             damaged += 1
             continue

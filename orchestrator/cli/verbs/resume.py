@@ -23,12 +23,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.launch.find import find_run
     from orchestrator.launch.request import from_bytes
     from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state, true_state
+    from orchestrator.launch.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
     alive = backend.is_alive(folder)
-    state = true_state(folder, alive)
+    state = backend.state(folder)
     if alive:
         raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end")
     if state.state == "done":

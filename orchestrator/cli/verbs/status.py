@@ -24,13 +24,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.launch.find import find_run
     from orchestrator.launch.live import read_live
     from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state, true_state
+    from orchestrator.launch.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
     look = style()
     while True:
-        state = true_state(folder, backend.is_alive(folder))
+        state = backend.state(folder)
         live = read_live(folder, state, time.time())
         if args.json:
             import msgspec
