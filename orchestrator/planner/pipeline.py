@@ -32,7 +32,7 @@ def _schedule(name: str, pp: int, micro_batches: int, vpp: int) -> Schedule:
 
 def _enough(pp: int, micro_batches: int, vpp: int) -> int:
     """No more micro-batches than warm-up, some steady state and drain need. Even, as two-way schedules want it."""
-    return min(micro_batches, 4 * pp * vpp + 4)
+    return min(micro_batches, 6 * pp * vpp + 4)
 
 
 def rank_seconds(parallel: Parallel, stages: Sequence[float]) -> list[float]:

@@ -46,9 +46,11 @@ def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
     assert sent(again, "tp") == pytest.approx(6 * plan.model.layers * 3 * hidden * 2 * 3 / 4)
 
 
-def test_pipeline_sends_one_hidden_state_each_way():
-    plan = make_plan(pp=2, micro_batches=5, seq_len=16)
-    assert sent(traffic(plan), "pp") == 2 * 5 * 16 * plan.model.hidden * 4
+@pytest.mark.parametrize(("pp", "vpp", "ways"), [(2, 1, 1), (4, 1, 2), (2, 2, 3), (4, 2, 4)])
+def test_pipeline_sends_hidden_states_on_and_gradients_back_but_not_beyond_the_ends(pp, vpp, ways):
+    """The rank that sends most: with two stages each sends one way, a stage in the middle both."""
+    plan = make_plan(model=tiny_model(layers=8), pp=pp, vpp=vpp, micro_batches=8, seq_len=16, schedule="interleaved")
+    assert sent(traffic(plan), "pp") == ways * 8 * 16 * plan.model.hidden * 4
 
 
 def test_ring_attention_passes_keys_and_values_and_their_gradients():
