@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 
 import msgspec
 
@@ -76,9 +75,8 @@ class SlurmBackend:
     def render(self, parcel: Parcel) -> str:
         """Everything that `submit` does but the submission: the script's text, its run folder being ready."""
         text = self.script(parcel.request, from_json(parcel.contents["plan.json"]))
-        with delivered(parcel, self.name) as folder:
-            self._keep(folder, text)
-        return text
+        with delivered(parcel, self.name):
+            return text
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         """A new job in the old folder. The plan as it was submitted counts, not what became of it on the last nodes."""
@@ -110,7 +108,12 @@ class SlurmBackend:
         return job is not None and not meaning(job.state).over
 
     def state(self, folder: RunFolder) -> RunState:
-        job = self._job(folder)
+        """Slurm's answer and the run folder's together; the folder's alone while the controller is away."""
+        try:
+            job = self._job(folder)
+        except OrchError as error:
+            state = read_state(folder)
+            return state if state.is_final else msgspec.structs.replace(state, reason=error.message)
         return verdict(read_state(folder), job, folder.cancel.exists())  # the file after the scheduler, see true_state
 
     # ---------------------------------------------------------------------------------- parts
@@ -126,15 +129,11 @@ class SlurmBackend:
     def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor
 
-        executor = ScriptExecutor(folder.path / "slurm", text, Slurm(environ))
+        slurm = Slurm(environ)
+        executor = ScriptExecutor(folder.path / "slurm", text, slurm)
+        slurm.start_estimate(str(executor.write()))  # refuses what sbatch would take and keep pending for ever
         job = executor.launch(self._watcher)
         write_record(folder, SlurmRecord(job_id=job.job_id, submitted_at=time.time()))
-
-    def _keep(self, folder: RunFolder, text: str) -> Path:
-        path = folder.path / "slurm" / "job.sbatch"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_private(path, text.encode())
-        return path
 
     def _job(self, folder: RunFolder) -> Job | None:
         record = read_record(folder)

@@ -16,6 +16,8 @@ from orchestrator.planner.placement import axis_placement, candidates, choose
 from orchestrator.planner.profile import profile_for
 from orchestrator.planner.traffic import step_traffic
 
+from .hostlist import compress
+
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
     """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the job does not fit there.
@@ -78,12 +80,10 @@ class Difference(Struct, frozen=True, kw_only=True):
         """One line for people."""
         if self.same_nodes and not self.moved_ranks:
             return "placed as planned"
-        levels = ", ".join(
-            f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()
-        )
+        levels = [f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()]
         change = "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
-        where = "other nodes than planned" if not self.same_nodes else f"{self.moved_ranks} ranks moved"
-        return f"{where}: {'; '.join(filter(None, [levels, change]))}"
+        where = f"on {compress(self.nodes)}" if not self.same_nodes else f"{self.moved_ranks} ranks moved"
+        return f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}; {change}"
 
 
 def difference(planned: Plan, real: Plan) -> Difference:

@@ -60,7 +60,7 @@ def _place(folder: RunFolder, nodes: Path) -> int:
     from .place import place
 
     placement = place(folder, nodes.read_text(), os.environ)
-    print(f"orch: {len(placement.nodes)} nodes, {placement.summary}", file=sys.stderr)
+    print(f"orch: {placement.summary}", file=sys.stderr)
     return 0
 
 

@@ -1,0 +1,52 @@
+"""`orch render`: the run's folder, and the script that its scheduler takes, on standard output; nothing is submitted.
+
+`orch render backend=slurm ... > job.sbatch && sbatch job.sbatch` gives the same run as `orch submit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+from . import submit
+
+HELP = "write a run's folder and print its job script"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
+    parser.add_argument("--in-place", action="store_true", help="run the program here, not in a copy of this folder")
+    parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+    import sys
+    from pathlib import Path
+
+    from orchestrator.config.compose import load
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.find import register
+    from orchestrator.launch.run_folder import RunFolder, home_folder
+    from orchestrator.planner.build import build_plan
+
+    config = load(overrides, args.config_dir)
+    backend = get_backend(config.backend.name)
+    if not hasattr(backend, "render"):
+        raise OrchError(f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE)
+    home = home_folder(os.environ)
+    parcel = submit.make_parcel(args, config, build_plan(config), backend, home)
+    os.umask(0o077)
+    text = backend.render(parcel)
+    register(home, RunFolder(Path(parcel.request.run_dir)))
+    if args.json:
+        import json
+
+        found = {"handle": parcel.request.handle, "run_dir": parcel.request.run_dir, "script": text}
+        print(json.dumps(found))
+        return Exit.DONE
+    print(text, end="")
+    print(f"run folder {parcel.request.run_dir}; follow it: orch status {parcel.request.run_id}", file=sys.stderr)
+    return Exit.DONE
