@@ -54,6 +54,12 @@ def make_plan(
     seed: int = 1234,
     precision: doc.Precision = "fp32",
     recompute: str = "none",
+    recompute_layers: list[str] | None = None,
+    compile: bool = False,
+    batch_ramp: doc.BatchRamp | None = None,
+    cp_method: str = "zigzag",
+    zero_group: int = 0,
+    schedule_rows: list[list[str]] | None = None,
     clip_grad_norm: float = 1.0,
     bucket_bytes: int = 1 << 16,
     data_paths: list[str] | None = None,
@@ -106,11 +112,15 @@ def make_plan(
             global_batch_samples=samples,
             global_batch_tokens=samples * seq_len,
             bucket_bytes=bucket_bytes,
+            cp_method=cp_method,
+            zero_group=zero_group,
+            schedule_rows=schedule_rows or [],
         ),
         job=doc.Job(
             train=doc.Train(
                 **{"steps": steps, "seq_len": seq_len, "seed": seed, "precision": precision, "grad_dtype": "fp32"},
                 **{"recompute": recompute, "clip_grad_norm": clip_grad_norm, "log_every_steps": 1},
+                **{"recompute_layers": recompute_layers or [], "compile": compile, "batch_ramp": batch_ramp},
             ),
             optim=doc.Optim(
                 **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from orchestrator.plan.schedules import build as build_schedule
 
 from .checkpoint.format import Piece
 from .data.batch import MicroBatch
@@ -25,9 +24,10 @@ from .optim.adamw import ShardedAdamW
 from .optim.clip import clip_coefficient, grad_norm
 from .optim.precision import Recipe
 from .parallel import apply
+from .parallel.context.place import shard_batch
 from .parallel.data.buckets import GradBuckets
 from .parallel.mesh import Mesh
-from .pipeline.runtime import Pipeline
+from .pipeline.runtime import Pipeline, stage_indices
 
 
 @dataclass
@@ -44,9 +44,8 @@ class Engine:
         par = plan.parallel
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
         self.counter, self.timer = CommCounter(), PhaseTimer()
-        schedule = build_schedule(par.schedule, par.pp, par.micro_batches, par.vpp)
-        mine = schedule.stages_of(mesh.coord.pp)
-        self.has_loss = any(schedule.is_last(stage) for stage in mine)
+        mine = stage_indices(plan, mesh.coord.pp)
+        self.has_loss = mine[-1] == par.pp * par.vpp - 1
         self.part = apply.build(plan, mesh, self.counter, device, recipe.param, indices=mine)
         self.buckets = GradBuckets(
             list(self.part.parameters()), mesh, par.zero, recipe.reduce, par.bucket_bytes, self.counter
@@ -66,10 +65,13 @@ class Engine:
         return StepOutcome(loss_sum, norm)
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:
-        """Summed gradients of the global batch, in the buckets; `valid_tokens` is the global count."""
+        """Summed gradients of the global batch, in the buckets. `batches` are of whole sequences, [b, s], also under
+        context parallelism; `valid_tokens` is the global count."""
         self.buckets.wait_params()
         self.buckets.expect(len(batches))
         scale = torch.tensor(1.0 / valid_tokens, dtype=torch.float64, device=self.device)
+        cp = self.mesh.size("cp"), self.mesh.index("cp")
+        batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]
         loss_sum = self.pipeline.run(batches, scale)
         with self.timer.phase("comm"):
             self.buckets.finish()

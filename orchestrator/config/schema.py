@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from orchestrator.plan.document import Axis, Frozen, Mla, Moe, Precision
+from orchestrator.plan.document import Axis, CpMethod, Frozen, Mla, Moe, Precision, Recompute
 
 # ------------------------------------------------------------------------------------------- kinds of values
 
@@ -152,6 +152,9 @@ class ParallelSpec(Frozen):
     vpp: Degree = 1  # virtual stages a pipeline rank
     sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
     schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
+    schedule_file: Path | None = None  # a table of your own, CSV or JSON: one row of actions a pipeline rank
+    cp_method: CpMethod = "zigzag"
+    zero_group: Natural = 0  # ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
     micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
     stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost
     order: list[Axis] | None = None  # nesting of the axes, innermost first; None: the planner chooses by bytes
@@ -186,6 +189,15 @@ class OptimSpec(Frozen):
     weight_decay: NonNegative = 0.1
 
 
+class BatchRampSpec(Frozen):
+    """The global batch grows linearly from `start` to its full size while the first `over` samples are consumed."""
+
+    start_samples: Count | None = None  # exactly one of each pair
+    start_tokens: Count | None = None
+    over_samples: Count | None = None
+    over_tokens: Count | None = None
+
+
 class TrainSpec(Frozen):
     steps: Count
     seq_len: Count  # tokens
@@ -194,7 +206,9 @@ class TrainSpec(Frozen):
     seed: Natural = 1234
     precision: Precision = "bf16"
     grad_dtype: Literal["fp32", "bf16"] = "fp32"  # of accumulation and reduction
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute | Literal["budget"] = "none"  # budget: chosen by layer, as little as fits
+    recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
+    batch_ramp: BatchRampSpec | None = None
     clip_grad_norm: NonNegative = 1.0  # 0: off
     log_every_steps: Count = 1
     compile: bool = False

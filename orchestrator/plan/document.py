@@ -18,6 +18,8 @@ Axis = Literal["tp", "cp", "ep", "pp", "dp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
 
 Precision = Literal["fp32", "bf16", "fp16"]
+CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
+Recompute = Literal["none", "selective", "full"]
 
 
 class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -141,6 +143,9 @@ class Parallel(Frozen):
     global_batch_samples: int  # micro_batch_size * micro_batches * dp * ep
     global_batch_tokens: int
     bucket_bytes: int  # gradient bucket size, bytes of reduce dtype
+    cp_method: CpMethod = "zigzag"
+    zero_group: int = 0  # neighbours in "grad" that share one copy of what ZeRO shards; 0 = all (hybrid when fewer)
+    schedule_rows: list[list[str]] = []  # of schedule "table": each pipeline rank's actions in order, as "0F3"
 
 
 class Coord(Frozen):
@@ -191,16 +196,25 @@ class Time(Frozen):
 # ---------------------------------------------------------------------------------------------- the job
 
 
+class BatchRamp(Frozen):
+    """The global batch grows linearly with the samples consumed, in whole micro-batches on every replica."""
+
+    start_samples: int  # global batch of the first step
+    over_samples: int  # from this many consumed samples on it is `parallel.global_batch_samples`
+
+
 class Train(Frozen):
     steps: int
     seq_len: int
     seed: int
     precision: Precision
     grad_dtype: Literal["fp32", "bf16"]  # accumulation and reduction
-    recompute: Literal["none", "full", "selective"]
+    recompute: Recompute | Literal["budget"]
     clip_grad_norm: float  # 0 = off
     log_every_steps: int
     compile: bool = False
+    recompute_layers: list[Recompute] = []  # of recompute "budget": what the planner chose for each layer
+    batch_ramp: BatchRamp | None = None
 
 
 class Optim(Frozen):

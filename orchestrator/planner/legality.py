@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, schedules
-from orchestrator.plan.document import Cluster, Model
+from orchestrator.plan.document import Cluster, CpMethod, Model
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -28,6 +28,9 @@ class Case(Struct, frozen=True, kw_only=True):
     zero: int
     sp: bool
     schedule: str | None  # None: what suits vpp
+    schedule_rows: list[list[str]] = []  # of schedule "table"
+    cp_method: CpMethod = "zigzag"
+    zero_group: int = 0
     allow_tp_across_nvlink: bool
     micro_batch_size: int
     global_batch_samples: int
@@ -127,11 +130,34 @@ def _experts(case: Case) -> str | None:
 
 
 def _sequence(case: Case) -> str | None:
-    """Zig-zag context parallelism cuts a sequence in 2*cp pieces, sequence parallelism each rank's part in tp."""
-    pieces = (2 * case.cp if case.cp > 1 else 1, case.cp * (case.tp if case.sp else 1))
-    for piece, why in zip(pieces, ("2 x cp", "cp x tp, with sequence parallelism"), strict=True):
+    """Balanced context parallelism cuts a sequence in 2*cp pieces, sequence parallelism each rank's part in tp."""
+    balanced = case.cp > 1 and case.cp_method in ("zigzag", "allgather")
+    pieces = ((2 if balanced else 1) * case.cp, case.cp * (case.tp if case.sp else 1))
+    for piece, why in zip(pieces, (f"{case.cp_method}, cp", "cp x tp, with sequence parallelism"), strict=True):
         if case.seq_len % piece:
             return f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({why})"
+    return None
+
+
+def _ulysses(case: Case) -> str | None:
+    """Heads are exchanged for sequence: each rank of the group takes its share of them."""
+    heads = case.model.heads // case.tp
+    if case.cp == 1 or case.cp_method != "ulysses" or heads % case.cp == 0:
+        return None
+    return f"cp={case.cp} does not divide the {heads} attention heads of a tp rank (cp_method=ulysses)"
+
+
+def _zero_group(case: Case) -> str | None:
+    """Hybrid sharding cuts the ranks that hold the same weights into groups of equal size."""
+    if not case.zero_group:
+        return None
+    ranks = case.dp * case.cp * case.ep
+    if case.zero == 0:
+        return f"zero_group={case.zero_group} needs something to shard: zero1, zero2 or zero3"
+    if ranks % case.zero_group:
+        return (
+            f"zero_group={case.zero_group} does not divide the dp x cp x ep = {ranks} ranks that hold the same weights"
+        )
     return None
 
 
@@ -155,7 +181,17 @@ def _batch(case: Case) -> str | None:
 
 
 def _schedule(case: Case) -> str | None:
-    return schedules.illegal(case.schedule_name, case.pp, case.micro_batches, case.vpp)
+    if case.schedule_name != schedules.TABLE:
+        return schedules.illegal(case.schedule_name, case.pp, case.micro_batches, case.vpp)
+    if not case.schedule_rows:
+        return "schedule table needs parallel.schedule_file"
+    table = schedules.read_rows(case.schedule_rows)
+    found = (table.pp, table.vpp, table.micro_batches)
+    if found == (case.pp, case.vpp, case.micro_batches):
+        return None
+    return "the table is for pp{} x vpp{} and {} micro-batches".format(*found) + (
+        f", the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
+    )
 
 
 RULES: dict[str, Callable[[Case], str | None]] = {
@@ -168,6 +204,8 @@ RULES: dict[str, Callable[[Case], str | None]] = {
     "nvlink": _nvlink,
     "experts": _experts,
     "sequence": _sequence,
+    "ulysses": _ulysses,
+    "zero_group": _zero_group,
     "positions": _positions,
     "batch": _batch,
     "schedule": _schedule,

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from orchestrator.plan.document import Parallel
-from orchestrator.plan.schedules import SCHEDULES, Costs, Schedule, build, peak_in_flight, simulate
+from orchestrator.plan.schedules import (
+    SCHEDULES,
+    TABLE,
+    Costs,
+    Schedule,
+    build,
+    peak_in_flight,
+    schedule_of,
+    simulate,
+)
 
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
 EQUAL = 1e-6  # relative difference below which stages count as equal
@@ -20,9 +29,15 @@ def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
     """Model stages that each pipeline rank holds, in model order. DualPipe holds a stage of each direction."""
     stages = parallel.pp * parallel.vpp
     held: list[list[int]] = [[] for _ in range(parallel.pp)]
-    for stage, rank in enumerate(SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)):
+    for stage, rank in enumerate(_stage_ranks(parallel)):
         held[rank].append(stage % stages)
     return [tuple(stages) for stages in held]
+
+
+def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).stage_rank
+    return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
 
 
 @lru_cache(maxsize=64)
@@ -58,6 +73,10 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
     if parallel.schedule in CLOSED_FORM and max(work) <= min(work) * (1 + EQUAL):
         ratio = (parallel.pp - 1) / (parallel.vpp * parallel.micro_batches)
         return busy * (1 + ratio) / parallel.pp, ratio
+    if parallel.schedule == TABLE:
+        half = tuple(seconds / 2 for seconds in backward)
+        span = simulate(schedule_of(parallel), Costs(tuple(forward), half, half)).makespan
+        return span, (parallel.pp * span - busy) / busy
     names = (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
     span = _simulated_span(*names, tuple(forward), tuple(backward), max(work))
     return span, (parallel.pp * span - busy) / busy
@@ -92,4 +111,6 @@ def in_flight(parallel: Parallel) -> list[float]:
         return [min(m, p - rank) for rank in range(p)]
     if parallel.schedule == "interleaved":
         return [min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)]
+    if parallel.schedule == TABLE:
+        return list(peak_in_flight(schedule_of(parallel)))
     return list(peak_in_flight(_schedule(parallel.schedule, p, _enough(p, m, v), v)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.plan import Plan
-from orchestrator.plan.schedules import Costs, Timeline, build, simulate
+from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
 from .compute import rates
 from .profile import profile_for
@@ -19,5 +19,5 @@ def timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
     inner = sum(exposed.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / par.micro_batches / par.vpp
     forward = tuple(stage.forward + inner / 3 for stage in work.stages)
     half = tuple((stage.backward + inner * 2 / 3) / 2 for stage in work.stages)
-    shown = min(par.micro_batches, most_micro_batches)
-    return simulate(build(par.schedule, par.pp, shown, par.vpp), Costs(forward, half, half))
+    shown = None if par.schedule == TABLE else min(par.micro_batches, most_micro_batches)
+    return simulate(schedule_of(par, shown), Costs(forward, half, half))

@@ -43,6 +43,8 @@ BROKEN = {
     "nvlink": case(tp=16, pp=4),
     "experts": case(ep=8),
     "sequence": case(cp=4, seq_len=4100),
+    "ulysses": case(shapes.gpt2(), cp=8, cp_method="ulysses", seq_len=1024, global_batch_samples=64),
+    "zero_group": case(zero=1, zero_group=5),
     "positions": case(shapes.gpt2(), seq_len=2048),
     "batch": case(global_batch_samples=100),
     "schedule": case(pp=4, schedule="1f1b", vpp=2),

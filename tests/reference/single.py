@@ -39,11 +39,17 @@ def sample(plan: Plan, place: int) -> tuple[Tensor, Tensor]:
     return window[:-1], targets
 
 
-def micro_batch(plan: Plan, places: list[int]) -> MicroBatch:
-    """The samples at these places as one batch."""
+def micro_batch(plan: Plan, places: list[int], packed: bool = False) -> MicroBatch:
+    """The samples at these places as one batch; `packed`: of three documents each, cut at places of their own."""
     tokens, targets = (torch.stack(column) for column in zip(*(sample(plan, place) for place in places), strict=True))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-    return MicroBatch(tokens, targets, positions, None)
+    if not packed:
+        return MicroBatch(tokens, targets, positions, None)
+    length = tokens.shape[1]
+    cuts = torch.tensor([sorted((1 + place % (length - 1), 1 + 5 * place % (length - 1))) for place in places])
+    documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
+    starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
+    return MicroBatch(tokens, targets, positions - starts, documents)
 
 
 def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -52,16 +58,16 @@ def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in stage.named_parameters()}
 
 
-def train(plan: Plan, steps: int, dtype: torch.dtype) -> list[Outcome]:
+def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False) -> list[Outcome]:
     """`steps` optimizer steps from the plan's seed, the batches being the places 0, 1, 2, ... of the global order."""
     optim, size = plan.job.optim, plan.parallel.global_batch_samples
     weights = initial_weights(plan, dtype)
     twin = adamw.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     outcomes = []
     for step in range(1, steps + 1):
-        batch = micro_batch(plan, list(range((step - 1) * size, step * size)))
+        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed)
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-        scores = transformer.logits(leaves, plan.model, batch.tokens, batch.positions)
+        scores = transformer.logits(leaves, plan.model, batch.tokens, batch.positions, batch.documents)
         loss = transformer.loss_sum(scores, batch.targets) / int((batch.targets != IGNORED).sum())
         found = torch.autograd.grad(loss, list(leaves.values()))
         grads = dict(zip(leaves, found, strict=True))

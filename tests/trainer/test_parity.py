@@ -86,10 +86,10 @@ CASES: dict[str, dict] = {
 
 
 @functools.cache
-def reference(model: bytes, samples: int, dtype: torch.dtype) -> list[single.Outcome]:
+def reference(model: bytes, samples: int, dtype: torch.dtype, packed: bool = False) -> list[single.Outcome]:
     """One process on the same samples; the layout does not matter to it, so cases share it."""
     shapes = msgspec.json.decode(model, type=Model)
-    return single.train(parity_plan(dtype, model=shapes, micro_batches=samples), STEPS, dtype)
+    return single.train(parity_plan(dtype, model=shapes, micro_batches=samples), STEPS, dtype, packed)
 
 
 def parity_plan(dtype: torch.dtype, **options: object) -> Plan:
@@ -104,7 +104,7 @@ def largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def run_rank(rank: int, plan: Plan, use: Recipe, expected: list[single.Outcome]) -> dict[str, float]:
+def run_rank(rank: int, plan: Plan, use: Recipe, expected: list[single.Outcome], packed: bool = False) -> dict[str, float]:
     """Two steps of this rank; the worst relative error of each quantity, over all that the rank holds."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
@@ -123,7 +123,7 @@ def run_rank(rank: int, plan: Plan, use: Recipe, expected: list[single.Outcome])
         places = samples_of_step(plan.parallel, mesh.coord, consumed)
         whole = single.micro_batch(plan, list(range(consumed, consumed + size)))
         valid_tokens = int((whole.targets != IGNORED).sum())
-        loss_sum, norm = engine.gradients([single.micro_batch(plan, one) for one in places], valid_tokens)
+        loss_sum, norm = engine.gradients([single.micro_batch(plan, one, packed) for one in places], valid_tokens)
         loss = engine.mean_loss(loss_sum, valid_tokens)
         if loss is not None:
             compare("loss", torch.tensor(loss), torch.tensor(outcome.loss))

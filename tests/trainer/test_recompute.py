@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,7 @@ MODES = ("none", "selective", "full")
 def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
     part = build(plan, mesh, CommCounter(), dtype=dtype)
     (stage,) = part.stages
-    apply_recompute(stage, mode)
+    apply_recompute(stage, msgspec.structs.replace(plan.job.train, recompute=mode))
     names = [name for name, _, _ in part.parameters()]
     data = batch(plan.model, B, S, 0, True)
     with StorageTracker() as tracker:
@@ -66,4 +67,4 @@ def test_unknown_mode_is_refused():
     plan = make_plan(model=small(**LLAMA, **GQA), micro_batch_size=B, seq_len=S)
     part = build(plan, Mesh.alone(plan), CommCounter())
     with pytest.raises(ValueError, match="legal: none, selective, full"):
-        apply_recompute(part.stages[0], "some")
+        apply_recompute(part.stages[0], msgspec.structs.replace(plan.job.train, recompute="some"))

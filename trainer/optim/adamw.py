@@ -94,7 +94,7 @@ class ShardedAdamW:
         """Every piece of state of this rank. Together the ranks' pieces with `writes` cover each element of each
         parameter once; tp-padding included, which `ParamInfo.valid` cuts off."""
         parallel = self.buckets
-        first_replica = bool(parallel.zero) or parallel.mesh.index("grad") == 0
+        first_replica = parallel.mesh.index("replica" if parallel.zero else "grad") == 0
         for bucket, state in zip(parallel.buckets, self.states, strict=True):
             low, _ = bucket.range
             for position, (slot, start, stop) in enumerate_pieces(bucket, parallel.shard_index, parallel.shards):

@@ -34,7 +34,7 @@ def grad_norm(buckets: GradBuckets, scale: float = 1.0) -> Tensor:
     device = buckets.buckets[0].grads.device
     total = torch.stack(owned).sum() if owned else torch.zeros((), dtype=torch.float64, device=device)
     if buckets.zero:
-        all_reduce(total, buckets.mesh.group("grad"), "norm", buckets.counter)
+        all_reduce(total, buckets.mesh.group("shard"), "norm", buckets.counter)
     all_reduce(total, buckets.mesh.group("model"), "norm", buckets.counter)
     return total.sqrt_().mul_(scale)
 

@@ -5,7 +5,10 @@
 3. cut it over tp: the registry of parameters         tensor.shard
 4. allocate this rank's slices and fill them          model.init_stage (same numbers on every layout)
 5. boundaries: communication at the edges of blocks   tensor.Boundary; vocab.ShardedLookup
-6. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
+6. attention over a sequence shard                    context.place_cores
+7. recomputation, which repeats all of the above      recompute.apply_recompute
+8. compilation, block by block, of all of the above   nn.Module.compile
+9. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
 from . import legal
+from .context.place import place_cores
 from .mesh import Mesh
 from .params import ParamInfo, ParamTable
+from .recompute import apply_recompute
 from .tensor import Boundary, Copy, Gather, KeepShard, Reduce, Scatter, shard
 from .vocab import ShardedLookup, VocabParallelLoss
 
@@ -77,6 +82,12 @@ def build(
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         if mesh.group("tp") is not None:
             place_boundaries(stage, infos, mesh, par.sp, counter)
+        if mesh.group("cp") is not None:
+            place_cores(stage, par.cp_method, mesh, counter)
+        apply_recompute(stage, plan.job.train)
+        if plan.job.train.compile:
+            for block in stage.layers.values():
+                block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
     if len(stages) > 1 and plan.model.tied_embeddings and stages[0].first and stages[-1].last:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.plan import Plan
 from trainer.errors import LayoutError
+from trainer.parallel.context.order import BALANCED
 
 
 def check(plan: Plan) -> None:
@@ -19,6 +20,8 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from _unproven(plan)
     yield from _tensor(plan)
     yield from _sequence(plan)
+    yield from _context(plan)
+    yield from _recompute(plan)
 
 
 def _unproven(plan: Plan) -> Iterator[str]:
@@ -32,18 +35,18 @@ def _unproven(plan: Plan) -> Iterator[str]:
         yield f"model {model.name} is not causal: the trainer only predicts the next token"
     if model.dropout:
         yield f"model.dropout={model.dropout} is not implemented; use 0"
-    if par.cp > 1:
-        yield f"cp={par.cp} is not proven yet; use cp1"
     if par.ep > 1:
         yield f"ep={par.ep} needs a mixture of experts; use ep1"
     if par.zero > 1:
         yield f"zero={par.zero} is not proven yet; legal: 0, 1"
-    if train.recompute != "none":
-        yield f"train.recompute={train.recompute} is not proven yet; legal: none"
     if train.precision == "fp16":
         yield "train.precision=fp16 needs loss scaling, which is not proven yet; legal: fp32, bf16"
     if train.compile:
         yield "train.compile=true is not proven yet; use false"
+    if par.zero_group:
+        yield f"parallel.zero_group={par.zero_group} is not proven yet; use 0"
+    if train.batch_ramp:
+        yield "train.batch_ramp is not proven yet; leave it out"
 
 
 def _tensor(plan: Plan) -> Iterator[str]:
@@ -73,3 +76,27 @@ def _sequence(plan: Plan) -> Iterator[str]:
         yield f"sequence parallelism needs tp={par.tp} to divide seq_len / cp = {local}; use sp0 or another seq_len"
     if model.position == "learned" and length > model.max_seq_len:
         yield f"train.seq_len={length} is longer than the {model.max_seq_len} learned positions of {model.name}"
+
+
+def _context(plan: Plan) -> Iterator[str]:
+    model, par, length = plan.model, plan.parallel, plan.job.train.seq_len
+    if par.cp == 1:
+        return
+    pieces = par.cp * (2 if par.cp_method in BALANCED else 1)
+    if length % pieces:
+        yield (
+            f"cp={par.cp} with parallel.cp_method={par.cp_method} cuts a sequence into {pieces} parts, which do not"
+            f" divide train.seq_len={length}"
+        )
+    heads = model.heads // par.tp
+    if par.cp_method == "ulysses" and heads % par.cp:
+        yield (
+            f"parallel.cp_method=ulysses needs cp={par.cp} to divide the {heads} heads of a tensor-parallel rank;"
+            " legal: zigzag, ring, allgather"
+        )
+
+
+def _recompute(plan: Plan) -> Iterator[str]:
+    train, layers = plan.job.train, plan.model.layers
+    if train.recompute == "budget" and len(train.recompute_layers) != layers:
+        yield f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for {layers} layers"

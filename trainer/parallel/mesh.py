@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
+from orchestrator.plan.schedules import copies_of
 
-#: Order of creation, the same on every rank. "kv": tp ranks that share one key/value head.
-GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv")
+#: Order of creation, the same on every rank. "kv": tp ranks that share one key/value head. "shard": ranks of "grad"
+#: that together hold one copy of what ZeRO shards; "replica": those of "grad" with the same shard (hybrid sharding).
+GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     """Global ranks of the group of `rank` on an axis or composite; empty if it is in none."""
     if name == "kv":
         return _kv_replicas(plan, rank)
+    if name in ("shard", "replica"):
+        return _hybrid(plan, name, rank)
+    if name in ("grad", "model") and copies_of(plan.parallel) > 1:
+        return _two_copies(plan, name, rank)
     return next((tuple(group) for group in plan.groups[name] if rank in group), ())
 
 
@@ -78,3 +84,26 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
     tp_ranks = members_of(plan, "tp", rank)
     first = tp_ranks.index(rank) // share * share
     return tp_ranks[first : first + share]
+
+
+def _hybrid(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
+    """ "grad" cut into runs of `zero_group` neighbours: a run shards, equal places of the runs hold the same shard."""
+    ranks = members_of(plan, "grad", rank)
+    size = plan.parallel.zero_group or len(ranks)
+    run, place = divmod(ranks.index(rank), size)
+    return ranks[run * size : (run + 1) * size] if name == "shard" else ranks[place::size]
+
+
+def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
+    """A bidirectional pipeline holds the model twice: ranks r and pp - 1 - r have the same stages.
+
+    They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so "model" is a half.
+    """
+    place = plan.ranks[rank].coord.pp
+    if name == "model":
+        half = plan.parallel.pp // 2
+        ranks = next(group for group in plan.groups["model"] if rank in group)
+        return tuple(other for other in ranks if (plan.ranks[other].coord.pp < half) == (place < half))
+    own = next(tuple(group) for group in plan.groups["grad"] if rank in group)
+    mirror = tuple(members_of(plan, "pp", other)[-1 - place] for other in own)
+    return own + mirror if place < plan.parallel.pp // 2 else mirror + own

@@ -5,6 +5,7 @@ selective  by operator: results of matrix products and of attention are kept, ev
            positions, activations; with sequence parallelism the gathered sequence) is made again. Cheap in FLOPs, and
            with a fused attention it drops more than recomputing the attention core would (Korthikanti et al. 2022,
            arXiv 2205.05198, section 5, where the core was not fused yet).
+budget     one of these by layer, as the planner chose to fit `train.recompute_budget_gib`.
 
 Recomputation wraps methods of a block on the instance: names of parameters do not change.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from orchestrator.plan.document import Train
 from trainer.model.attention import SDPA
 from trainer.model.block import Block
 from trainer.model.stage import Stage
@@ -32,16 +34,17 @@ ATTENTION = {
 }
 
 
-def apply_recompute(stage: Stage, mode: str) -> None:
-    """Put `mode` (none, selective, full) on every block of a stage. Gradients stay equal to the bit."""
-    for block in stage.layers.values():
+def apply_recompute(stage: Stage, train: Train) -> None:
+    """Give every block of a stage the plan's mode. Gradients stay equal to the bit."""
+    for layer, block in stage.layers.items():
+        mode = train.recompute_layers[int(layer)] if train.recompute == "budget" else train.recompute
         if mode == "full":
             block.forward = _again(block.forward)
         elif mode == "selective":
             block.attend = _again(block.attend, _attention_contexts(block))
             block.mix = _again(block.mix, partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set()))
         elif mode != "none":
-            raise ValueError(f"recompute={mode!r}; legal: none, selective, full")
+            raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
 
 def _attention_contexts(block: Block) -> Callable[[], Any]:

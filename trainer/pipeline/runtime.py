@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from orchestrator.plan import Plan
-from orchestrator.plan.schedules import Action, Kind, Schedule, build, lower, receive_early
+from orchestrator.plan.schedules import Action, Kind, Schedule, lower, receive_early, schedule_of
 from trainer.metrics.comm import CommCounter
 from trainer.metrics.timers import PhaseTimer
 from trainer.parallel.mesh import Mesh
@@ -51,6 +51,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         on_grad: OnGrad | None = None,
         timer: PhaseTimer | None = None,
+        compiled: bool = False,
     ):
         """`stages`: those of `schedule.stages_of(pp coordinate)`, in that order. `loss(logits, targets)` is a sum.
 
@@ -72,7 +73,7 @@ class Pipeline:
         self._phase = timer.phase if timer else _no_phase
         self._queue = WeightQueue(on_grad)
         if schedule.splits_backward:
-            install(stages, self._queue)
+            install(stages, self._queue, compiled)
         self._held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self._owed: dict[tuple[int, int], list[Note]] = {}
         self._micro_batches: Sequence[Batch] = ()
@@ -92,13 +93,15 @@ class Pipeline:
         device: torch.device | str = "cpu",
         on_grad: OnGrad | None = None,
         timer: PhaseTimer | None = None,
+        micro_batches: int | None = None,
     ) -> Pipeline:
-        """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order.
+        """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order. `micro_batches`: of a
+        step, if not the plan's.
 
         Raises ScheduleError for a schedule that the plan's numbers do not fit.
         """
         par, rank = plan.parallel, mesh.coord.pp
-        schedule = build(par.schedule, par.pp, par.micro_batches, par.vpp)
+        schedule = schedule_of(par, micro_batches)
         held = dict(zip(stage_indices(plan, rank), stages, strict=True))
         stages = [held[schedule.model_stage(stage)] for stage in schedule.stages_of(rank)]
         sequence = plan.job.train.seq_len // par.cp // (par.tp if par.sp else 1)
@@ -109,6 +112,7 @@ class Pipeline:
             device=device,
             on_grad=on_grad,
             timer=timer,
+            compiled=plan.job.train.compile,
         )
 
     def run(self, micro_batches: Sequence[Batch], loss_scale: float | Tensor = 1.0) -> Tensor:
@@ -186,8 +190,7 @@ def stage_indices(plan: Plan, rank: int) -> list[int]:
 
     Raises ScheduleError.
     """
-    par = plan.parallel
-    schedule = build(par.schedule, par.pp, par.micro_batches, par.vpp)
+    schedule = schedule_of(plan.parallel)
     return sorted({schedule.model_stage(stage) for stage in schedule.stages_of(rank)})
 
 

@@ -5,14 +5,16 @@ One technique a file, each a function from (rank, pp, micro_batches, vpp) to tha
 
 from .actions import Action, Kind, ScheduleError, parse_action
 from .lower import Program, lower, peer_of, receive_early, receive_of
+from .of_plan import TABLE, copies_of, schedule_of
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
 from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
-from .table import read_table, write_table
+from .table import read_rows, read_table, write_table
 from .validate import problem, program_problem
 
 __all__ = [
     "SCHEDULES",
+    "TABLE",
     "Action",
     "Costs",
     "Kind",
@@ -22,6 +24,7 @@ __all__ = [
     "Span",
     "Timeline",
     "build",
+    "copies_of",
     "illegal",
     "lower",
     "parse_action",
@@ -29,9 +32,11 @@ __all__ = [
     "peer_of",
     "problem",
     "program_problem",
+    "read_rows",
     "read_table",
     "receive_early",
     "receive_of",
+    "schedule_of",
     "simulate",
     "write_table",
 ]

@@ -28,10 +28,15 @@ def read_table(text: str, name: str = "table", max_in_flight: float | None = Non
             name, copies, rows = rows.get("name", name), rows.get("copies", 1), rows.get("rows")
     else:
         rows = list(csv.reader(io.StringIO(text.strip())))
-    if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
-        raise ScheduleError(f"schedule {name}: want one row of actions a rank")
     if not isinstance(name, str) or copies not in (1, 2):
         raise ScheduleError(f"schedule {name}: name is text and copies is 1 or 2, not {copies!r}")
+    return read_rows(rows, name, copies, max_in_flight)
+
+
+def read_rows(rows: object, name: str = "table", copies: int = 1, max_in_flight: float | None = None) -> Schedule:
+    """Prove one list of action texts a rank. Raises ScheduleError like `read_table`."""
+    if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
+        raise ScheduleError(f"schedule {name}: want one row of actions a rank")
     schedule = _assemble(name, copies, [_row(name, rank, row) for rank, row in enumerate(rows)])
     wrong = problem(schedule, max_in_flight)
     if wrong:

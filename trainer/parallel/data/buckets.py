@@ -6,6 +6,8 @@ backward goes on: a reduce-scatter (ZeRO-1: this rank keeps the sum of its shard
 After the optimizer has updated its shard, an all-gather in place rebuilds the whole parameters. Ring bytes a rank sends
 are 2(n-1)/n times the parameters in both cases (ZeRO, arXiv 1910.02054, section 7.2; Megatron-LM `mc/distributed`).
 
+Hybrid sharding: shards lie over a group of neighbours ("shard"), and are summed over the groups ("replica").
+
 Gradients are *sums* on the wire. The loss has been divided by the step's global number of valid tokens, so nothing here
 scales by a world size, and unequal token counts over ranks and micro-batches need no care.
 
@@ -38,7 +40,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.params import ParamInfo
 
 #: Under which axis the bytes of a composite group are booked.
-BOOKED = {"grad": "dp", "kv": "tp", "embedding": "pp"}
+BOOKED = {"kv": "tp", "embedding": "pp"}
 
 
 class Kind(NamedTuple):
@@ -98,8 +100,8 @@ class GradBuckets:
         if len({id(param) for _, param, _ in params}) != len(params):
             raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
         self.mesh, self.zero, self.counter = mesh, zero, counter
-        self.shards = mesh.size("grad") if zero else 1
-        self.shard_index = mesh.index("grad") if zero else 0
+        self.shards = mesh.size("shard") if zero else 1
+        self.shard_index = mesh.index("shard") if zero else 0
         self.passes = 0
         self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
         items = [Item(i, param.numel(), _kind(param, info)) for i, (_, param, info) in enumerate(params)]
@@ -162,15 +164,16 @@ class GradBuckets:
             self._launch()
 
     def _launch(self) -> None:
-        bucket, group = self.buckets[self.launched], self.mesh.group("grad")
+        bucket = self.buckets[self.launched]
         for view, count in zip(bucket.grad_views, self._received[self.launched], strict=True):
             if not count:  # not used in this step: zeros, so that the sum with ranks that do use it is right
                 view.zero_()
         if self.zero:
+            group = self.mesh.group("shard")
             out = None if group is None else bucket.grad_shard
             bucket.reduction = start_reduce_scatter(bucket.grads, group, "dp", self.counter, out=out)
         else:
-            bucket.reduction = start_all_reduce(bucket.grads, group, "dp", self.counter)
+            bucket.reduction = start_all_reduce(bucket.grads, self.mesh.group("grad"), "dp", self.counter)
         self.launched += 1
 
     def finish(self) -> None:
@@ -180,6 +183,12 @@ class GradBuckets:
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.reduction = None
+            if self.zero:  # hybrid: the shard is summed over its other holders
+                bucket.reduction = start_all_reduce(bucket.grad_shard, self.mesh.group("replica"), "dp", self.counter)
+        for bucket in self.buckets:
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+                bucket.reduction = None
             for name in bucket.kind.sums:
                 all_reduce(bucket.grad_shard, self.mesh.group(name), BOOKED.get(name, name), self.counter)
         self.launched = 0
@@ -195,7 +204,7 @@ class GradBuckets:
     def gather(self, bucket: FlatBucket) -> None:
         """Start to rebuild a bucket's parameters from every rank's `param_shard`."""
         if self.zero:
-            group = self.mesh.group("grad")
+            group = self.mesh.group("shard")
             if group is not None:
                 bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
 
@@ -223,7 +232,7 @@ class GradBuckets:
         return result
 
     def _shard_group(self) -> torch.distributed.ProcessGroup | None:
-        return self.mesh.group("grad") if self.zero else None
+        return self.mesh.group("shard") if self.zero else None
 
     def param_tensors(self) -> list[Tensor]:
         """The parameters' storage, for the account of memory."""

@@ -1,0 +1,37 @@
+"""The schedule that a plan asks for: one by name, or the user's own table that the plan carries."""
+
+from __future__ import annotations
+
+from orchestrator.plan.document import Parallel
+
+from .actions import ScheduleError
+from .registry import SCHEDULES, build
+from .schedule import Schedule
+from .table import read_rows
+
+#: `Parallel.schedule` of a plan whose `schedule_rows` are the schedule.
+TABLE = "table"
+
+
+def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedule:
+    """The plan's schedule, for `micro_batches` (None: the plan's own number).
+
+    Raises ScheduleError where the numbers do not fit; a table fits one number of each.
+    """
+    wanted = parallel.pp, parallel.vpp, micro_batches or parallel.micro_batches
+    if parallel.schedule != TABLE:
+        return build(parallel.schedule, wanted[0], wanted[2], wanted[1])
+    schedule = read_rows(parallel.schedule_rows)
+    found = schedule.pp, schedule.vpp, schedule.micro_batches
+    for what, have, want in zip(("pp", "vpp", "micro_batches"), found, wanted, strict=True):
+        if have != want:
+            raise ScheduleError(f"the schedule table is for {what}={have}, the plan has {what}={want}")
+    return schedule
+
+
+def copies_of(parallel: Parallel) -> int:
+    """How many copies of the model one pipeline holds: 2 for a bidirectional schedule. Builds no schedule."""
+    if parallel.schedule not in SCHEDULES:
+        return 1
+    stages = SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
+    return len(stages) // (parallel.pp * parallel.vpp)

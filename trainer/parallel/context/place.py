@@ -1,0 +1,43 @@
+"""Context parallelism put on a model and its batches: which core each method takes, which tokens a rank keeps."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.data.batch import MicroBatch
+from trainer.metrics.comm import CommCounter
+from trainer.model.attention import SDPA, Core
+from trainer.model.stage import Stage
+from trainer.parallel.mesh import Mesh
+
+from .allgather import AllGatherAttention
+from .order import positions
+from .ring import RingAttention
+from .ulysses import UlyssesAttention
+
+
+def place_cores(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
+    """Give every block of a stage the attention core of `method` (a word of `order.METHODS`)."""
+    for block in stage.layers.values():
+        block.attn.core = make_core(method, mesh, counter)
+
+
+def make_core(method: str, mesh: Mesh, counter: CommCounter) -> Core:
+    group, size, index = mesh.group("cp"), mesh.size("cp"), mesh.index("cp")
+    if method == "allgather":
+        return AllGatherAttention(group, size, index, counter)
+    if method == "ulysses":
+        return UlyssesAttention(SDPA(causal=True), group, size, counter)
+    return RingAttention(method, group, mesh.ranks("cp"), index, counter)
+
+
+def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
+    """The columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s / size] on the same device.
+
+    Positions and document numbers stay those of the whole sequence.
+    """
+    if size == 1:
+        return batch
+    mine = torch.tensor(positions(method, batch.tokens.shape[1], size, index), device=batch.tokens.device)
+    parts = (batch.tokens, batch.targets, batch.positions, batch.documents)
+    return MicroBatch(*(part if part is None else part[:, mine] for part in parts))
