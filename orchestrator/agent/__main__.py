@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import OrchError
+from orchestrator.launch.discovery import Discovery
 from orchestrator.launch.request import from_bytes, used_nodes
 from orchestrator.launch.run_folder import RunFolder, read_secret
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
@@ -89,7 +90,7 @@ async def _run(args: argparse.Namespace) -> int:
         _watch_lifeline(agent)
     tasks = {asyncio.create_task(agent.run())}
     if first:
-        record = RunRecord(folder, plan, args.node)
+        record = RunRecord(folder, plan, args.node, Discovery(folder, request.discovery_dir))
         coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
         tasks.add(asyncio.create_task(coordinator.run(args.address)))
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 
 import msgspec
 
+from orchestrator.launch.discovery import Discovery
 from orchestrator.launch.report import write_report
-from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import EpochState, NodeState, RunState, read_state, write_state
 from orchestrator.plan import Plan
 
@@ -22,8 +22,16 @@ _replace = msgspec.structs.replace
 class RunRecord:
     """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, node: str, clock: Callable[[], float] = time.time):
-        self._folder, self._plan, self._node, self._clock = folder, plan, node, clock
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        node: str,
+        discovery: Discovery,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._folder, self._plan, self._node = folder, plan, node
+        self._discovery, self._clock = discovery, clock
         self._state: RunState = read_state(folder)
 
     @property
@@ -48,12 +56,7 @@ class RunRecord:
             node: NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics, ranks=ranks[node])
             for node, join in joins.items()
         }
-        targets = [
-            {"targets": [join.metrics], "labels": {"run": self._folder.run_id, "node": node}}
-            for node, join in joins.items()
-            if join.metrics
-        ]
-        write_private(self._folder.discovery, msgspec.json.format(msgspec.json.encode(targets), indent=1))
+        self._discovery.publish({node: join.metrics for node, join in joins.items() if join.metrics})
         self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
 
     def begin_epoch(self) -> None:
@@ -81,8 +84,7 @@ class RunRecord:
     def finish(self, decision: Decision) -> None:
         """The last word, and the report; the report first, since a reader of the last word looks for it."""
         self._nodes("ended")
-        with contextlib.suppress(FileNotFoundError):
-            self._folder.discovery.unlink()
+        self._discovery.withdraw()
         final = {"state": decision.state, "exit_code": decision.code, "ended_at": self._clock()}
         ended = _replace(self._state, **final, reason=decision.reason, cause=decision.cause)
         write_report(self._folder, self._plan, ended)

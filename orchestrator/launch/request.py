@@ -92,6 +92,7 @@ class LaunchRequest(Frozen):
     backend: str
     backend_options: dict[str, str | int | float | bool | list | dict | None]
     run_dir: str
+    discovery_dir: str  # where Prometheus looks for the runs of this user: one <run id>.json each
     plan_hash: str
     cluster: str
     device: Literal["cpu", "cuda"]
@@ -110,6 +111,7 @@ class Site(Frozen):
     """Facts of the submitting side, gathered once at the edge."""
 
     run_id: str
+    home: str  # absolute
     runs_dir: str  # absolute
     python: str
     environment_names: list[str]
@@ -169,6 +171,7 @@ def make_request(
         backend=config.backend.name,
         backend_options=config.backend.options,
         run_dir=str(run.path),
+        discovery_dir=str(Path(site.home, "metrics.sd")),
         plan_hash=plan.hash,
         cluster=plan.cluster.name,
         device=plan.cluster.device,

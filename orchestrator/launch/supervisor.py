@@ -22,6 +22,7 @@ import msgspec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, load_plan, meaning
 
+from .discovery import Discovery
 from .local import LocalRecord, read_cancel, write_record
 from .processes import become_subreaper, identity, kill_descendants, reap_children
 from .report import write_report
@@ -133,7 +134,7 @@ class Supervisor:
             updated_at=now,
             writer="backend",
         )
-        self._folder.discovery.unlink(missing_ok=True)
+        Discovery(self._folder, self._request.discovery_dir).withdraw()
         with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
             write_report(self._folder, load_plan(self._folder.plan), state)
         write_state(self._folder, state)

@@ -43,6 +43,7 @@ def make_parcel(
     fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0} | (backend or {})
     site = Site(
         run_id=run_id,
+        home=str(runs.parent),
         runs_dir=str(runs),
         python=sys.executable,
         environment_names=list(names),

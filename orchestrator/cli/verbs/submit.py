@@ -66,6 +66,7 @@ def make_parcel(args: argparse.Namespace, config: Config, plan: Plan, backend: B
     cwd = Path.cwd()
     site = Site(
         run_id=args.run_id if args.run_id is not None else new_run_id(name, time.time()),
+        home=str(home),
         runs_dir=str(runs),
         python=sys.executable,
         environment_names=sorted(os.environ),

@@ -1,0 +1,431 @@
+"""The coordinator against agents that the test plays itself: membership, epochs, fencing, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from orchestrator.agent.control import Refused, connect
+from orchestrator.agent.coordinator import Coordinator
+from orchestrator.agent.messages import (
+    AgentAlive,
+    Assign,
+    CoordinatorAlive,
+    Done,
+    Fenced,
+    FromCoordinator,
+    Join,
+    Notice,
+    Prepare,
+    Ready,
+    Started,
+    Stop,
+    Stopped,
+    WorkerExit,
+)
+from orchestrator.agent.recorder import Recorder
+from orchestrator.agent.run_record import RunRecord
+from orchestrator.launch.discovery import Discovery
+from orchestrator.launch.request import Policy, to_bytes
+from orchestrator.launch.run_folder import RunFolder, read_secret, write_private
+from orchestrator.launch.state import SCHEMA, RunState, read_state, write_state
+from orchestrator.plan import to_json
+from tests.launch.parcels import make_parcel
+from tests.plans import make_plan
+
+PLAN = make_plan(dp=4, nodes=2)
+KEY = bytes(range(32))
+
+
+class FakeAgent:
+    """An agent in the test's hands."""
+
+    def __init__(self, channel, node):
+        self.channel, self.node, self.epoch = channel, node, -1
+
+    async def hear(self):
+        """The next message that is no heartbeat: (epoch, message), None at the end."""
+        while True:
+            heard = await asyncio.wait_for(self.channel.receive(), 10)
+            if heard is None or not isinstance(heard[1], CoordinatorAlive):
+                return heard
+
+    def say(self, message, epoch=None):
+        self.channel.send(self.epoch if epoch is None else epoch, message)
+
+    async def follow(self, epoch=0):
+        """Through Prepare, Ready, Assign, Started."""
+        assert await self.hear() == (epoch, Prepare())
+        self.epoch = epoch
+        self.say(Ready(port=1234))
+        assigned = (await self.hear())[1]
+        assert isinstance(assigned, Assign)
+        self.say(Started())
+        return assigned
+
+    def workers_end(self, *codes: int, asked=False):
+        ranks = [rank.rank for rank in PLAN.ranks if rank.node == self.node]
+        for rank, code in zip(ranks, codes, strict=True):
+            self.say(WorkerExit(rank=rank, code=code, asked=asked, step=None, tail=[]))
+        self.say(Stopped())
+
+
+class World:
+    """A coordinator that runs, and a way to join it."""
+
+    def __init__(self, folder: RunFolder, task: asyncio.Task):
+        self.folder, self.task = folder, task
+
+    async def join(self, node: str, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None) -> FakeAgent:
+        where = json.loads(self.folder.coordinator.read_text())
+        arguments = self.folder.run_id, node, key, FromCoordinator
+        agent = FakeAgent(await connect(where["host"], where["port"], *arguments), node)
+        join = Join(
+            **{"node": name or node, "host": "h", "address": "127.0.0.1", "pid": 1, "gpus": gpus, "nics": 0},
+            **{"plan_hash": plan_hash, "metrics": "127.0.0.1:1"},
+        )
+        agent.say(join, epoch)
+        return agent
+
+    async def end(self):
+        return await asyncio.wait_for(self.task, 10)
+
+    def state(self) -> RunState:
+        return read_state(self.folder)
+
+    def events(self, name: str) -> list[dict]:
+        lines = map(json.loads, self.folder.events("node0").read_text().splitlines())
+        return [line for line in lines if line["name"] == name]
+
+
+def make_folder(tmp_path, epoch=-1) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "test-run")
+    folder.create()
+    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "backend": "local", "epoch": epoch}
+    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", state="pending", plan_hash=PLAN.hash, **fields))
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1):
+    folder = make_folder(tmp_path, epoch)
+    rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
+    recorder = Recorder(folder, "node0", PLAN)
+    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
+    task = asyncio.create_task(Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record).run("127.0.0.1"))
+    while not folder.coordinator.exists():
+        await asyncio.sleep(0.01)
+    try:
+        yield World(folder, task)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        recorder.close()
+
+
+def run(scenario, tmp_path, **options):
+    async def main():
+        async with world(tmp_path, **options) as w:
+            await scenario(w)
+
+    asyncio.run(main())
+
+
+def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        assert await a.hear() == (0, Prepare())
+        assert w.state().epoch == 0  # durable before anybody heard of it
+        a.epoch = 0
+        a.say(Ready(port=4711))
+        assert await b.hear() == (0, Prepare())
+        b.epoch = 0
+        b.say(Ready(port=4712))
+        for agent, index in ((a, 0), (b, 1)):
+            assign = (await agent.hear())[1]
+            assert [(seat.rank, seat.gpu) for seat in assign.seats] == [(2 * index, 0), (2 * index + 1, 1)]
+            assert (assign.node_rank, assign.world_size, assign.master_port) == (index, 4, 4711)
+            agent.say(Started())
+        for agent in (a, b):
+            agent.workers_end(0, 0)
+        for agent in (a, b):
+            assert await agent.hear() == (0, Done(code=0, reason="all workers are done"))
+            await agent.channel.close()
+        assert (await w.end()).code == 0
+        assert w.state().state == "done"
+
+    run(scenario, tmp_path)
+
+
+def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        b.say(WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
+        for agent in (a, b):
+            stop = (await agent.hear())[1]
+            assert isinstance(stop, Stop) and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
+        a.workers_end(75, 75, asked=True)
+        b.say(WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
+        b.say(Stopped())
+        await asyncio.gather(a.follow(1), b.follow(1))
+        state = w.state()
+        assert state.epoch == 1 and state.restarts == 1
+        assert (state.epochs[0].cause.rank, state.epochs[0].cause.tail) == (3, ["last words"])
+
+    run(scenario, tmp_path, max_restarts=1)
+
+
+def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
+    """Found with a killed warden: Stopped came twice, and the second one ended the next epoch at once."""
+
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        a.workers_end(1, 1)
+        a.say(Stopped())
+        a.say(Stopped())
+        b.workers_end(75, 75, asked=True)
+        b.say(Stopped())
+        for agent in (a, b):
+            assert isinstance((await agent.hear())[1], Stop)
+        await asyncio.gather(a.follow(1), b.follow(1))
+        a.workers_end(0, 0)
+        b.workers_end(0, 0)
+        assert (await a.hear())[1] == Done(code=0, reason="all workers are done")
+
+    run(scenario, tmp_path, max_restarts=1)
+
+
+def test_epochs_go_on_where_an_earlier_attempt_ended(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(5), b.follow(5))
+
+    run(scenario, tmp_path, epoch=4)
+
+
+def test_an_agent_of_an_old_epoch_is_fenced(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        late = await w.join("node1", epoch=0)  # the same node again, back from a partition
+        epoch, message = await late.hear()
+        assert epoch == 0 and isinstance(message, Fenced)
+        assert await late.hear() is None
+        a.workers_end(0, 0)  # the run does not notice
+        b.workers_end(0, 0)
+        assert (await a.hear())[1] == Done(code=0, reason="all workers are done")
+        assert w.events("join_fenced")
+
+    run(scenario, tmp_path)
+
+
+def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(6), b.follow(6))
+        b.say(AgentAlive(step=3), epoch=5)
+        assert isinstance((await b.hear())[1], Fenced)
+        assert isinstance((await a.hear())[1], Stop)
+        a.workers_end(75, 75, asked=True)
+        done = (await a.hear())[1]
+        assert done.code == 76 and "spoke for epoch 5" in done.reason
+
+    run(scenario, tmp_path, epoch=5)
+
+
+def test_an_epoch_that_was_never_issued_is_refused(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        b.say(AgentAlive(step=3), epoch=9)
+        assert await b.hear() is None
+        assert isinstance((await a.hear())[1], Stop)
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "text"),
+    [
+        ({"node": "node7"}, 65, "gives no rank to node 'node7'"),
+        ({"node": "node1", "plan_hash": "0" * 64}, 65, "holds plan 000000000000, not"),
+        ({"node": "node1", "gpus": 1}, 74, "has 1 of 2 GPUs"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_why(tmp_path, fields, code, text):
+    async def scenario(w):
+        agent = await w.join(**fields)
+        done = (await agent.hear())[1]
+        assert isinstance(done, Done) and done.code == code and text in done.reason
+
+    run(scenario, tmp_path)
+
+
+def test_an_unfit_node_of_the_plan_ends_the_run_but_a_stranger_does_not(tmp_path):
+    async def scenario(w):
+        kept = await w.join("stranger"), await w.join("node1", gpus=1)
+        decision = await w.end()
+        assert len(kept) == 2
+        assert (decision.state, decision.code, decision.cause.node) == ("failed", 74, "node1")
+
+    run(scenario, tmp_path)
+
+
+def test_nobody_joins_under_another_name_than_it_proved(tmp_path):
+    async def scenario(w):
+        agent = await w.join("node1", name="node0")
+        assert await agent.hear() is None
+        assert "joined as 'node0'" in w.events("connection_refused")[0]["reason"]
+
+    run(scenario, tmp_path)
+
+
+def test_noise_on_the_port_is_noted_and_changes_nothing(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        where = json.loads(w.folder.coordinator.read_text())
+        _, writer = await asyncio.open_connection(where["host"], where["port"])
+        writer.write(b"\x16\x03\x01 hello\n")
+        with pytest.raises(Refused):
+            await w.join("node1", key=b"x" * 32)
+        a.workers_end(0, 0)
+        b.workers_end(0, 0)
+        assert (await b.hear())[1].code == 0
+        assert len(w.events("connection_refused")) == 2
+        writer.close()
+
+    run(scenario, tmp_path)
+
+
+def test_a_lost_connection_is_a_lost_node(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        b.channel.abort()
+        stop = (await a.hear())[1]
+        assert isinstance(stop, Stop) and stop.reason == "node node1 is lost"
+        a.workers_end(75, 75, asked=True)
+        assert (await a.hear())[1].code == 76
+        await a.channel.close()
+        await w.end()
+        assert w.state().nodes["node1"].state == "lost"
+        assert w.state().cause.kind == "node_lost"
+
+    run(scenario, tmp_path)
+
+
+def test_silence_is_a_lost_node_and_a_late_riser_is_fenced(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+
+        async def alive():
+            while True:
+                a.say(AgentAlive(step=None))
+                await asyncio.sleep(0.2)
+
+        task = asyncio.create_task(alive())
+        stop = (await a.hear())[1]  # b says nothing
+        assert isinstance(stop, Stop) and stop.reason == "node node1 is lost"
+        assert isinstance((await b.hear())[1], Fenced)  # waits in its socket until it wakes up
+        task.cancel()
+
+    run(scenario, tmp_path, heartbeat_s=2.0)
+
+
+def test_missing_nodes_are_named(tmp_path):
+    async def scenario(w):
+        kept = await w.join("node0")  # or it is collected, and its connection closes
+        decision = await w.end()
+        assert kept and (decision.code, decision.reason) == (76, "node1 did not join within 0.3 s")
+
+    run(scenario, tmp_path, join_s=0.3)
+
+
+def test_a_notice_before_the_start_ends_the_run(tmp_path):
+    async def scenario(w):
+        agent = await w.join("node0")
+        agent.say(Notice(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
+        assert (await agent.hear())[1].code == 75
+        assert w.state().state == "stopped"
+
+    run(scenario, tmp_path)
+
+
+def test_discovery_names_every_endpoint_while_the_run_lives(tmp_path):
+    async def scenario(w):
+        a, b = await w.join("node0"), await w.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        found = json.loads(w.folder.discovery.read_text())
+        shared = w.folder.path.parents[1] / "metrics.sd" / "test-run.json"
+        assert shared.read_bytes() == w.folder.discovery.read_bytes()
+        assert [entry["labels"]["node"] for entry in found] == ["node0", "node1"]
+        assert all(entry["targets"] == ["127.0.0.1:1"] for entry in found)
+        a.workers_end(0, 0)
+        b.workers_end(0, 0)
+        await a.hear()
+        assert not w.folder.discovery.exists() and not shared.exists()
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.process
+def test_an_agent_with_the_wrong_key_leaves_with_78(tmp_path):
+    """A real agent process, pointed at a live coordinator of the same run with another key."""
+
+    async def scenario(w):
+        parcel = make_parcel(PLAN, tmp_path / "elsewhere")
+        other = RunFolder(tmp_path / "elsewhere" / "test-run")
+        other.create()
+        request = msgspec.structs.replace(parcel.request, plan_hash=PLAN.hash)
+        write_private(other.request, to_bytes(request))
+        write_private(other.plan, to_json(PLAN))
+        write_private(other.key, b"ff" * 32)
+        write_private(other.coordinator, w.folder.coordinator.read_bytes())
+        argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(other.path), "--node", "node1"]
+        agent = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, env=dict(os.environ))
+        _, said = await asyncio.wait_for(agent.communicate(), 20)
+        assert agent.returncode == 78
+        assert b"security: the coordinator refused this node: wrong key" in said
+        assert "does not hold this run's key" in w.events("connection_refused")[0]["reason"]
+
+    run(scenario, tmp_path, join_s=20.0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("spoil", "code", "text"),
+    [
+        (lambda f: f.key.chmod(0o640), 78, "must belong to you alone (0600), found mode 0640"),
+        (lambda f: write_private(f.key, b"short"), 78, "does not hold a 32-byte key"),
+        (
+            lambda f: f.plan.write_bytes(f.plan.read_bytes().replace(b'"seed":1234', b'"seed":9999', 1)),
+            65,
+            "does not match",
+        ),
+        (lambda f: f.plan.write_bytes(to_json(make_plan(dp=2))), 65, "the request names"),
+        (lambda f: f.request.write_bytes(b"{}"), 65, "request: Object missing required field"),
+    ],
+)
+def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
+    folder = RunFolder(tmp_path / "runs" / "test-run")
+    folder.create()
+    write_private(folder.request, to_bytes(make_parcel(PLAN, tmp_path / "runs").request))
+    write_private(folder.plan, to_json(PLAN))
+    write_private(folder.key, b"ff" * 32)
+    assert len(read_secret(folder.key)) == 32
+    spoil(folder)
+    argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(folder.path), "--node", "node1"]
+    agent = subprocess.run(argv, capture_output=True, timeout=30, text=True)
+    assert agent.returncode == code
+    assert text in agent.stderr and "Traceback" not in agent.stderr

@@ -1,0 +1,210 @@
+"""The Prometheus endpoint, read by Prometheus's own parser and, where it is installed, by Prometheus itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+from prometheus_client.parser import text_string_to_metric_families as classic
+
+from orchestrator.agent.metrics import NodeMetrics, serve
+from orchestrator.launch.discovery import Discovery
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.plan.worker import EventReport, StepReport
+from tests.plans import make_plan
+
+PLAN = make_plan(tp=2, dp=4, nodes=2, sp=False)
+
+
+def report(rank=4, epoch=1, step=1, **fields) -> StepReport:
+    base = {
+        "samples": 8,
+        "tokens": 1000,
+        "step_s": 0.5,
+        "loss": 3.0,
+        "lr": 0.1,
+        "grad_norm": 2.0,
+        "mfu": 0.4,
+        "hfu": 0.5,
+    }
+    more = {
+        "comm_bytes": {"tp": 10},
+        "comm_s": {"tp": 0.1},
+        "memory_bytes": {"params": 100 + rank},
+        "phase_s": {"data": 0.01},
+    }
+    return StepReport(rank=rank, epoch=epoch, step=step, **{**base, **more, **fields})
+
+
+def node_metrics() -> NodeMetrics:
+    metrics = NodeMetrics("run-1", "node1", PLAN)
+    metrics.begin_epoch(1)
+    for step in (1, 2):
+        for rank in (4, 5, 6, 7):
+            metrics.on_step(report(rank=rank, step=step), at=100.0 + step)
+    metrics.on_event(EventReport(rank=4, epoch=1, name="checkpoint_saved", step=2), at=103.0)
+    return metrics
+
+
+def scrape(metrics: NodeMetrics, path="/metrics", accept="", method="GET") -> tuple[str, str]:
+    async def main():
+        server = await serve(metrics, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept}, method=method)
+        answer = await asyncio.to_thread(urllib.request.urlopen, request, None, 5)
+        server.close()
+        return answer.headers["Content-Type"], answer.read().decode()
+
+    return asyncio.run(main())
+
+
+def values(text: str) -> dict[str, float]:
+    """name{extra labels} -> value, after checking the labels that every series has."""
+    found = {}
+    for family in classic(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("job"), labels.pop("node")) == ("run-1", "node1")
+            assert "rank" not in labels
+            extra = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+            found[f"{sample.name}{{{extra}}}"] = sample.value
+    return found
+
+
+def test_numbers_names_and_labels():
+    kind, text = scrape(node_metrics())
+    found = values(text)
+    assert kind.startswith("text/plain")
+    one = "{plan_epoch=1}"
+    assert found["orch_step_total" + one] == 2
+    assert found["orch_tokens_total" + one] == 1000  # 2 steps of 1000, half of the ranks are here
+    assert found["orch_tokens_per_second" + one] == 2000
+    assert found["orch_loss" + one] == 3.0
+    assert found["orch_last_durable_checkpoint_timestamp_seconds" + one] == 103.0
+    assert found["orch_comm_bytes_total{axis=tp,plan_epoch=1}"] == 80  # all ranks
+    assert found["orch_memory_bytes{category=params,plan_epoch=1}"] == 107  # the fullest
+    assert found["orch_step_duration_seconds_count{phase=step,plan_epoch=1}"] == 2
+    assert found["orch_step_duration_seconds_sum{phase=step,plan_epoch=1}"] == 1.0
+    assert found["orch_step_duration_seconds_bucket{le=0.5,phase=step,plan_epoch=1}"] == 2
+    assert found["orch_step_duration_seconds_bucket{le=0.25,phase=step,plan_epoch=1}"] == 0
+    info = next(key for key in found if key.startswith("orch_plan_info"))
+    assert f"plan_hash={PLAN.hash[:16]}" in info and "tp=2" in info
+
+
+def test_a_new_epoch_keeps_counters_and_forgets_values_of_the_moment():
+    metrics = node_metrics()
+    metrics.begin_epoch(2)
+    found = values(scrape(metrics)[1])
+    assert found["orch_step_total{plan_epoch=1}"] == 2
+    assert not [key for key in found if key.startswith(("orch_loss", "orch_memory_bytes"))]
+    assert found["orch_last_durable_checkpoint_step{plan_epoch=2}"] == 2
+
+
+def test_open_metrics_on_request():
+    kind, text = scrape(node_metrics(), accept="application/openmetrics-text;version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert {family.name for family in open_metrics(text)} >= {"orch_step", "orch_loss", "orch_step_duration_seconds"}
+
+
+def test_dropped_reports_are_counted_once():
+    metrics = NodeMetrics("run-1", "node1", PLAN)
+    metrics.begin_epoch(0)
+    for dropped in (0, 3, 3, 5):
+        metrics.on_step(report(rank=4, dropped_reports=dropped), at=1.0)
+    assert values(scrape(metrics)[1])["orch_reports_dropped_total{plan_epoch=0}"] == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "code"), [("/", "GET", 404), ("/../etc", "GET", 404), ("/metrics", "POST", 405)]
+)
+def test_nothing_but_get_metrics(path, method, code):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        scrape(node_metrics(), path, method=method)
+    assert refused.value.code == code
+
+
+def test_a_taken_port_is_not_the_end():
+    async def main():
+        first = await serve(node_metrics(), "127.0.0.1", 0)
+        port = first.sockets[0].getsockname()[1]
+        second = await serve(node_metrics(), "127.0.0.1", port)
+        assert second.sockets[0].getsockname()[1] != port
+        first.close()
+        second.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_never_asks_holds_nothing_up():
+    async def main():
+        server = await serve(node_metrics(), "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        _, silent = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert b"200 OK" in await asyncio.wait_for(reader.read(), 3)
+        silent.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian package: prometheus)")
+def test_promtool_finds_nothing_to_complain_about():
+    text = scrape(node_metrics())[1]
+    found = subprocess.run(["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=30)
+    assert found.returncode == 0, found.stderr.decode()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian package: prometheus)")
+def test_a_real_prometheus_discovers_and_scrapes(tmp_path):
+    """Through the file_sd JSON that the coordinator writes, with honor_labels as docs/protocol.md says."""
+
+    async def main():
+        server = await serve(node_metrics(), "127.0.0.1", 0)
+        host, at = server.sockets[0].getsockname()
+        target = f"{host}:{at}"
+        folder = RunFolder(tmp_path / "runs" / "run-1")
+        folder.create()
+        Discovery(folder, str(tmp_path / "metrics.sd")).publish({"node1": target})
+        config = {
+            "job_name": "orch",
+            "honor_labels": True,
+            "file_sd_configs": [{"files": [f"{tmp_path}/metrics.sd/*.json"]}],
+        }
+        (tmp_path / "p.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [config]}))
+        port = 20_000 + time.time_ns() % 10_000
+        argv = ["prometheus", f"--config.file={tmp_path}/p.yml", f"--storage.tsdb.path={tmp_path}/db"]
+        process = await asyncio.create_subprocess_exec(
+            *argv, f"--web.listen-address=127.0.0.1:{port}", stderr=(tmp_path / "log").open("wb")
+        )
+        try:
+            url = f"http://127.0.0.1:{port}/api/v1/query?query=orch_tokens_total"
+            for _ in range(150):
+                await asyncio.sleep(0.2)
+                try:
+                    answer = await asyncio.to_thread(urllib.request.urlopen, url, None, 2)
+                except OSError:
+                    continue
+                if result := json.load(answer)["data"]["result"]:
+                    assert result[0]["metric"]["job"] == "run-1"
+                    assert float(result[0]["value"][1]) == 1000
+                    return
+            raise AssertionError((tmp_path / "log").read_text()[-2000:])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+            server.close()
+
+    asyncio.run(main())
