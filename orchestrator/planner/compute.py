@@ -12,7 +12,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 
-from .model_math import head_flops, is_moe_layer, layer_flops, layer_params
+from .model_math import dense_and_moe, head_flops, is_moe_layer, layer_flops, layer_params, samples_of_kinds
 from .profile import Profile
 from .traffic import WIDTH
 
@@ -77,12 +77,14 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
 def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[StageSeconds]:
     """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    kinds = [
+        (0.0, 0.0) if layer is None else layer_seconds(model, layer, parallel, train, rate)
+        for layer in samples_of_kinds(model)
+    ]
     result, start = [], 0
     for stage, count in enumerate(parallel.stage_layers):
-        forward = core = 0.0
-        for layer in range(start, start + count):
-            seconds, attention = layer_seconds(model, layer, parallel, train, rate)
-            forward, core = forward + seconds, core + attention
+        counts = dense_and_moe(model, start, start + count)
+        forward, core = (sum(n * kind[part] for n, kind in zip(counts, kinds, strict=True)) for part in (0, 1))
         start += count
         again = {"none": 0.0, "selective": core, "full": forward}[train.recompute]
         if stage == len(parallel.stage_layers) - 1:

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 
-from .model_math import is_moe_layer
+from .model_math import dense_and_moe, is_moe_layer, samples_of_kinds
 from .pipeline import in_flight, rank_stages
 from .profile import Profile, profile_for
 from .traffic import WIDTH, rank_parameters, stage_range
@@ -98,25 +98,31 @@ def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: 
     return {"mlp": copies * ffn * width / parallel.tp, "routed tokens": routed * width, "router": 8 * moe.experts}
 
 
-def activations(model: Model, parallel: Parallel, train: Train, pp_rank: int, kernels: Kernels | None = None) -> float:
-    """Bytes kept for backward at the peak of pipeline rank `pp_rank`, logits included."""
+def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
+    """Bytes kept for backward at the peak of each pipeline rank, logits included."""
     kernels = kernels or Kernels()
     width = WIDTH[train.precision]
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
-    stages = rank_stages(parallel)[pp_rank]
-    layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
-    whole = [sum(layer_activations(model, i, tokens, parallel, train, kernels).values()) for i in layers]
     boundary = model.hidden * width / rows * tokens
-    if train.recompute == "full":  # a layer keeps its input; the one being recomputed has everything
-        held, live = boundary * len(layers), max(whole, default=0.0)
-    else:
-        held, live = sum(whole), 0.0
-    result = held / len(stages) * in_flight(parallel)[pp_rank] + live
-    if len(parallel.stage_layers) - 1 in stages:
-        gathered = rows if parallel.sp and not kernels.keep_gathered else 1
-        result += boundary + model.hidden * width / gathered * tokens  # the final norm and what it feeds the head
-        result += 2 * width * tokens * -(-model.vocab // parallel.tp)  # logits and their gradient
+    whole = [
+        0.0 if layer is None else sum(layer_activations(model, layer, tokens, parallel, train, kernels).values())
+        for layer in samples_of_kinds(model)
+    ]
+    result = []
+    for stages, flying in zip(rank_stages(parallel), in_flight(parallel), strict=True):
+        ranges = [stage_range(parallel, stage) for stage in stages]
+        counts = [sum(kinds) for kinds in zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)]
+        if train.recompute == "full":  # a layer keeps its input; the one being recomputed has everything
+            held, live = boundary * sum(counts), max(size if n else 0.0 for n, size in zip(counts, whole, strict=True))
+        else:
+            held, live = sum(n * size for n, size in zip(counts, whole, strict=True)), 0.0
+        kept = held / len(stages) * flying + live
+        if len(parallel.stage_layers) - 1 in stages:
+            gathered = rows if parallel.sp and not kernels.keep_gathered else 1
+            kept += boundary + model.hidden * width / gathered * tokens  # the final norm and what it feeds the head
+            kept += 2 * width * tokens * -(-model.vocab // parallel.tp)  # logits and their gradient
+        result.append(kept)
     return result
 
 
@@ -138,9 +144,9 @@ def accounts(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -
     """One account a pipeline rank, whose number is in `worst_rank` (the caller turns it into a rank)."""
     beside = buffers(model, parallel, train, profile_for(cluster.gpu.name, cluster.device))
     result = []
-    for pp_rank in range(parallel.pp):
-        states = model_states(*rank_parameters(model, parallel, pp_rank), parallel, train)
-        kept = activations(model, parallel, train, pp_rank)
+    ranks = zip(rank_parameters(model, parallel), activations(model, parallel, train), strict=True)
+    for pp_rank, (parameters, kept) in enumerate(ranks):
+        states = model_states(*parameters, parallel, train)
         parts = {
             **{"params": states.params, "grads": states.grads, "optimizer": states.optimizer},
             **{"activations": kept, "buffers": beside},

@@ -73,6 +73,19 @@ def is_moe_layer(model: Model, layer: int) -> bool:
     return model.moe is not None and layer >= model.moe.first_dense_layers
 
 
+def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
+    """How many of the layers [start, stop) are dense, and how many are mixtures: all of one kind are alike."""
+    first = model.layers if model.moe is None else model.moe.first_dense_layers
+    dense = max(0, min(stop, first) - start)
+    return dense, stop - start - dense
+
+
+def samples_of_kinds(model: Model) -> tuple[int | None, int | None]:
+    """(a dense layer, a mixture layer) of the model, None where it has none: what stands for all of its kind."""
+    dense, moe = dense_and_moe(model, 0, model.layers)
+    return (0 if dense else None), (model.layers - 1 if moe else None)
+
+
 def layer_params(model: Model, layer: int) -> LayerParams:
     """Trainable parameters of decoder layer `layer` (0-based)."""
     gated = model.mlp == "gated"

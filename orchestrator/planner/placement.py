@@ -7,6 +7,7 @@ lowest levels, then to the nesting nearest the default (TP, CP, EP, PP, DP).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -42,35 +43,41 @@ class Candidate(Struct, frozen=True):
         return self.worst_level(axis) not in (SELF, NVLINK)
 
 
+class Roads:
+    """The paths of one cluster, each computed once: groups are the same wherever their axes have the same strides."""
+
+    def __init__(self, cluster: Cluster, profile: Profile):
+        self.fabric = Fabric(cluster, profile)
+        self._seen: dict[tuple, Path] = {}
+
+    def path(self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True) -> Path:
+        """Cost of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
+        varying, pattern = key
+        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
+        if not shape:
+            return NOWHERE
+        slot = (shape, pattern, wrap, math.prod(sizes.values()))
+        if slot not in self._seen:
+            self._seen[slot] = self.fabric.path(group_members(order, sizes, varying), pattern, wrap)
+        return self._seen[slot]
+
+
 def candidates(
-    cluster: Cluster,
-    profile: Profile,
+    roads: Roads,
     parallel: Parallel,
     traffic: Sequence[Traffic],
     work: Work,
     only: Sequence[Axis] | None = None,
 ) -> list[Candidate]:
     """Every nesting order with its predicted step time, default order first; or just the order `only`."""
-    fabric = Fabric(cluster, profile)
     sizes = degrees(parallel)
-    wanted: set[PathKey] = {(item.varying, PATTERN[item.operation]) for item in traffic}
-    wanted |= {((axis,), "ring") for axis in AXES}  # for the worst level of axes that send nothing
-    seen: dict[tuple, Path] = {}  # groups are the same in every order that gives their axes the same strides
-
-    def path(order: Sequence[Axis], key: PathKey) -> Path:
-        varying, pattern = key
-        if all(sizes[axis] == 1 for axis in varying):
-            return NOWHERE
-        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying)
-        wrap = pattern != "chain" or varying != ("pp",) or parallel.vpp > 1
-        slot = (shape, pattern, wrap)
-        if slot not in seen:
-            seen[slot] = fabric.path(group_members(order, sizes, varying), pattern, wrap)
-        return seen[slot]
-
+    wanted: dict[PathKey, bool] = {(item.varying, PATTERN[item.operation]): True for item in traffic}
+    wanted |= {((axis,), "ring"): True for axis in AXES}  # for the worst level of axes that send nothing
+    if (("pp",), "chain") in wanted:
+        wanted[("pp",), "chain"] = parallel.vpp > 1  # only virtual stages go from the last rank back to the first
     result = []
     for order in [tuple(only)] if only else orders(sizes):
-        paths = {key: path(order, key) for key in wanted}
+        paths = {key: roads.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
         exposed = exposed_seconds(traffic, paths, work, parallel.pp)
         result.append(Candidate(order, paths, exposed, assemble(work, exposed, parallel)[0]))
     return result

@@ -31,7 +31,7 @@ def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Wo
     slowest = by_rank[ranks.index(max(ranks))]
     m = parallel.micro_batches
     shards = parallel.dp * parallel.ep * parallel.cp if parallel.zero else 1
-    most = max(sum(rank_parameters(model, parallel, rank)) for rank in range(parallel.pp))
+    most = max(map(sum, rank_parameters(model, parallel)))
     return Work(
         stages=stages,
         ranks=ranks,

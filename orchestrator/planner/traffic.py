@@ -15,7 +15,7 @@ from msgspec import Struct
 from orchestrator.plan.document import Axis, Model, Parallel, Train
 
 from .collective import Operation, sent_bytes
-from .model_math import embedding_params, is_moe_layer, layer_params, norm_params
+from .model_math import dense_and_moe, embedding_params, layer_params, norm_params, samples_of_kinds
 from .pipeline import rank_stages
 
 #: What a transfer can run beside: nothing, the attention core (ring attention), the last micro-batch's backward
@@ -48,10 +48,12 @@ def stage_parameters(model: Model, parallel: Parallel, stage: int) -> tuple[int,
     Tied embeddings with pp > 1: the last stage holds a copy of the table as its head.
     """
     dense, experts = 0, 0
-    for layer in stage_range(parallel, stage):
-        params = layer_params(model, layer)
-        dense += (params.attention + params.ffn) // parallel.tp + params.replicated
-        experts += params.experts // (parallel.tp * parallel.ep)
+    layers = stage_range(parallel, stage)
+    for layer, count in zip(samples_of_kinds(model), dense_and_moe(model, layers.start, layers.stop), strict=True):
+        if count:
+            params = layer_params(model, layer)
+            dense += count * ((params.attention + params.ffn) // parallel.tp + params.replicated)
+            experts += count * (params.experts // (parallel.tp * parallel.ep))
     last = len(parallel.stage_layers) - 1
     table, positions = embedding_params(model)
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
@@ -64,17 +66,22 @@ def stage_parameters(model: Model, parallel: Parallel, stage: int) -> tuple[int,
     return dense, experts
 
 
-def rank_parameters(model: Model, parallel: Parallel, pp_rank: int) -> tuple[int, int]:
-    """(dense, expert) parameters of a pipeline rank: all its virtual stages."""
-    parts = [stage_parameters(model, parallel, stage) for stage in rank_stages(parallel)[pp_rank]]
-    return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
+def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
+    """(dense, expert) parameters of each pipeline rank: all its virtual stages."""
+    stages = [stage_parameters(model, parallel, stage) for stage in range(len(parallel.stage_layers))]
+    return [
+        (sum(stages[stage][0] for stage in held), sum(stages[stage][1] for stage in held))
+        for held in rank_stages(parallel)
+    ]
 
 
 def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic]:
     """Every transfer of one step on the busiest pipeline rank."""
     width = WIDTH[train.precision]
-    busiest = max(range(parallel.pp), key=lambda rank: sum(rank_parameters(model, parallel, rank)))
-    layers = [layer for stage in rank_stages(parallel)[busiest] for layer in stage_range(parallel, stage)]
+    held = rank_parameters(model, parallel)
+    busiest = held.index(max(held, key=sum))
+    stages = [stage_range(parallel, stage) for stage in rank_stages(parallel)[busiest]]
+    layers = sum(map(len, stages))
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     hidden_bytes = tokens * model.hidden * width
     passes = 3 if train.recompute == "full" else 2  # forward, (forward again,) backward
@@ -90,7 +97,7 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
             result.append(Traffic(axis, tuple(varying), operation, size, count, window, n))
 
     # two boundaries a layer and pass: an all-reduce, or with SP the all-gather and reduce-scatter that make one up
-    boundaries = 2 * len(layers) * m * passes
+    boundaries = 2 * layers * m * passes
     if parallel.sp:
         add("tp", "all_gather", hidden_bytes, boundaries)
         add("tp", "reduce_scatter", hidden_bytes, boundaries)
@@ -100,19 +107,19 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     kv_heads_here = max(1, model.kv_heads // parallel.tp)
     key_values = 2 * kv_heads_here * model.head_dim * tokens * width
     # keys and values go round in forward, they and their gradients in backward
-    ring_steps = (parallel.cp - 1) * len(layers) * m
+    ring_steps = (parallel.cp - 1) * layers * m
     add("cp", "p2p", key_values, ring_steps * (passes - 1), "attention")
     add("cp", "p2p", 2 * key_values, ring_steps, "attention")
 
-    moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
     if model.moe is not None:
+        moe_layers = sum(dense_and_moe(model, part.start, part.stop)[1] for part in stages)
         routed = hidden_bytes * model.moe.top_k / (parallel.tp if parallel.sp else 1)
         add("ep", "all_to_all", routed, 2 * moe_layers * m * passes)
 
     boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
     add("pp", "p2p", boundary, m * _sends(parallel))
 
-    dense, experts = rank_parameters(model, parallel, busiest)
+    dense, experts = held[busiest]
     grad_width = WIDTH[train.grad_dtype]
     for count, varying in ((dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))):
         _gradients(add, count, varying, parallel, width, grad_width)

@@ -52,10 +52,10 @@ def korthikanti(name: str, sp: bool, recompute: str):
 )
 def test_activations_of_korthikanti_figure_1(row, name, sp, recompute, gib):
     model, parallel, train = korthikanti(name, sp, recompute)
-    got = activations(model, parallel, train, 0, MEGATRON)
+    got = activations(model, parallel, train, MEGATRON)[0]
     if parallel.pp == 1:  # the figure counts the layers; one stage alone also holds final norm and logits
         layers = structs.replace(parallel, stage_layers=[model.layers, 0], pp=2)
-        got = activations(model, layers, train, 0, MEGATRON) / in_flight(layers)[0]
+        got = activations(model, layers, train, MEGATRON)[0] / in_flight(layers)[0]
     assert got / GIB == pytest.approx(gib, rel=0.002)
 
 
@@ -118,7 +118,7 @@ def test_recompute_and_sequence_parallel_save_what_they_should():
 
     def kept(recompute: doc.Train = None, **parallel) -> float:
         par = structs.replace(plan.parallel, stage_layers=[model.layers], **parallel)
-        return activations(model, par, structs.replace(plan.job.train, recompute=recompute or "none"), 0)
+        return activations(model, par, structs.replace(plan.job.train, recompute=recompute or "none"))[0]
 
     assert kept("full") < kept() / 5
     assert kept(sp=True) < kept(sp=False)

@@ -13,7 +13,7 @@ from orchestrator.plan.ranks import AXES, all_groups, as_dict
 from orchestrator.planner import step_time
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.compute import rates
-from orchestrator.planner.placement import TIE, candidates, choose
+from orchestrator.planner.placement import TIE, Roads, candidates, choose
 from orchestrator.planner.profile import profile_for
 from orchestrator.planner.traffic import step_traffic
 
@@ -26,7 +26,7 @@ def every_order(plan):
     traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
     rate = rates(plan.cluster, profile, plan.job.train.precision)
     work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rate)
-    return candidates(plan.cluster, profile, plan.parallel, traffic, work)
+    return candidates(Roads(plan.cluster, profile), plan.parallel, traffic, work)
 
 
 @st.composite

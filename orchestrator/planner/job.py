@@ -1,0 +1,52 @@
+"""Config -> what the trainer is told: the plan's `job`, with every derived value filled in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from orchestrator.config.schema import BatchRampSpec, Config
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan import document as doc
+
+
+def make_job(config: Config) -> doc.Job:
+    data, checkpoint = config.data, config.checkpoint
+    home = Path(os.environ.get("ORCH_HOME") or Path.home() / ".orch")
+    return doc.Job(
+        train=make_train(config),
+        optim=doc.Optim(**{name: getattr(config.optim, name) for name in doc.Optim.__struct_fields__}),
+        data=doc.Data(
+            name=data.name,
+            paths=list(data.paths),
+            extensions=list(data.extensions),
+            tokenizer=data.tokenizer,
+            seed=config.train.seed if data.seed is None else data.seed,
+            cache_dir=data.cache_dir or str(home / "data"),
+            demo=data.demo,
+        ),
+        checkpoint=doc.Checkpoint(
+            dir=checkpoint.dir or "", every_steps=checkpoint.every_steps, keep_last=checkpoint.keep_last
+        ),
+        metrics=doc.Metrics(**{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}),
+    )
+
+
+def make_train(config: Config) -> doc.Train:
+    """What no key says (`recompute_layers`) keeps the plan's default until it is derived."""
+    train = config.train
+    same = set(doc.Train.__struct_fields__) - {"recompute_layers", "batch_ramp"}
+    ramp = train.batch_ramp and _ramp(train.batch_ramp, train.seq_len)
+    return doc.Train(**{name: getattr(train, name) for name in same}, batch_ramp=ramp)
+
+
+def _ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
+    """In samples. Raises OrchError."""
+    found = {}
+    for name in ("start", "over"):
+        samples, tokens = getattr(spec, f"{name}_samples"), getattr(spec, f"{name}_tokens")
+        if (samples is None) == (tokens is None):
+            raise OrchError(f"train.batch_ramp: set exactly one of {name}_samples and {name}_tokens", Exit.CONFIG)
+        found[f"{name}_samples"] = samples or max(1, tokens // seq_len)
+    return doc.BatchRamp(**found)
