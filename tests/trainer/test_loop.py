@@ -1,0 +1,326 @@
+"""Whole workers: they train, save, resume to the bit, stop when told, and end with the code that the contract says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from orchestrator.plan import Exit, Plan, seal, to_json
+from orchestrator.plan.flops import model_flops_per_token
+from tests.plans import make_plan, tiny_model
+from tests.trainer.workers import Workers, free_port, running, worker_env
+from trainer.checkpoint.format import rank_file, step_name
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = Path(json.__file__).parent  # some tens of KiB of Python
+ALONE = {"micro_batches": 2}
+EIGHT = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "nodes": 2, "bucket_bytes": 1 << 13}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("tokens"))
+
+
+def job(cache: str, steps: int = 6, every: int = 0, **layout: object) -> Plan:
+    model = layout.pop("model", tiny_model(tied_embeddings=True))
+    return make_plan(
+        **{"steps": steps, "checkpoint_every_steps": every, "cache_dir": cache, "data_paths": [str(TEXT)]},
+        **{"model": model, **layout},
+    )
+
+
+def changed(plan: Plan, part: str, **values: object) -> Plan:
+    """The plan with some fields of a section of its job replaced, sealed anew."""
+    section = msgspec.structs.replace(getattr(plan.job, part), **values)
+    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, **{part: section})))
+
+
+def finish(plan: Plan, run_dir: Path, epoch: int = 0, changes: dict | None = None) -> tuple[list[int], Workers]:
+    with running(plan, run_dir, epoch, changes) as workers:
+        return workers.wait(), workers
+
+
+def saved_state(run_dir: Path, plan: Plan, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / step_name(step)
+    return {
+        f"{rank} {key}": tensor
+        for rank in range(plan.parallel.world_size)
+        for key, tensor in load_file(folder / rank_file(rank)).items()
+    }
+
+
+def assert_same_state(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("layout", [ALONE, EIGHT], ids=["alone", "tp2_pp2_zero1"])
+def test_it_trains(cache, tmp_path, layout):
+    plan = changed(job(cache, steps=25, **layout), "optim", lr=1e-2, warmup_steps=5)
+    codes, workers = finish(plan, tmp_path)
+    assert codes == [0] * plan.parallel.world_size, workers.log(0)
+    losses = workers.losses()
+    assert list(losses) == list(range(1, 26))
+    assert losses[1] > 4.5 and min(losses[24], losses[25]) < losses[1] - 1.0
+    for rank in range(plan.parallel.world_size):
+        for name in ("ranks_checked", "data_ready", "done"):
+            assert len(workers.events(name, rank)) == 1, f"rank {rank}: {name}"
+    assert [event.step for event in workers.events("checkpoint_saved")] == [25]
+
+
+def test_a_step_report_says_what_the_step_did(cache, tmp_path):
+    plan = job(cache, steps=2, dp=2, zero=1)
+    _, workers = finish(plan, tmp_path)
+    first, second = workers.steps(0)
+    size = plan.parallel.global_batch_samples
+    assert (first.samples, second.samples) == (size, 2 * size)
+    assert first.tokens == plan.parallel.global_batch_tokens
+    assert first.grad_norm > 0 and first.lr == plan.job.optim.lr
+    parameters = plan.model.parameters
+    assert parameters * 4 <= first.memory_bytes["params"] < parameters * 4 * 1.2
+    assert parameters * 4 <= first.memory_bytes["optimizer"] < parameters * 4 * 1.2, "two moments, halved by zero1"
+    assert first.memory_bytes["activations"] > 0
+    assert first.memory_bytes["total"] == sum(v for k, v in first.memory_bytes.items() if k != "total")
+    # ZeRO-1: reduce-scatter and all-gather of all parameters, (n - 1) / n of the bytes each
+    assert first.comm_bytes["dp"] == pytest.approx(first.memory_bytes["params"], rel=0.01)
+    assert {"data", "forward", "backward", "optimizer", "comm"} <= first.phase_s.keys()
+    assert 0.5 * second.step_s < sum(second.phase_s.values()) <= second.step_s
+    rate = first.tokens / first.step_s / 2 / plan.cluster.gpu.peak_flops["fp32"]
+    assert first.mfu == pytest.approx(rate * model_flops_per_token(plan.model, plan.job.train.seq_len))
+    assert first.hfu == first.mfu
+
+
+def test_layouts_see_the_same_data_and_the_same_losses(cache, tmp_path):
+    """Eight ranks and one: same seed, same samples, so the same loss curve up to rounding."""
+    model = tiny_model(tied_embeddings=True)
+    _, one = finish(job(cache, steps=4, model=model, micro_batches=4), tmp_path / "one")
+    _, eight = finish(job(cache, steps=4, model=model, micro_batches=2, **EIGHT), tmp_path / "eight")
+    assert list(one.losses().values()) == pytest.approx(list(eight.losses().values()), rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("layout", [ALONE, EIGHT], ids=["alone", "tp2_pp2_zero1"])
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(cache, tmp_path, layout):
+    plan = job(cache, steps=8, every=3, **layout)
+    codes, whole = finish(plan, tmp_path / "whole")
+    assert codes == [0] * len(codes)
+    last = plan.parallel.world_size - 1
+    with running(plan, tmp_path / "cut") as workers:
+        workers.until(0, "checkpoint_saved")
+        workers.until(last, 4)
+        os.kill(workers.pids[last], signal.SIGKILL)
+        codes = workers.wait()
+        assert codes[last] == -signal.SIGKILL and set(codes[:last]) <= {Exit.RESTART}
+        for rank in range(last):
+            assert "a peer is gone or silent" in workers.log(rank)
+    codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
+    assert codes == [0] * len(codes), resumed.log(0)
+    (event,) = resumed.events("resumed")
+    assert event.step in (3, 6) and event.fields["samples"] == event.step * plan.parallel.global_batch_samples
+    assert {step: whole.losses()[step] for step in resumed.losses()} == resumed.losses()
+    assert max(resumed.losses()) == 8
+    assert_same_state(saved_state(tmp_path / "whole", plan, 8), saved_state(tmp_path / "cut", plan, 8))
+
+
+def test_bf16_resumes_to_the_bit_from_the_fp32_master(cache, tmp_path):
+    plan = job(cache, steps=6, every=3, precision="bf16", dp=2, zero=1)
+    finish(plan, tmp_path / "whole")
+    shorter = changed(plan, "train", steps=3)
+    shorter = changed(shorter, "optim", decay_steps=6)
+    finish(shorter, tmp_path / "cut")
+    longer = changed(plan, "optim", decay_steps=6)
+    codes, _ = finish(longer, tmp_path / "cut", epoch=1)
+    assert codes == [0, 0]
+    assert_same_state(saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6))
+
+
+def test_a_finished_run_that_is_started_again_is_done_at_once(cache, tmp_path):
+    plan = job(cache, steps=2)
+    finish(plan, tmp_path)
+    codes, again = finish(plan, tmp_path, epoch=1)
+    assert codes == [0] and again.steps() == [] and len(again.events("done")) == 1
+    assert again.events("checkpoint_saved") == []
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(cache, tmp_path):
+    plan = job(cache, steps=4, every=2, dp=2)
+    finish(plan, tmp_path)
+    file = tmp_path / "checkpoints" / step_name(4) / rank_file(0)
+    raw = bytearray(file.read_bytes())
+    raw[-9] ^= 4
+    file.write_bytes(raw)
+    codes, again = finish(plan, tmp_path, epoch=1)
+    assert codes == [0, 0]
+    assert rank_file(0) in again.events("checkpoint_rejected")[0].fields["problem"]
+    assert again.events("resumed")[0].step == 2 and [step.step for step in again.steps()] == [3, 4]
+
+
+def test_only_damaged_checkpoints_are_refused_with_65(cache, tmp_path):
+    plan = job(cache, steps=2)
+    finish(plan, tmp_path)
+    os.truncate(tmp_path / "checkpoints" / step_name(2) / rank_file(0), 10)
+    codes, again = finish(plan, tmp_path, epoch=1)
+    assert codes == [Exit.CONFIG]
+    assert "rank-00000.safetensors has 10 bytes" in again.log(0) and "Traceback" not in again.log(0)
+
+
+def test_another_model_in_the_checkpoint_folder_is_refused_with_65(cache, tmp_path):
+    finish(job(cache, steps=1), tmp_path)
+    codes, again = finish(job(cache, steps=1, model=tiny_model(ffn_hidden=64, tied_embeddings=True)), tmp_path, epoch=1)
+    assert codes == [Exit.CONFIG] and "shape" in again.log(0)
+
+
+def test_an_older_epoch_is_fenced_with_77(cache, tmp_path):
+    plan = job(cache, steps=2, dp=2)
+    finish(plan, tmp_path, epoch=3)
+    codes, old = finish(plan, tmp_path, epoch=2)
+    assert codes == [Exit.FENCED] * 2 and "belongs to epoch 3" in old.log(1)
+
+
+def test_an_epoch_fenced_while_it_trains_writes_nothing_more(cache, tmp_path):
+    plan = job(cache, steps=10_000, every=10_000)
+    with running(plan, tmp_path) as workers:
+        workers.until(0, 2)
+        (tmp_path / "checkpoints" / "fence.json").write_text('{"run_id": "test", "epoch": 1}')
+        os.kill(workers.pids[0], signal.SIGTERM)
+        assert workers.wait() == [Exit.FENCED]
+    assert list((tmp_path / "checkpoints").glob("step-*")) == []
+
+
+# ---------------------------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_notice_to_any_one_rank_saves_the_same_step_on_all_and_ends_with_75(cache, tmp_path, number):
+    plan = job(cache, steps=10_000, **EIGHT)
+    told = {signal.SIGTERM: 7, signal.SIGUSR1: 0, signal.SIGINT: 3}[number]
+    with running(plan, tmp_path) as workers:
+        workers.until(0, 3)
+        os.kill(workers.pids[told], signal.SIGUSR2)  # must not hurt
+        os.kill(workers.pids[told], number)
+        assert workers.wait() == [Exit.RESTART] * 8, workers.log(told)
+    steps = {workers.events("stopping", rank)[0].step for rank in range(8)}
+    (saved,) = workers.events("checkpoint_saved")
+    assert steps == {saved.step}
+    assert workers.events("stopping", told)[0].fields["reason"] == number.name
+    assert f"{number.name}: saved at step {saved.step}" in workers.log(told)
+    with running(plan, tmp_path, epoch=1) as again:
+        again.until(0, saved.step + 1)
+        assert again.events("resumed")[0].step == saved.step
+
+
+def test_a_notice_before_the_first_step_is_honoured(cache, tmp_path):
+    plan = job(cache, steps=10_000)
+    with running(plan, tmp_path) as workers:
+        workers.until(0, "ranks_checked")
+        os.kill(workers.pids[0], signal.SIGTERM)
+        assert workers.wait() == [Exit.RESTART]
+
+
+@pytest.mark.parametrize("victim", [0, 5])
+def test_a_killed_peer_is_noticed_by_all_with_75(cache, tmp_path, victim):
+    plan = job(cache, steps=10_000, **EIGHT)
+    with running(plan, tmp_path) as workers:
+        workers.until(0, 2)
+        os.kill(workers.pids[victim], signal.SIGKILL)
+        codes = workers.wait(timeout=20)
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert codes == [Exit.RESTART] * 7
+
+
+# ---------------------------------------------------------------------------------------------- refusing
+
+
+def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | None = None) -> None:
+    codes, workers = finish(plan, run_dir, changes=changes)
+    assert codes == [code] * plan.parallel.world_size, workers.log(0)
+    for rank in range(plan.parallel.world_size):
+        line = workers.log(rank).strip().splitlines()
+        assert len(line) == 1 and words in line[0] and line[0].startswith(f"trainer: rank {rank} on "), line
+        assert workers.events("failed", rank)[0].fields["exit"] == code
+
+
+def test_a_worker_with_another_plan_stops_all(cache, tmp_path):
+    refused(job(cache, dp=2), tmp_path, Exit.CONFIG, "was told plan 000000000000", {1: {"plan_hash": "0" * 64}})
+
+
+def test_workers_on_swapped_nodes_stop_all(cache, tmp_path):
+    swapped = {0: {"node": "node1"}, 1: {"node": "node0"}}
+    refused(job(cache, dp=2, nodes=2), tmp_path, Exit.CONFIG, "rank 0 runs on 'node1'", swapped)
+
+
+def test_missing_text_is_refused(cache, tmp_path):
+    plan = changed(job(cache), "data", paths=["/nowhere/at/all"])
+    refused(plan, tmp_path, Exit.CONFIG, "'/nowhere/at/all' does not exist")
+
+
+def test_a_layout_that_the_trainer_does_not_run_is_refused(cache, tmp_path):
+    refused(job(cache, zero=3, dp=2), tmp_path, Exit.CONFIG, "zero=3")
+
+
+def test_a_gpu_that_is_not_there_is_the_nodes_fault(cache, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    plan = job(cache)
+    plan = seal(msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, device="cuda")))
+    refused(plan, tmp_path, Exit.NODE, "wants GPU 0 of node0, which has 0 usable")
+
+
+def test_a_loss_that_explodes_stops_the_run_and_says_where(cache, tmp_path):
+    plan = changed(job(cache, dp=2), "optim", lr=1e38, warmup_steps=0)
+    refused(plan, tmp_path, Exit.USER, "step 2: the gradient norm is nan; the loss is not finite on rank 0, 1")
+    assert list((tmp_path / "checkpoints").glob("step-*")) == [], "what has exploded is not saved"
+
+
+def test_a_changed_plan_file_is_refused(cache, tmp_path):
+    plan = job(cache)
+    workers = Workers(plan, tmp_path, changes={0: {"plan": str(tmp_path / "other.json")}})
+    assert workers.wait() == [Exit.CONFIG] and "cannot read plan" in workers.log(0)
+    (tmp_path / "other.json").write_bytes(to_json(plan).replace(b'"steps":6', b'"steps":7'))
+    workers = Workers(plan, tmp_path, changes={0: {"plan": str(tmp_path / "other.json")}})
+    assert workers.wait() == [Exit.CONFIG] and "does not match its content" in workers.log(0)
+
+
+# ---------------------------------------------------------------------------------------------- as a command
+
+
+def test_without_an_agents_environment_it_is_a_usage_error():
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "ORCH_PLAN")}
+    done = subprocess.run([sys.executable, "-m", "trainer"], cwd=ROOT, env=clean, capture_output=True, text=True)
+    assert done.returncode == Exit.USAGE and "environment variable RANK is not set" in done.stderr
+
+
+def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_path):
+    plan = job(cache, steps=2)
+    (tmp_path / "plan.json").write_bytes(to_json(plan))
+    env = worker_env(plan, 0, master_port=free_port(), plan=str(tmp_path / "plan.json"), run_dir=str(tmp_path))
+    command = [sys.executable, "-m", "trainer", "--plan", str(tmp_path / "plan.json")]
+    environment = {**os.environ, **env.variables(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "step 2  loss " in done.stderr and "done (step 2)" in done.stderr
+
+
+def test_a_worker_does_not_import_the_compiler():
+    """torch._dynamo is 900 modules: a second and 100 MiB in every process, for nothing that runs uncompiled."""
+    code = (
+        "import sys, torch, trainer.train; from trainer.metrics.memory import StorageTracker\n"
+        "with StorageTracker(): torch.zeros(3) + 1\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
