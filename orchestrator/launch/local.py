@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ from orchestrator.plan.exits import Exit
 
 from .deliver import delivered
 from .processes import Identity, identity, send_signal
+from .program import check_program
 from .request import LaunchRequest, Parcel, compose_environment
 from .run_folder import RunFolder, write_private
 from .state import RunState, read_state, true_state, write_state
@@ -57,7 +59,10 @@ class LocalBackend:
     def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
         request = parcel.request
         self.check(request)
+        _check_program(request, environ, Path(request.code.root or request.worker.cwd, request.code.subfolder))
         with delivered(parcel, self.name) as folder:
+            ignored = ": git ignores it, so the copy lacks it; --in-place runs it where it is"
+            _check_program(request, environ, Path(request.worker.cwd), ignored)
             self._start(folder, request, environ)
         return request.handle
 
@@ -111,6 +116,11 @@ class LocalBackend:
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)
+
+
+def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
+    if not request.worker.bundled:
+        check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
 
 
 def prepare_resume(folder: RunFolder) -> None:

@@ -116,7 +116,7 @@ def test_workers_that_do_not_listen_are_killed_after_the_grace(runs):
 @pytest.mark.parametrize("which", [0, 1])
 def test_killing_an_agent_leaves_no_orphan_for_two_seconds(runs, which):
     env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1", "ORCH_TEST_DEAF": "1"}
-    folder = submit(plan(), runs, env=env, backend={"grace_s": 60})
+    folder = submit(plan(), runs, env=env, backend={"grace_s": 2})
     wait_workers(folder, 4)
     alive = processes(folder)
     of_node = {name: one for name, one in alive.items() if int(name[-1]) // 2 == which}
@@ -269,11 +269,13 @@ def test_a_killed_warden_takes_the_workers_with_it_and_the_run_restarts(runs):
     assert (state.state, state.reason, state.epoch) == ("done", "all workers are done", 1)
 
 
-def test_a_program_that_does_not_exist_is_refused_once(runs):
-    folder = submit(plan(), runs, command=["no-such-program", "x"], backend={"max_restarts": 3})
-    state = wait_end(folder)
+def test_a_program_that_cannot_be_started_is_refused_once(runs, tmp_path):
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    state = wait_end(submit(plan(), runs, command=[str(script)], backend={"max_restarts": 3}))
     assert (state.state, state.exit_code, state.epoch) == ("failed", 64, 0)
-    assert state.cause.tail == ["orch: program 'no-such-program' is not on PATH or not executable"]
+    assert "cannot start" in state.cause.tail[-1] and "No such file" in state.cause.tail[-1]
 
 
 def test_two_runs_at_once_do_not_meet(runs):

@@ -1,0 +1,174 @@
+"""The launch request: pure, complete, without secrets, and the same bytes shown and sent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.config.schema import BackendSpec
+from orchestrator.errors import OrchError
+from orchestrator.launch import local
+from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.redact import HIDDEN, frozen_config, is_secret_name, redacted
+from orchestrator.launch.request import (
+    Code,
+    Environment,
+    check_contents,
+    compose_environment,
+    from_bytes,
+    passed_names,
+    to_bytes,
+    used_nodes,
+)
+from tests.launch.parcels import make_parcel
+from tests.plans import make_plan
+
+PLAN = make_plan(tp=2, dp=2, nodes=2)
+RUNS = Path("/home/user/.orch/runs")
+
+
+def test_the_same_input_gives_the_same_bytes_and_they_survive():
+    first, second = make_parcel(PLAN, RUNS).request, make_parcel(PLAN, RUNS).request
+    assert to_bytes(first) == to_bytes(second)
+    assert from_bytes(to_bytes(first)) == first
+
+
+def test_agents_are_argument_lists_with_explicit_identities():
+    names = ["a b", "$(reboot)", "; rm -rf", "new\nline"]
+    request = make_parcel(make_plan(dp=4, node_names=names), RUNS).request
+    assert [agent.node for agent in request.agents] == names
+    for agent in request.agents:
+        assert agent.argv[agent.argv.index("--node") + 1] == agent.node
+
+
+def test_a_node_without_ranks_gets_no_agent():
+    plan = make_plan(dp=2, nodes=2)
+    cluster = msgspec.structs.replace(plan.cluster, node_names=["spare", *plan.cluster.node_names])
+    assert used_nodes(msgspec.structs.replace(plan, cluster=cluster)) == ["node0", "node1"]
+
+
+def test_contents_are_tied_to_the_request():
+    parcel = make_parcel(PLAN, RUNS)
+    check_contents(parcel)
+    spoiled = msgspec.structs.replace(parcel, contents={**parcel.contents, "plan.json": b"{}"})
+    with pytest.raises(ValueError, match=r"content of plan\.json"):
+        check_contents(spoiled)
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=6))
+def test_the_users_words_arrive_byte_exact(words):
+    request = from_bytes(to_bytes(make_parcel(PLAN, RUNS, command=words).request))
+    assert request.worker.argv == words
+
+
+def test_a_nul_byte_is_refused():
+    with pytest.raises(OrchError, match="argument 1 of the program holds a NUL"):
+        make_parcel(PLAN, RUNS, command=["a", "b\0c"])
+
+
+def test_only_allowed_variables_pass_and_only_by_name():
+    shell = ["PATH", "HOME", "NCCL_DEBUG", "LC_ALL", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "EDITOR", "NCCL_AUTH_TOKEN"]
+    assert passed_names(shell) == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
+    request = make_parcel(PLAN, RUNS, names=shell).request
+    assert request.environment.names == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
+
+
+def test_a_secret_in_the_configuration_is_refused():
+    with pytest.raises(OrchError, match=r"backend\.env\.HF_TOKEN looks like a secret") as refused:
+        make_parcel(PLAN, RUNS, env={"HF_TOKEN": "hf_abc"})
+    assert refused.value.exit == 78 and "hf_abc" not in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["A=B", "1A", "A B", "A\nB", "", "A$B", "Ä", "x" * 300])
+def test_a_bad_variable_name_is_refused(name):
+    with pytest.raises(OrchError, match="not the name of a variable"):
+        make_parcel(PLAN, RUNS, env={name: "x"})
+
+
+def test_the_composed_environment_has_pythons_folder_first_and_nothing_else():
+    environment = Environment(
+        names=["PATH", "HOME"], values={"A": "1"}, path_first=["/venv/bin"], python_path_first=["/code"]
+    )
+    shell = {"PATH": "/bin:/venv/bin:/usr/bin", "HOME": "/h", "SECRET": "s", "PYTHONPATH": "/mine"}
+    assert compose_environment(environment, shell) == {
+        **{"PATH": "/venv/bin:/bin:/usr/bin", "HOME": "/h", "A": "1", "PYTHONPATH": "/code"}
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db-password", "AUTH", "apikey"]
+)
+def test_secret_names(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer", "global_batch_tokens", "tokens_per_s", "keep_last", "kv_heads", "author"]
+)
+def test_harmless_names(name):
+    assert not is_secret_name(name)
+
+
+def test_redaction_reaches_every_depth():
+    found = redacted({"a": [{"api_key": "x", "n": 1}], "token": {"b": "y"}, "password": None, "tokens": ["p", "q"]})
+    assert found == {
+        "a": [{"api_key": HIDDEN, "n": 1}],
+        "token": {"b": "y"},
+        "password": None,
+        "tokens": [HIDDEN, HIDDEN],
+    }
+
+
+def test_the_frozen_configuration_is_redacted():
+    raw = frozen_config(BackendSpec(name="slurm", options={"account": "me", "api_token": "hush"}))
+    assert b"hush" not in raw and b"account: me" in raw
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b'{"schema": "orch.request/9"}', b'{"\xed": 1}', b"[" * 100_000])
+def test_a_damaged_request_is_one_line(raw):
+    with pytest.raises(OrchError) as refused:
+        from_bytes(raw)
+    assert refused.value.exit == 65
+
+
+def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
+    monkeypatch.setattr(local, "gpus_here", lambda: 0)
+    request = msgspec.structs.replace(
+        make_parcel(PLAN, RUNS).request, device="cuda", cluster="h100x64", gpus_per_node=8
+    )
+    with pytest.raises(OrchError, match=r"h100x64 is 2 nodes of 8 GPUs; this machine has no GPU, \d+ CPUs") as refused:
+        LocalBackend().check(request)
+    assert refused.value.exit == 76
+    monkeypatch.setattr(local, "gpus_here", lambda: 8)
+    LocalBackend().check(msgspec.structs.replace(request, nodes=1))
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["no-such-program"], "program 'no-such-program' is not on PATH"),
+        (["./missing.sh"], "program './missing.sh' is not there"),
+        (["./notes.txt"], "program './notes.txt' is not executable"),
+        (["python", "missing.py"], "script 'missing.py' is not in"),
+        (["python3", "ignored.py"], "git ignores it"),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
+    import subprocess
+
+    work = tmp_path / "work"
+    work.mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=work, check=True)
+    for name, content in ((".gitignore", "ignored.py\n"), ("ignored.py", ""), ("notes.txt", "")):
+        (work / name).write_text(content)
+    parcel = make_parcel(PLAN, tmp_path / "runs", command=command, code=Code(kind="git", root=str(work)))
+    with pytest.raises(OrchError, match=text) as refused:
+        LocalBackend().submit(parcel, os.environ)
+    assert refused.value.exit == 64
+    assert sys.executable in parcel.request.agents[0].argv

@@ -1,0 +1,160 @@
+"""The code of a run: what the user saw when it was submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.launch import snapshot
+from orchestrator.launch.request import Code
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.snapshot import copy, find_code
+
+
+def git(cwd: Path, *words: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
+    return subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A repository with a tracked, a changed, a new, an ignored and a deleted file."""
+    root = tmp_path / "project"
+    (root / "sub").mkdir(parents=True)
+    files = {
+        "kept.py": "kept",
+        "changed.py": "old",
+        "deleted.py": "x",
+        ".gitignore": "*.log\n",
+        "sub/deep ü\n.py": "deep",
+    }
+    for name, text in files.items():
+        (root / name).write_text(text)
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "first")
+    (root / "changed.py").write_text("new")
+    (root / "added.py").write_text("added")
+    (root / "noise.log").write_text("noise")
+    (root / "deleted.py").unlink()
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("kept.py")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "run-1")
+    run.create()
+    return run
+
+
+def contents(folder: RunFolder) -> dict[str, str]:
+    return {str(p.relative_to(folder.code)): p.read_text() for p in folder.code.rglob("*") if p.is_file()}
+
+
+def test_tracked_changed_and_new_but_not_ignored(project, folder):
+    code = find_code(project / "sub", wanted=True)
+    assert (code.kind, code.root, code.subfolder, code.holds_orch) == ("git", str(project), "sub", False)
+    assert code.commit == git(project, "rev-parse", "HEAD").strip()
+    copy(code, folder)
+    assert contents(folder) == {
+        **{"kept.py": "kept", "changed.py": "new", "added.py": "added", ".gitignore": "*.log\n"},
+        **{"sub/deep ü\n.py": "deep", "run.sh": "#!/bin/sh\n", "link": "kept"},
+    }
+    assert os.access(folder.code / "run.sh", os.X_OK) and not os.access(folder.code / "kept.py", os.X_OK)
+    assert (folder.code / "link").is_symlink()
+    found = json.loads(folder.snapshot.read_text())
+    assert {"changed.py", "added.py", "deleted.py"} <= set(found["uncommitted"])
+    modes = {p.stat().st_mode & 0o077 for p in folder.code.rglob("*") if not p.is_symlink()}
+    assert modes == {0}
+
+
+def test_later_changes_do_not_reach_the_copy(project, folder):
+    copy(find_code(project, wanted=True), folder)
+    (project / "kept.py").write_text("later")
+    assert (folder.code / "kept.py").read_text() == "kept"
+
+
+def test_submodules_are_opened(project, folder, tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "lib.py").write_text("lib")
+    git(inner, "init", "-q")
+    git(inner, "add", "-A")
+    git(inner, "commit", "-qm", "inner")
+    git(project, "submodule", "--quiet", "add", str(inner), "vendor")
+    copy(find_code(project, wanted=True), folder)
+    assert (folder.code / "vendor" / "lib.py").read_text() == "lib"
+
+
+def test_a_repository_without_a_commit(tmp_path, folder):
+    root = tmp_path / "new"
+    root.mkdir()
+    git(root, "init", "-q")
+    (root / "a.py").write_text("a")
+    code = find_code(root, wanted=True)
+    assert code.commit is None
+    copy(code, folder)
+    assert contents(folder) == {"a.py": "a"}
+
+
+def test_without_git(tmp_path, folder):
+    root = tmp_path / "plain"
+    for name in ("a.py", "pkg/b.py", ".hidden/c", ".secret", "__pycache__/d.pyc", "venv/pyvenv.cfg", "env2/pyvenv.cfg"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    code = find_code(root, wanted=True)
+    assert code == Code(kind="folder", root=str(root))
+    copy(code, folder)
+    assert set(contents(folder)) == {"a.py", "pkg/b.py"}
+
+
+def test_the_run_folder_is_not_copied_into_itself(tmp_path):
+    run = RunFolder(tmp_path / "home" / "runs" / "run-1")
+    run.create()
+    (tmp_path / "a.py").write_text("a")
+    copy(Code(kind="folder", root=str(tmp_path)), run)
+    assert set(contents(run)) == {"a.py"}
+
+
+def test_the_bundled_trainer_needs_no_copy_of_a_foreign_project(project):
+    assert find_code(project, wanted=False) == Code(kind="none")
+
+
+def test_a_checkout_of_orch_is_copied_for_the_bundled_trainer_too():
+    root = Path(snapshot.__file__).parents[2]
+    if not (root / ".git").exists():
+        pytest.skip("not a checkout")
+    code = find_code(root / "tests", wanted=False)
+    assert code.kind == "git" and code.holds_orch and code.subfolder == "tests"
+
+
+def test_too_much_is_refused_naming_the_largest(project, folder, monkeypatch):
+    monkeypatch.setattr(snapshot, "MOST_BYTES", 1 << 20)
+    (project / "weights.bin").write_bytes(b"x" * (3 << 20))
+    with pytest.raises(
+        OrchError, match=r"3 MiB, over 1 MiB; largest is weights\.bin \(3 MiB\): ignore it in"
+    ) as refused:
+        copy(find_code(project, wanted=True), folder)
+    assert refused.value.exit == 65
+    monkeypatch.setattr(snapshot, "MOST_FILES", 3)
+    with pytest.raises(OrchError, match="more than 3 files"):
+        copy(find_code(project, wanted=True), folder)
+
+
+def test_reading_a_repository_starts_no_program_of_its(project, folder, tmp_path):
+    """`core.fsmonitor` of a repository names a program that `git status` would run."""
+    mark = tmp_path / "mark"
+    hook = tmp_path / "hook.sh"
+    hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    hook.chmod(0o755)
+    git(project, "config", "core.fsmonitor", str(hook))
+    copy(find_code(project, wanted=True), folder)
+    assert not mark.exists()
