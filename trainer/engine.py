@@ -26,6 +26,7 @@ from .optim.precision import Recipe
 from .parallel import apply
 from .parallel.context.place import shard_batch
 from .parallel.data.buckets import GradBuckets
+from .parallel.data.zero2 import ShardedGradBuckets
 from .parallel.mesh import Mesh
 from .pipeline.runtime import Pipeline, stage_indices
 
@@ -47,9 +48,8 @@ class Engine:
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1
         self.part = apply.build(plan, mesh, self.counter, device, recipe.param, indices=mine)
-        self.buckets = GradBuckets(
-            list(self.part.parameters()), mesh, par.zero, recipe.reduce, par.bucket_bytes, self.counter
-        )
+        kind = ShardedGradBuckets if par.zero == 2 else GradBuckets
+        self.buckets = kind(list(self.part.parameters()), mesh, par.zero, recipe.reduce, par.bucket_bytes, self.counter)
         self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
         self.pipeline = Pipeline.from_plan(
             *(plan, self.part.stages, self.part.loss, mesh, self.counter),

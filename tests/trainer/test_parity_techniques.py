@@ -106,7 +106,33 @@ SCHEDULES = {
     },
 }
 
-TECHNIQUES = {"recompute": RECOMPUTE, "context": CONTEXT, "schedules": SCHEDULES}
+SHARDING = {
+    "zero2": {"dp": 2, "zero": 2},
+    "zero2 accumulation 4, many buckets, tied": {
+        **{"dp": 2, "zero": 2, "micro_batches": 4, "bucket_bytes": 1 << 10, "model": TIED},
+    },
+    "zero2 dp4": {"dp": 4, "zero": 2, "micro_batches": 3, "bucket_bytes": 1 << 12},
+    "zero2 tp2 sp": {"dp": 2, "tp": 2, "zero": 2, "model": ONE_KV_HEAD},
+    "zero2 cp2": {"dp": 2, "cp": 2, "zero": 2},
+    "zero2 pp2 tied": {"dp": 2, "pp": 2, "zero": 2, "model": TIED, "micro_batches": 3, "bucket_bytes": 1 << 10},
+    "zero2 pp2 interleaved": {
+        **{"dp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved", "zero": 2, "model": TIED, "micro_batches": 4},
+    },
+    "zero2 pp2 zb_h1 full recompute": {
+        **{"dp": 2, "pp": 2, "schedule": "zb_h1", "zero": 2, "micro_batches": 4, "recompute": "full"},
+        "bucket_bytes": 1 << 11,
+    },
+    "zero2 pp2 zbv tied": {
+        **{"dp": 2, "pp": 2, "vpp": 2, "schedule": "zbv", "zero": 2, "model": TIED, "micro_batches": 3},
+    },
+    "hybrid zero1": {"dp": 4, "zero": 1, "zero_group": 2, "bucket_bytes": 1 << 12, "micro_batches": 3},
+    "hybrid zero2": {"dp": 4, "zero": 2, "zero_group": 2, "bucket_bytes": 1 << 12, "model": TIED},
+    "hybrid zero1 over cp": {"dp": 2, "cp": 2, "zero": 1, "zero_group": 2},
+    "hybrid of one": {"dp": 2, "zero": 1, "zero_group": 1},
+    "zero2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "model": GPT, "micro_batches": 3},
+}
+
+TECHNIQUES = {"sharding": SHARDING, "recompute": RECOMPUTE, "context": CONTEXT, "schedules": SCHEDULES}
 
 
 def world_of(case: dict) -> int:

@@ -31,7 +31,7 @@ def grad_norm(buckets: GradBuckets, scale: float = 1.0) -> Tensor:
     synchronisation here.
     """
     owned = [squared_norm(bucket.grad_shard) for bucket in buckets.buckets if bucket.owner]
-    device = buckets.buckets[0].grads.device
+    device = buckets.buckets[0].grad_shard.device
     total = torch.stack(owned).sum() if owned else torch.zeros((), dtype=torch.float64, device=device)
     if buckets.zero:
         all_reduce(total, buckets.mesh.group("shard"), "norm", buckets.counter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.plan import Plan
+from orchestrator.plan.schedules import copies_of
 from trainer.errors import LayoutError
 from trainer.parallel.context.order import BALANCED
 
@@ -22,6 +23,7 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from _sequence(plan)
     yield from _context(plan)
     yield from _recompute(plan)
+    yield from _sharding(plan)
 
 
 def _unproven(plan: Plan) -> Iterator[str]:
@@ -37,14 +39,12 @@ def _unproven(plan: Plan) -> Iterator[str]:
         yield f"model.dropout={model.dropout} is not implemented; use 0"
     if par.ep > 1:
         yield f"ep={par.ep} needs a mixture of experts; use ep1"
-    if par.zero > 1:
-        yield f"zero={par.zero} is not proven yet; legal: 0, 1"
+    if par.zero > 2:
+        yield f"zero={par.zero} is not proven yet; legal: 0, 1, 2"
     if train.precision == "fp16":
         yield "train.precision=fp16 needs loss scaling, which is not proven yet; legal: fp32, bf16"
     if train.compile:
         yield "train.compile=true is not proven yet; use false"
-    if par.zero_group:
-        yield f"parallel.zero_group={par.zero_group} is not proven yet; use 0"
     if train.batch_ramp:
         yield "train.batch_ramp is not proven yet; leave it out"
 
@@ -100,3 +100,18 @@ def _recompute(plan: Plan) -> Iterator[str]:
     train, layers = plan.job.train, plan.model.layers
     if train.recompute == "budget" and len(train.recompute_layers) != layers:
         yield f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for {layers} layers"
+
+
+def _sharding(plan: Plan) -> Iterator[str]:
+    par, two = plan.parallel, copies_of(plan.parallel) > 1
+    holders = par.dp * par.cp * par.ep * (2 if two else 1)
+    if par.zero_group and (par.zero == 0 or holders % par.zero_group):
+        yield (
+            f"parallel.zero_group={par.zero_group} needs zero 1 to 3 and must divide the {holders} ranks with the same"
+            " weights"
+        )
+    if par.zero >= 2 and two:
+        yield (
+            f"zero={par.zero} with schedule {par.schedule}: both ranks of a stage complete its gradients in different"
+            " orders; use zero0 or zero1"
+        )

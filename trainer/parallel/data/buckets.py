@@ -56,24 +56,39 @@ class FlatBucket:
     """The buffers of one bucket, and this rank's shard of each as a view."""
 
     def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shard: tuple[int, int],
-                 reduce_dtype: torch.dtype):  # fmt: skip
+                 reduce_dtype: torch.dtype, whole_grads: bool):  # fmt: skip
         device = params[0].device
         self.layout, self.infos, self.range = layout, infos, shard
         self.kind: Kind = layout.key
         self.owner = infos[0].owner
         self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
-        self.grads = torch.zeros(layout.numel, dtype=reduce_dtype, device=device)
-        self.grad_views = []
+        self.reduce_dtype, self.shapes = reduce_dtype, [param.shape for param in params]
         for slot, param in zip(layout.slots, params, strict=True):
             view = self.params[slot.start : slot.stop].view(param.shape)
             view.copy_(param.detach())
             param.data = view
-            self.grad_views.append(self.grads[slot.start : slot.stop].view(param.shape))
         self.param_shard = self.params[slice(*shard)]
-        self.grad_shard = self.grads[slice(*shard)]
+        self.grads: Tensor | None = None
+        self.grad_views: list[Tensor] = []
+        if whole_grads:
+            self.open()
+            self.grad_shard = self.grads[slice(*shard)]
+        else:
+            self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
         self.missing: float = 0  # gradients still to come before the reduction may start; inf: start in `finish`
         self.reduction: Handle | None = None
         self.gathering: Handle | None = None
+
+    def open(self) -> None:
+        """Allocate the whole gradient buffer, and its view for each parameter."""
+        self.grads = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.params.device)
+        slots = zip(self.layout.slots, self.shapes, strict=True)
+        self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
+
+    def close(self) -> Tensor:
+        """Give the whole gradient buffer away."""
+        grads, self.grads, self.grad_views = self.grads, None, []
+        return grads
 
 
 class GradBuckets:
@@ -84,6 +99,8 @@ class GradBuckets:
     `grad_shard` and calls `gather(bucket)`; `wait_params()` before the next forward.
     """
 
+    whole_grads = True  # a whole gradient buffer a bucket for the whole step
+
     def __init__(
         self,
         params: Sequence[tuple[str, Parameter, ParamInfo]],
@@ -93,10 +110,10 @@ class GradBuckets:
         bucket_bytes: int,
         counter: CommCounter,
     ):
-        """`params` in forward order, each once. Their storage moves into the buckets. Raises LayoutError for `zero`
-        above 1, ValueError for a parameter that appears twice."""
-        if zero not in (0, 1):
-            raise LayoutError(f"flat buckets implement ZeRO-0 and ZeRO-1, not ZeRO-{zero}")
+        """`params` in forward order, each once. Their storage moves into the buckets. Raises LayoutError for a `zero`
+        that this class is not, ValueError for a parameter that appears twice."""
+        if zero not in ((0, 1) if self.whole_grads else (2,)):
+            raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         if len({id(param) for _, param, _ in params}) != len(params):
             raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
         self.mesh, self.zero, self.counter = mesh, zero, counter
@@ -116,7 +133,8 @@ class GradBuckets:
             if len({info.owner for info in infos}) != 1:
                 raise ValueError(f"parameters {[i.name for i in infos]} share a bucket but not an owner")
             shard = layout.shard(self.shard_index, self.shards)
-            self.buckets.append(FlatBucket(layout, [param for _, param, _ in members], infos, shard, reduce_dtype))
+            tensors = [param for _, param, _ in members]
+            self.buckets.append(FlatBucket(layout, tensors, infos, shard, reduce_dtype, self.whole_grads))
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._seat[param] = (number, position)
@@ -183,7 +201,15 @@ class GradBuckets:
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.reduction = None
-            if self.zero:  # hybrid: the shard is summed over its other holders
+        self._sum_parts()
+        self.launched = 0
+        if self._uses is None:
+            self._uses = [[self._uses_of(count) for count in received] for received in self._received]
+
+    def _sum_parts(self) -> None:
+        """The sums that come after the first one, on the shards alone."""
+        if self.zero and self.mesh.group("replica") is not None:
+            for bucket in self.buckets:
                 bucket.reduction = start_all_reduce(bucket.grad_shard, self.mesh.group("replica"), "dp", self.counter)
         for bucket in self.buckets:
             if bucket.reduction is not None:
@@ -191,9 +217,6 @@ class GradBuckets:
                 bucket.reduction = None
             for name in bucket.kind.sums:
                 all_reduce(bucket.grad_shard, self.mesh.group(name), BOOKED.get(name, name), self.counter)
-        self.launched = 0
-        if self._uses is None:
-            self._uses = [[self._uses_of(count) for count in received] for received in self._received]
 
     def _uses_of(self, count: int) -> float:
         """Gradients a pass, from those of the first step; inf for a parameter that only some passes used."""
@@ -227,8 +250,8 @@ class GradBuckets:
         result = {}
         for bucket in self.buckets:
             whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(), "dp", CommCounter()).wait()
-            for info, slot, view in zip(bucket.infos, bucket.layout.slots, bucket.grad_views, strict=True):
-                result[info.name] = whole[slot.start : slot.stop].view(view.shape).clone()
+            for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
+                result[info.name] = whole[slot.start : slot.stop].view(shape).clone()
         return result
 
     def _shard_group(self) -> torch.distributed.ProcessGroup | None:
