@@ -12,14 +12,16 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.errors import OrchError
+
 from . import grammar
-from .explain import Origin, from_msgspec
+from .explain import Origin, annotation_at, from_msgspec, open_at
 from .groups import PRIMARY, Library, folders
 from .overrides import Override, quote, read
-from .refusals import WordNeeded, refuse
+from .refusals import WordNeeded, reason, refuse
 from .schema import Config
 from .screen import check_interpolations, check_leaves
-from .structured import register
+from .structured import optional, register, struct_of, twin
 from .validate import validate
 
 
@@ -44,17 +46,40 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
     for override in given:
         if override.group and override.key == "parallel" and not library.path("parallel", override.text):
             _register_word(override.text)
-    words = [override.hydra for override in given]
+    words = [f"{override.key}={override.text}" for override in given if override.group]
     primary = PRIMARY
     if len(library.folders) > 1:
         if not (library.folders[0] / f"{PRIMARY}.yaml").is_file():
             primary = _lend_primary(library)
         words.append(f"hydra.searchpath=[{','.join(quote(f'file://{f}') for f in library.folders[1:])}]")
     try:
-        return _call_hydra(library, primary, words)
+        tree, choices = _call_hydra(library, primary, words)
     except WordNeeded as need:  # a file of the user's chose a parallel word; known only now
         _register_word(need.word)
-        return _call_hydra(library, primary, words)
+        tree, choices = _call_hydra(library, primary, words)
+    for override in given:
+        if not override.group:
+            _put(tree, override)
+    return tree, choices
+
+
+def _put(tree: Any, override: Override) -> None:
+    """Set one key of the composed tree, as Hydra would: mappings are merged, everything else is replaced."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    parts = override.key.split(".")
+    for depth in range(1, len(parts)):  # OmegaConf would make a hole here, or fail obscurely
+        above = ".".join(parts[:depth])
+        if optional(annotation_at(parts[:depth])) and OmegaConf.select(tree, above) is None:
+            raise OrchError(f"{override.show()}: {above} is null in this model; set it whole: {above}={{...}}")
+    try:
+        whole = struct_of(annotation_at(parts))
+        if whole and isinstance(override.value, dict) and OmegaConf.select(tree, override.key) is None:
+            OmegaConf.update(tree, override.key, OmegaConf.structured(twin(whole)), merge=False)
+        OmegaConf.update(tree, override.key, override.value, force_add=open_at(parts))
+    except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        raise OrchError(f"{override.show()}: {reason(error)}") from None
 
 
 def _register_word(word: str) -> None:

@@ -15,7 +15,7 @@ from orchestrator.suggest import did_you_mean
 from .groups import Library
 from .overrides import Override, show
 from .schema import Config
-from .structured import bare, fields, struct_of
+from .structured import bare, fields, is_open, struct_of
 
 
 class Origin:
@@ -28,10 +28,10 @@ class Origin:
         """(what to begin the line with, exit code) for a dotted key."""
         for override in reversed(self.given):
             if not override.group and f"{key}.".startswith(f"{override.key}."):
-                return show(f"{override.key}={override.text}"), Exit.USAGE
+                return override.show(), Exit.USAGE
         below = [o for o in self.given if o.key.startswith(f"{key}.")]  # a rule between fields, broken by a word
         if below:
-            return show(f"{below[-1].key}={below[-1].text}"), Exit.USAGE
+            return below[-1].show(), Exit.USAGE
         path = self._file(key)
         return (self.library.show(path), Exit.CONFIG) if path else ("configuration", Exit.CONFIG)
 
@@ -47,9 +47,13 @@ class Origin:
 
     def unset(self, key: str) -> OrchError:
         """A key without a value: asked of the command line where a file says `???`, else a hole in a file."""
+        key = re.sub(r"\[(\d+)\]", r".\1", key)
         path, leaf = self._file(key), key.split(".")[-1]
         where = self.library.show(path) if path else "configuration"
-        if any(o.key == key for o in self.given) or (path and _names(path, leaf)):
+        word = next((o for o in reversed(self.given) if f"{key}.".startswith(f"{o.key}.") and not o.group), None)
+        if word:
+            return OrchError(f"{word.show()}: {'it' if word.key == key else key} must be given a value", Exit.USAGE)
+        if path and _names(path, leaf):
             return OrchError(f"{where}: {key} must be given: {key}=...", Exit.USAGE)
         return OrchError(f"{where}: {key}: is not set, and has no default", Exit.CONFIG)
 
@@ -75,6 +79,12 @@ def annotation_at(parts: list[str]) -> Any:
         else:
             return None
     return annotation
+
+
+def open_at(parts: list[str]) -> bool:
+    """Whether a path leads to or below a part whose keys are the user's own."""
+    above = [annotation_at(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return any(kind is None or kind is Any or is_open(kind) for kind in above)
 
 
 def _container(annotation: Any) -> Any:

@@ -3,7 +3,7 @@
 Hydra's override grammar has traps for the people who type it: add against override (`+x=` or `x=`), unquoted text that
 is a syntax error or changes its type, commas that mean a sweep. Each word is parsed here against the schema, so that
 unknown keys get a did-you-mean, `+x=` equals `x=`, and text reaches the configuration byte-exact. What leaves this
-module is a list of overrides that Hydra takes as they are.
+module are choices of files, which Hydra takes, and values, which are put into what Hydra has composed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _WORD = re.compile(r"(~|\+{0,2})([^=]*?)(?:=(.*))?", re.DOTALL)
 class Override(NamedTuple):
     key: str  # "train.steps", or a group: "cluster", "cluster/node"
     text: str  # as typed, after the first "="
-    group: bool
-    hydra: str  # what Hydra is given
+    group: bool  # a choice of a file, which is Hydra's; else a value, which is put into what Hydra composed
+    value: Any = None
+
+    def show(self) -> str:
+        return show(f"{self.key}={self.text}")
 
 
 def read(words: list[str], library: Library) -> list[Override]:
@@ -41,7 +44,7 @@ def read(words: list[str], library: Library) -> list[Override]:
     for pair in EXCLUSIVE:
         for given, other in (pair, pair[::-1]):
             if given in keys and other not in keys:
-                found.append(Override(other, "null", False, f"{other}=null"))
+                found.append(Override(other, "null", False, None))
     return found
 
 
@@ -78,12 +81,12 @@ def _choice(group: str, text: str, library: Library) -> Override:
     name = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
     files = library.files(group)
     if name in files:
-        return Override(group, name, True, f"{group}={quote(name)}")
+        return Override(group, name, True)
     if "," in name or name.startswith("["):
         raise OrchError(f"{group}={show(name)}: one at a time; a sweep is one command each")
     if group == "parallel" and grammar.looks_like_word(name):
         grammar.parse(name)  # refuses what is not a word
-        return Override(group, name, True, f"{group}={name}")
+        return Override(group, name, True)
     what = f"there is no {group} {show(name)}" if name else f"{group}= needs the name of a file"
     tail = f"; or a word: {grammar.RULE}" if group == "parallel" else ""
     raise OrchError(f"{what}; {did_you_mean(name, files)}{tail}")
@@ -93,21 +96,23 @@ def _choice(group: str, text: str, library: Library) -> Override:
 
 
 def _value(key: str, text: str, shown: str) -> Override:
-    annotation, opened = find(key, shown)
-    raw, plus = text.strip(), "++" if opened else ""
-    if struct_of(annotation) is not None and not (raw.startswith("{") or (raw == "null" and optional(annotation))):
+    annotation, raw = find(key, shown), text.strip()
+    if raw == "null" and annotation is not Any:
+        if not optional(annotation):
+            raise OrchError(f"{shown}: {key} cannot be null")
+        return Override(key, text, False, None)
+    if struct_of(annotation) is not None and not raw.startswith("{"):
         example = next(iter(fields(struct_of(annotation))))
         raise OrchError(f"{shown}: {key} holds keys of its own; set one, like {key}.{example}=...")
-    if is_text(annotation) and not (raw == "null" and optional(annotation)):
+    if is_text(annotation):
         if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\"":
             raise OrchError(f"{shown}: text is taken as it is, without quotes around it")
-        return Override(key, text, False, f"{plus}{key}={quote(text)}")
-    _check_value(key, raw, shown, annotation)
-    return Override(key, text, False, f"{plus}{key}={text}")
+        return Override(key, text, False, text)
+    return Override(key, text, False, _parse(key, raw, shown, annotation))
 
 
-def find(key: str, shown: str) -> tuple[Any, bool]:
-    """(type of the value at a dotted key, whether the key itself is of the user's choosing). Raises OrchError."""
+def find(key: str, shown: str) -> Any:
+    """The type of the value at a dotted key; `Any` below a part whose keys are the user's. Raises OrchError."""
     struct: Any = Config
     annotation: Any = None
     parts = key.split(".")
@@ -125,16 +130,17 @@ def find(key: str, shown: str) -> tuple[Any, bool]:
             annotation = legal[part]
         elif is_open(annotation):
             annotation = get_args(bare(annotation))[1]
-            return (annotation if index == len(parts) - 1 else Any), True
+            if index < len(parts) - 1:
+                return Any
         elif annotation is Any:
-            return Any, True
+            return Any
         elif part.isdigit() and _list_item(annotation) is not None:
             annotation = _list_item(annotation)
         else:
             where = ".".join(parts[:index])
             raise OrchError(f"{shown}: {where} is a single value, it has no key {part!r}")
         struct = struct_of(annotation)
-    return annotation, False
+    return annotation
 
 
 def _list_item(annotation: Any) -> Any:
@@ -142,25 +148,35 @@ def _list_item(annotation: Any) -> Any:
     return get_args(kind)[0] if getattr(kind, "__origin__", None) is list else None
 
 
-def _check_value(key: str, raw: str, shown: str, annotation: Any) -> None:
-    """Refuse sweeps and what Hydra's grammar cannot read, with advice on quoting."""
+def _parse(key: str, raw: str, shown: str, annotation: Any) -> Any:
+    """A number, truth value, list or mapping in Hydra's override grammar. Sweeps are refused."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    is_list = _list_item(annotation) is not None
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={raw}")
     except HydraException:
-        if _list_item(annotation) is not None:
-            advice = f"write a list like \"{key}=['first','second']\", each text in quotes"
-        else:
-            advice = f"quote text like \"{key}='some text'\""
-        raise OrchError(f"{shown} cannot be read; {advice}") from None
-    if _list_item(annotation) is not None and not raw.startswith(("[", "$")) and raw != "null":
+        example = f"{key}=['first','second']" if is_list else f"{key}='some text'"
+        raise OrchError(f'{shown} cannot be read; put text in quotes, like "{example}"') from None
+    if is_list and not raw.startswith(("[", "$")):
         raise OrchError(f"{shown}: {key} is a list, write {key}=[{raw}]")
-    if raw == "null" and not optional(annotation) and annotation is not Any:
-        raise OrchError(f"{shown}: {key} cannot be null")
     if parsed.is_sweep_override():
         raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is one command each")
+    return _plain(parsed.value())
+
+
+def _plain(value: Any) -> Any:
+    """Hydra's quoted strings as text, inside lists and mappings too."""
+    from hydra.core.override_parser.types import QuotedString
+
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    return value
 
 
 def quote(text: str) -> str:

@@ -15,7 +15,13 @@ from . import grammar
 from .groups import PRIMARY, Library
 from .overrides import show
 
-UNREAD = "an interpolation that cannot be read; ${a.key} is what there is"
+#: What OmegaConf says -> what it means to whoever wrote the file.
+PLAIN = {
+    r"^Invalid type assigned: dict": "there is no such item in the list",
+    r"is not a ListConfig": "must be a list",
+    r"is not a subclass of \w+": "must hold keys and values",
+    r"is not Optional$|^Incompatible value 'None'": "cannot be null",
+}
 
 
 class WordNeeded(Exception):
@@ -87,62 +93,50 @@ def _yaml_line(error: Any, library: Library) -> str:
     return f"{where}: not YAML: {getattr(error, 'problem', None) or error}"
 
 
-def _composition(error: BaseException, library: Library, words: list[str]) -> OrchError:
-    """What Hydra or OmegaConf refused, as one line: the file or word, the key, the reason."""
-    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+def _composition(error: Exception, library: Library, words: list[str]) -> OrchError:
+    """What Hydra or OmegaConf refused in a file: the file, the key, the reason."""
+    from omegaconf.errors import GrammarParseError
 
+    unused = re.search(r"Could not override '([^']+)'", str(error))
+    if unused and any(word.startswith(f"{unused[1]}=") for word in words):
+        parent = unused[1].rpartition("/")[0]
+        return OrchError(f"{unused[1]}=...: the chosen {parent or 'configuration'} has no such choice", Exit.USAGE)
+    inner = _innermost(error)
+    key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(inner, "full_key", None) or ""))
     by = re.match(r"In '([^']+)'", str(error))
+    where = _file(by[1], library) if by else "configuration"
+    if isinstance(inner, GrammarParseError) and (seen := re.search(r"'(\$\{[^']*)'", str(inner))):
+        where = _file_with(library, lambda raw: seen[1].encode() in raw)
+    if "_target_" in key or "_target_" in str(inner):
+        return OrchError(f"{where}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
+    return OrchError(f"{where}: {f'{key}: ' if key else ''}{reason(error)}", Exit.CONFIG)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The OmegaConf error that a Hydra error stands on, else the error itself."""
+    from omegaconf.errors import OmegaConfBaseException
+
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
         inner = inner.__cause__ or inner.__context__
-    key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(inner, "full_key", None) or ""))
-    reason = " ".join(str(getattr(inner, "msg", None) or inner or error).split("\n")[0].split())
-    if "_target_" in key or "_target_" in reason:
-        where = _file(by[1], library) if by else "configuration"
-        return OrchError(f"{where}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
-    if by is None and key:
-        told = next((w for w in words if re.match(rf"\+*{re.escape(key)}[.=]", w)), None)
-        if told:
-            unread = isinstance(inner, GrammarParseError)
-            return OrchError(f"{show(told.lstrip('+'))}: {UNREAD if unread else _said(reason)}", Exit.USAGE)
+    return inner or error
+
+
+def reason(error: BaseException) -> str:
+    """Why OmegaConf refused a value, without its class names; unknown keys with a did-you-mean."""
+    from omegaconf.errors import GrammarParseError
+
+    inner = _innermost(error)
+    text = " ".join(str(getattr(inner, "msg", None) or inner).split("\n")[0].split())
     if isinstance(inner, GrammarParseError):
-        seen = re.search(r"'(\$\{[^']*)'", reason)
-        where = _file_with(library, lambda raw: seen is not None and seen[1].encode() in raw)
-        return OrchError(f"{where}: {key}: {UNREAD}", Exit.CONFIG)
-    if (isinstance(error, AssertionError) or "NoneType" in reason) and (nothing := _into_nothing(words)):
-        return nothing
-    unknown = re.match(r"Key '([^']*)' (?:is )?not in", reason)
-    if unknown and isinstance(inner, OmegaConfBaseException):
-        legal = [name for name in getattr(inner.object_type, "__annotations__", ()) if name != "choices"]
-        reason = f"unknown key; {did_you_mean(unknown[1], legal)}" if legal else "unknown key"
-    where = _file(by[1], library) if by else "configuration"
-    return OrchError(f"{where}: {f'{key}: ' if key else ''}{_said(reason)}", Exit.CONFIG)
-
-
-def _said(reason: str) -> str:
-    """OmegaConf's reasons without its class names."""
-    match = re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", reason)
-    if match:
+        return "an interpolation that cannot be read; ${a.key} is what there is"
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
         return f"must be {kinds.get(match[2], match[2])}, not {show(match[1])}"
-    if reason.startswith("Invalid type assigned: dict"):
-        return "there is no such item in the list"
-    if "is not a ListConfig" in reason:
-        return "must be a list"
-    if re.search(r"is not a subclass of \w+Spec", reason):
-        return "must hold keys and values"
-    if reason.endswith("is not Optional") or reason.startswith("Incompatible value 'None'"):
-        return "cannot be null"
-    return reason
-
-
-def _into_nothing(words: list[str]) -> OrchError | None:
-    """A key set inside a part that is null, like model.moe.experts of a dense model."""
-    for word in words:
-        key = word.lstrip("+").split("=")[0]
-        if key.startswith(("model.moe.", "model.mla.")):
-            parent = key.rpartition(".")[0]
-            return OrchError(
-                f"{show(word)}: {parent} is null in this model; set it whole: {parent}={{...}}", Exit.USAGE
-            )
-    return None
+    if match := re.match(r"Key '([^']*)' (?:is )?not in", text):
+        legal = [name for name in getattr(inner.object_type, "__annotations__", ()) if name != "choices"]
+        return f"unknown key; {did_you_mean(match[1], legal)}" if legal else "unknown key"
+    for pattern, plain in PLAIN.items():
+        if re.search(pattern, text):
+            return plain
+    return text

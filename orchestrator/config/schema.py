@@ -141,15 +141,20 @@ class ModelSpec(Frozen):
 
 
 class ParallelSpec(Frozen):
-    """All degrees. world = tp * cp * ep * pp * dp."""
+    """All degrees. world = tp * cp * ep * pp * dp.
 
-    tp: Degree = 1
-    cp: Degree = 1
-    ep: Degree = 1
-    pp: Degree = 1
+    `auto` (parallel=auto) searches what is left out of tp, cp, ep, pp, dp, zero, vpp, schedule, micro_batch_size and
+    train.recompute; what is given is kept. Without it, what is left out is as said beside each.
+    """
+
+    auto: bool = False
+    tp: Degree | None = None  # None: 1, as the next three
+    cp: Degree | None = None
+    ep: Degree | None = None
+    pp: Degree | None = None
     dp: Degree | None = None  # None: what the cluster leaves
-    zero: Annotated[int, Meta(ge=0, le=3)] = 0
-    vpp: Degree = 1  # virtual stages a pipeline rank
+    zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # None: 0
+    vpp: Degree | None = None  # virtual stages a pipeline rank; None: 1
     sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
     schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
     schedule_file: Path | None = None  # a table of your own, CSV or JSON: one row of actions a pipeline rank
@@ -206,7 +211,9 @@ class TrainSpec(Frozen):
     seed: Natural = 1234
     precision: Precision = "bf16"
     grad_dtype: Literal["fp32", "bf16"] = "fp32"  # of accumulation and reduction
-    recompute: Recompute | Literal["budget"] = "none"  # budget: chosen by layer, as little as fits
+    recompute: Recompute | Literal["budget"] | None = (
+        None  # budget: by layer, as little as fits; None: none, or searched
+    )
     recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
     batch_ramp: BatchRampSpec | None = None
     clip_grad_norm: NonNegative = 1.0  # 0: off

@@ -9,7 +9,7 @@ import msgspec
 
 from orchestrator.plan.document import AXES
 
-from .schema import Config
+from .schema import Config, ParallelSpec, TrainSpec
 
 if TYPE_CHECKING:
     from .explain import Origin
@@ -42,10 +42,25 @@ def validate(config: Config, origin: Origin) -> Config:
                 raise origin.error(f"model.{part}.{name}", f"must be positive, not {value}")
     if config.model.moe and config.model.moe.top_k > config.model.moe.experts:
         raise origin.error("model.moe.top_k", f"is larger than the {config.model.moe.experts} experts")
+    config = msgspec.structs.replace(config, parallel=said(config.parallel), train=_said(config))
     if config.run.name is not None:
         return config
     run = msgspec.structs.replace(config.run, name=default_name(config))
     return msgspec.structs.replace(config, run=run)
+
+
+def said(parallel: ParallelSpec) -> ParallelSpec:
+    """The degrees that nobody gave, unless they are to be searched: 1, and no ZeRO."""
+    if parallel.auto:
+        return parallel
+    ones = {name: 1 for name in ("tp", "cp", "ep", "pp", "vpp") if getattr(parallel, name) is None}
+    return msgspec.structs.replace(parallel, **ones, zero=parallel.zero or 0)
+
+
+def _said(config: Config) -> TrainSpec:
+    if config.train.recompute is not None or config.parallel.auto:
+        return config.train
+    return msgspec.structs.replace(config.train, recompute="none")
 
 
 def default_name(config: Config) -> str:

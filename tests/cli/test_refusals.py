@@ -41,6 +41,7 @@ WRONG_LINES = [
     ("plan cluster/nod=dgx_h100", U, "unknown group 'cluster/nod'; did you mean 'cluster/node'?"),
     ("plan cluster=../../etc/passwd", U, "there is no cluster '../../etc/passwd'"),
     ("plan model@other=gpt2", U, "write model=<file>"),
+    ("plan cluster/node=dgx_h100", U, "cluster/node=...: the chosen cluster has no such choice"),
     ("plan ~model", U, "keys cannot be deleted"),
     ("plan hydra.run.dir=/tmp", U, "Hydra's own settings are not used"),
     ("plan data=text", U, "data.paths must be given: data.paths=..."),
@@ -59,6 +60,10 @@ WRONG_LINES = [
     ("plan train.steps.more=5", U, "train.steps is a single value"),
     ("plan cluster.levels.7.gbit_per_s=1", U, "there is no such item in the list"),
     ("plan model.moe.experts=8", U, "model.moe is null in this model; set it whole"),
+    ("plan model.moe=8", U, "model.moe holds keys of its own; set one, like model.moe.experts=..."),
+    ("plan model.moe={experts:8}", U, "model.moe.top_k must be given a value"),
+    ("plan model.moe={expert:8}", U, "unknown key; did you mean 'experts'?"),
+    ("plan cluster.levels=[{name:a}]", U, "cluster.levels.0.nodes_per_switch must be given a value"),
     ("plan choices.model=x", U, "unknown group or key 'choices'"),
     ("plan =3", U, "'=3' is not key=value"),
     # values

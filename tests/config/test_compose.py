@@ -106,6 +106,15 @@ def test_open_parts_take_new_keys():
     assert config.backend.env == {"NCCL_DEBUG": "INFO"}
 
 
+def test_whole_parts_can_be_given_and_taken_away():
+    moe = load(["model.moe={experts: 8, top_k: 2, ffn_hidden: 64}", "model.moe.top_k=1"]).model.moe
+    assert (moe.experts, moe.top_k, moe.ffn_hidden, moe.shared_ffn_hidden) == (8, 1, 64, 0)
+    assert load(["model=mixtral_8x7b", "model.moe=null"]).model.moe is None
+    assert load(["backend.options={a: 1, b: [x, 'y z']}"]).backend.options == {"a": 1, "b": ["x", "y z"]}
+    level = "{name: one, nodes_per_switch: [1, 1], gbit_per_s: 3, latency_us: 1, source: here}"
+    assert load([f"cluster.levels=[{level}]"]).cluster.levels[0].nodes_per_switch == [1, 1]
+
+
 # ------------------------------------------------------------------------------------------- the user's own folder
 
 
