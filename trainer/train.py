@@ -182,6 +182,7 @@ class Run:
     def _report(self, start: float, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]) -> None:
         plan, seconds = self.plan, time.perf_counter() - start
         train, tokens = plan.job.train, plan.parallel.global_batch_tokens
+        shape = plan.model, train.seq_len
         peak = plan.cluster.gpu.peak_flops.get(train.precision)
         per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
         comm_bytes, comm_s = self.engine.counter.take()
@@ -197,6 +198,6 @@ class Run:
             comm_bytes=comm_bytes,
             comm_s=comm_s,
             memory_bytes=memory_bytes,
-            mfu=per_flop and per_flop * model_flops_per_token(plan.model, train.seq_len),
-            hfu=per_flop and per_flop * hardware_flops_per_token(plan.model, train.seq_len, train.recompute),
+            mfu=per_flop and per_flop * model_flops_per_token(*shape),
+            hfu=per_flop and per_flop * hardware_flops_per_token(*shape, train.recompute, train.recompute_layers),
         )

@@ -7,15 +7,17 @@ Conventions (planning.md C1; PaLM, arXiv 2204.02311, appendix B; Korthikanti et 
   tied or not; a mixture of experts: the chosen experts, the shared ones and the router).
 * The attention core (scores and their product with the values) costs `4 * span * heads * head_dim` forward, thrice
   that in all. `span` is how many keys a query meets on average: `seq_len / 2` under a causal mask, else `seq_len`.
-* *Model* FLOPs count what the mathematics needs, whatever is run. *Hardware* FLOPs add what recompute repeats:
-  "full" every block's forward, "selective" the attention core's. A fused attention kernel's own repetition of the
-  scores in its backward is in neither.
+* *Model* FLOPs count what the mathematics needs, whatever is run. *Hardware* FLOPs add what recompute repeats: "full" a
+  block's whole forward; "selective" nothing, since it keeps the results of all matrix products and of the attention
+  kernel and repeats only what lies between (in Korthikanti et al. the core was not fused yet and was repeated). A fused
+  attention kernel's own repetition of the scores in its backward is in neither.
 
 MFU = tokens/s * model FLOPs per token / (GPUs * peak FLOP/s); HFU the same with hardware FLOPs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,10 +71,22 @@ def model_flops_per_token(model: Model, seq_len: int) -> float:
     return 6 * weights + 3 * attention_core_flops(model, seq_len)
 
 
-def hardware_flops_per_token(model: Model, seq_len: int, recompute: str) -> float:
-    """FLOPs run for one trained token when `recompute` ("none", "full" or "selective") repeats part of the forward."""
-    core = attention_core_flops(model, seq_len)
-    repeated = {"none": 0.0, "selective": core, "full": 2 * block_weights(model) + core}
-    if recompute not in repeated:
-        raise ValueError(f"recompute {recompute!r} is not one of {', '.join(repeated)}")
-    return model_flops_per_token(model, seq_len) + repeated[recompute]
+def hardware_flops_per_token(model: Model, seq_len: int, recompute: str, recompute_layers: Sequence[str] = ()) -> float:
+    """FLOPs run for one trained token when part of the forward is run again.
+
+    `recompute` is the plan's: "none", "selective", "full", or "budget" with one of these for each layer in
+    `recompute_layers`. Raises ValueError for any other word.
+    """
+    layers = recompute_layers if recompute == "budget" else [recompute] * model.layers
+    unknown = set(layers) - {"none", "selective", "full"}
+    if unknown or len(layers) != model.layers:
+        raise ValueError(
+            f"recompute {recompute!r} with {len(layers)} layers {sorted(unknown)} for {model.layers} layers"
+        )
+    core = attention_core_flops(model, seq_len) / model.layers
+    again = sum(
+        2 * (attention_weights(model) + mlp_weights(model, layer)) + core
+        for layer, mode in enumerate(layers)
+        if mode == "full"
+    )
+    return model_flops_per_token(model, seq_len) + again

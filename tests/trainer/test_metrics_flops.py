@@ -26,15 +26,19 @@ def test_model_flops_are_korthikanti_equation_for_gpt(seq):
 
 
 @pytest.mark.parametrize("seq", [2048, 8192])
-def test_hardware_flops_are_korthikanti_equations(seq):
-    """Selective: 72 L h^2 (1 + s/3h + ...) says the core costs 4/3 of 6... ; full: 96 L h^2 (1 + s/6h + V/16Lh)."""
+def test_full_recompute_is_korthikanti_equation(seq):
+    """96 L h^2 (1 + s/6h + V/16Lh): the blocks' forward once more, the head's not."""
     layers, hidden, vocab = GPT3.layers, GPT3.hidden, GPT3.vocab
     full = 96 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     assert hardware_flops_per_token(GPT3, seq, "full") == pytest.approx(full, rel=1e-12)
-    core = 4 * layers * seq * hidden
-    selective = hardware_flops_per_token(GPT3, seq, "selective") - model_flops_per_token(GPT3, seq)
-    assert selective == pytest.approx(core, rel=1e-12)
-    assert hardware_flops_per_token(GPT3, seq, "none") == model_flops_per_token(GPT3, seq)
+    for free in ("none", "selective"):
+        assert hardware_flops_per_token(GPT3, seq, free) == model_flops_per_token(GPT3, seq)
+
+
+def test_a_recompute_budget_counts_the_layers_that_run_again():
+    full, none = (hardware_flops_per_token(GPT3, 2048, mode) for mode in ("full", "none"))
+    mixed = ["full"] * 24 + ["selective"] * 48 + ["none"] * 24
+    assert hardware_flops_per_token(GPT3, 2048, "budget", mixed) == pytest.approx(none + (full - none) / 4)
 
 
 def test_causal_halves_the_attention_core_only():
@@ -59,6 +63,7 @@ def test_deepseek_v3_counts_active_weights():
     assert model_flops_per_token(model, 1) == pytest.approx(6 * 37e9, rel=0.02)
 
 
-def test_unknown_recompute_is_refused():
-    with pytest.raises(ValueError, match="ful"):
-        hardware_flops_per_token(GPT3, 8, "ful")
+@pytest.mark.parametrize(("mode", "layers"), [("ful", []), ("budget", ["full"]), ("budget", ["ful"] * 96)])
+def test_unknown_recompute_is_refused(mode, layers):
+    with pytest.raises(ValueError, match="recompute"):
+        hardware_flops_per_token(GPT3, 8, mode, layers)
