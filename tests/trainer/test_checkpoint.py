@@ -129,27 +129,52 @@ def test_own_writer_makes_what_the_library_reads(tmp_path_factory, sizes, dtype)
     assert all(torch.equal(read[key], tensors[key]) and read[key].dtype == dtype for key in tensors)
 
 
+def vocabulary(rank: int) -> ParamInfo:
+    """Rows of rank 0 or 1 of tp=2 over 257 rows, 129 each: the last of rank 1 is padding."""
+    start, stop = (0, 129) if rank == 0 else (129, 257)
+    return ParamInfo("embed.weight", (257, 4), 0, start, stop, 129, False, (rank,), True, True)
+
+
 def test_padding_rows_are_not_stored_and_stay_as_they_are(tmp_path):
-    """Rank 1 of tp=2 over 257 rows: 128 rows are real, one is padding."""
-    info = ParamInfo("embed.weight", (257, 4), 0, 129, 257, 129, False, (1,), True, True)
-    piece = Piece("master", info, 0, torch.arange(129 * 4, dtype=torch.float32))
+    pieces = [Piece("master", vocabulary(rank), 0, torch.arange(129 * 4.0) + rank) for rank in (0, 1)]
     manager = checkpoints(tmp_path)
     manager.resume(lambda: [])
-    manager.save([piece], step=1, samples=0)
-    stored = load_file(tmp_path / step_name(1) / rank_file(0))["master/embed.weight@0"]
-    assert stored.numel() == 128 * 4
-    live = Piece("master", info, 0, torch.zeros(129 * 4))
+    manager.save(pieces, step=1, samples=0)
+    stored = load_file(tmp_path / step_name(1) / rank_file(0))
+    assert stored["master/embed.weight[0:129:257]@0"].numel() == 128 * 4
+    live = Piece("master", vocabulary(1), 0, torch.zeros(129 * 4))
     checkpoints(tmp_path, 1).resume(lambda: [live])
-    assert torch.equal(live.data[: 128 * 4], piece.data[: 128 * 4]) and not live.data[128 * 4 :].any()
+    assert torch.equal(live.data[: 128 * 4], pieces[1].data[: 128 * 4]) and not live.data[128 * 4 :].any()
 
 
 def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
-    info = ParamInfo("embed.weight", (5, 4), 0, 6, 5, 2, False, (3,), True, True)
-    piece = Piece("master", info, 0, torch.zeros(8))
+    """tp=4 over 5 rows, 2 each: ranks 0 and 1 have two, rank 2 one, rank 3 none."""
+    rows = [(0, 2), (2, 4), (4, 5), (6, 5)]
+    infos = [
+        ParamInfo("embed.weight", (5, 4), 0, start, stop, 2, False, (rank,), True, True)
+        for rank, (start, stop) in enumerate(rows)
+    ]
+    pieces = [Piece("master", info, 0, torch.ones(8)) for info in infos]
     manager = checkpoints(tmp_path)
     manager.resume(lambda: [])
-    manager.save([piece], step=1, samples=0)
-    assert checkpoints(tmp_path, 1).resume(lambda: [piece]).step == 1
+    manager.save(pieces, step=1, samples=0)
+    assert len(load_file(tmp_path / step_name(1) / rank_file(0))) == 3 + 1, "three slices and the random state"
+    live = [Piece("master", info, 0, torch.zeros(8)) for info in infos]
+    assert checkpoints(tmp_path, 1).resume(lambda: live).step == 1
+    assert [int(piece.data.sum()) for piece in live] == [8, 8, 4, 0]
+
+
+@pytest.mark.parametrize(("wrong", "found"), [("dropped", 1000), ("twice", 3112)])
+def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, found):
+    """A shard that nobody writes, or a replica that two ranks write: Megatron-LM saved such files (its PR 5077)."""
+    embed = state(1)[0]
+    halves = [Piece("master", embed.info, 0, embed.data[:1056]), Piece("master", embed.info, 1056, embed.data[1056:])]
+    pieces = [halves[1]] if wrong == "dropped" else [*halves, Piece("master", embed.info, 1, embed.data[1:1057])]
+    manager = checkpoints(tmp_path)
+    manager.resume(lambda: [])
+    with pytest.raises(SaveError, match=f"master of embed.weight has 2056 elements, the ranks have written {found}"):
+        manager.save(pieces, step=1, samples=0)
+    assert committed(tmp_path) == [] and not list(tmp_path.glob(".tmp-*"))
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))

@@ -135,6 +135,22 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return ((record, part) for record in self.files for part in record.slices)
 
 
+def coverage_problem(manifest: Manifest) -> str | None:
+    """None, or the first parameter that the files do not hold exactly once in every kind of state that they hold.
+
+    Counts elements, which finds what goes wrong in practice: a shard that nobody writes, a replica written twice.
+    """
+    counts: dict[tuple[str, Kind], int] = {}
+    for _, part in manifest.slices():
+        counts[part.name, part.kind] = counts.get((part.name, part.kind), 0) + part.count
+    for name, shape in manifest.parameters.items():
+        for kind in sorted({kind for _, kind in counts}):
+            found, wanted = counts.get((name, kind), 0), prod(shape)
+            if found != wanted:
+                return f"{kind} of {name} has {wanted} elements, the ranks have written {found}"
+    return None
+
+
 def encode(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
 

@@ -24,7 +24,20 @@ from trainer.errors import CheckpointError, Fenced, SaveError, TrainerError
 from . import fence
 from .fence import Fence
 from .files import DTYPES, locked, sync_folder, write_atomic, write_tensors
-from .format import MANIFEST, STEP, FileRecord, Layout, Manifest, Piece, Slice, block, encode, rank_file, step_name
+from .format import (
+    MANIFEST,
+    STEP,
+    FileRecord,
+    Layout,
+    Manifest,
+    Piece,
+    Slice,
+    block,
+    coverage_problem,
+    encode,
+    rank_file,
+    step_name,
+)
 
 RNG_KEY = "rng/cpu"
 
@@ -92,6 +105,9 @@ def save(
             parameters={name: shape for answer in answers for name, shape in answer.shapes.items()},
             files=[answer.record for answer in answers if answer.record is not None],
         )
+        problem = coverage_problem(manifest)
+        if problem:
+            raise SaveError(f"checkpoint of step {step} would be useless: {problem}")
         _commit(folder, place, token, manifest)
         prune(folder, keep_last, protected)
         return sum(record.bytes for record in manifest.files)
@@ -118,11 +134,12 @@ def _write(place: Path, rank: int, pieces: Iterable[Piece]) -> _Answer:
         stored = piece.unpadded()
         if stored is None or not stored.data.numel():
             continue
-        key = f"{stored.kind}/{stored.info.name}@{stored.offset}"
+        dim, start, stop = block(stored.info)
+        part = "" if dim is None else f"[{dim}:{start}:{stop}]"
+        key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
         tensors[key] = stored.data
         dtypes[stored.kind] = DTYPES[stored.data.dtype]
         shapes[stored.info.name] = list(stored.info.global_shape)
-        dim, start, stop = block(stored.info)
         slices.append(Slice(key, stored.info.name, stored.kind, dim, start, stop, stored.offset, stored.data.numel()))
     try:
         size, digest = write_tensors(place / rank_file(rank), tensors)
