@@ -1,0 +1,101 @@
+"""Every layout's state comes back from its files to the bit, into an engine that started from other weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from orchestrator.plan import Plan, seal
+from tests.plans import make_plan, tiny_model
+from tests.reference import single
+from tests.trainer.test_checkpoint import Recorder
+from trainer.checkpoint.fence import Fence
+from trainer.checkpoint.format import MANIFEST, decode, step_name
+from trainer.checkpoint.manager import Checkpoints
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.optim.precision import recipe
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import run_ranks
+
+TIED = tiny_model(tied_embeddings=True)
+SMALL_BUCKETS = {"bucket_bytes": 1 << 10}
+
+CASES: dict[str, dict] = {
+    "one process": {},
+    "bf16": {"precision": "bf16"},
+    "dp2 zero0": {"dp": 2},
+    "dp4 zero1 many buckets": {"dp": 4, "zero": 1, **SMALL_BUCKETS},
+    "dp2 zero1 bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
+    "dp2 zero2": {"dp": 2, "zero": 2, **SMALL_BUCKETS},
+    "dp4 zero1 hybrid": {"dp": 4, "zero": 1, "zero_group": 2},
+    "tp2": {"tp": 2},
+    "tp4 fewer kv heads": {"tp": 4, "model": tiny_model(kv_heads=1)},
+    "pp2 tied": {"pp": 2, "model": TIED},
+    "pp2 interleaved tied": {"pp": 2, "vpp": 2, "schedule": "interleaved", "model": TIED},
+    "pp2 zbv tied": {"pp": 2, "vpp": 2, "schedule": "zbv", "model": TIED},
+    "pp2 dualpipe tied": {"pp": 2, "schedule": "dualpipe", "model": TIED},
+    "cp2 zero1": {"cp": 2, "zero": 1},
+    "tp2 pp2 dp2 zero1 uneven tied bf16": {
+        **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16", "stage_layers": [3, 1], "model": TIED},
+        **SMALL_BUCKETS,
+    },
+}
+
+
+def advance(engine: Engine, plan: Plan, step: int) -> None:
+    size = plan.parallel.global_batch_samples
+    places = samples_of_step(plan.parallel, engine.mesh.coord, (step - 1) * size)
+    engine.step([single.micro_batch(plan, one) for one in places], valid_tokens=100, lr=1e-2)
+
+
+def state(engine: Engine) -> dict[str, torch.Tensor]:
+    engine.buckets.wait_params()
+    result = {f"param {name}": param.detach().clone() for name, param, _ in engine.part.parameters()}
+    for piece in engine.pieces(own=False):
+        result[f"{piece.kind} {piece.info.name} {piece.offset}"] = piece.data.clone()
+    return result
+
+
+def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> list[str]:
+    """Names of what differs after: step, save, step; against: resume into other weights, step."""
+    mesh, use = Mesh.from_plan(plan, rank), recipe(plan.job.train)
+
+    def checkpoints(epoch: int) -> Checkpoints:
+        return Checkpoints(folder, plan, Fence("run", epoch), rank, Recorder())
+
+    whole = Engine(plan, mesh, torch.device("cpu"), use)
+    advance(whole, plan, 1)
+    writer = checkpoints(0)
+    writer.resume(lambda: [])
+    writer.save(list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples)
+    saved = state(whole)
+    advance(whole, plan, 2)
+
+    resumed = Engine(other, mesh, torch.device("cpu"), use)
+    fresh = state(resumed)
+    found = checkpoints(1).resume(lambda: list(resumed.pieces(own=False)))
+    resumed.resumed(found.step)
+    loaded = state(resumed)
+    assert any(not torch.equal(fresh[key], loaded[key]) for key in fresh), "the other seed starts elsewhere"
+    advance(resumed, plan, 2)
+    after, expected = state(resumed), state(whole)
+    return [
+        *(f"loaded {key}" for key in saved if not torch.equal(saved[key], loaded[key])),
+        *(f"next step {key}" for key in expected if not torch.equal(expected[key], after[key])),
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", CASES)
+def test_state_survives_its_files_to_the_bit(tmp_path, case):
+    plan = make_plan(**CASES[case])
+    train = msgspec.structs.replace(plan.job.train, seed=99)
+    other = seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, train=train)))
+    assert run_ranks(save_resume_compare, plan.parallel.world_size, plan, other, tmp_path) == [[] for _ in plan.ranks]
+    manifest = decode((tmp_path / step_name(1) / MANIFEST).read_bytes())
+    stored = sum(part.count for _, part in manifest.slices())
+    assert stored == 3 * plan.model.parameters, "master and two moments of every parameter, once"
