@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -20,6 +21,7 @@ from orchestrator.plan.codec import from_json
 
 from .commands import Slurm
 from .options import SlurmOptions, read_options
+from .preflight import check_partition, warnings
 from .queue import Job
 from .record import SlurmRecord, find_job, read_record, verdict, write_record
 from .render import JobScript, render
@@ -68,6 +70,7 @@ class SlurmBackend:
         self.check(parcel.request)
         plan = from_json(parcel.contents["plan.json"])
         text = self.script(parcel.request, plan)
+        self._look_ahead(parcel.request, plan)
         with delivered(parcel, self.name) as folder:
             self._send(folder, text, environ)
         return parcel.request.handle
@@ -114,7 +117,8 @@ class SlurmBackend:
         except OrchError as error:
             state = read_state(folder)
             return state if state.is_final else msgspec.structs.replace(state, reason=error.message)
-        return verdict(read_state(folder), job, folder.cancel.exists())  # the file after the scheduler, see true_state
+        sent = read_record(folder) is not None
+        return verdict(read_state(folder), job, folder.cancel.exists(), sent)  # the file after the scheduler
 
     # ---------------------------------------------------------------------------------- parts
 
@@ -126,12 +130,19 @@ class SlurmBackend:
         kind = parse_topology(self._slurm.topology()).kind
         return msgspec.structs.replace(options, topology="none" if kind == "flat" else kind)
 
+    def _look_ahead(self, request: LaunchRequest, plan: Plan) -> None:
+        """Refuse what would wait for ever; warn on standard error of notices that are too short for a save."""
+        options = read_options(request.backend_options)
+        partition = self._slurm.partition(options.partition)
+        check_partition(plan, options, partition)
+        for line in warnings(plan, options, partition, self._slurm.kill_wait_s()):
+            print(f"orch: warning: {line}", file=sys.stderr)
+
     def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor
 
         slurm = Slurm(environ)
         executor = ScriptExecutor(folder.path / "slurm", text, slurm)
-        slurm.start_estimate(str(executor.write()))  # refuses what sbatch would take and keep pending for ever
         job = executor.launch(self._watcher)
         write_record(folder, SlurmRecord(job_id=job.job_id, submitted_at=time.time()))
 

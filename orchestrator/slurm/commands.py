@@ -133,6 +133,11 @@ class Slurm:
                 return fields
         return {}
 
+    def kill_wait_s(self) -> int | None:
+        """Seconds between SIGTERM and SIGKILL of an ending job."""
+        found = re.search(r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M)
+        return int(found[1]) if found else None
+
     def _complaint(self, program: str, text: str) -> OrchError:
         line = first_complaint(text)
         for pattern, exit, look in _COMPLAINTS:

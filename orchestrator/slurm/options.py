@@ -63,6 +63,7 @@ class SlurmOptions(Frozen):
     spread_segments: bool = False
     # life
     notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180  # --signal: this long before the time limit, save and stop
+    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = 1.0  # what one node writes to the shared file system; to warn
     requeue: bool = True
     max_requeues: Annotated[int, Meta(ge=0)] = 50  # of all kinds together: preemption, time limit, lost nodes
     max_node_faults: Annotated[int, Meta(ge=0)] = 3  # of them, after a lost or sick node (exit 74, 76)

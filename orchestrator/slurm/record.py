@@ -44,14 +44,16 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
     return max(named, key=lambda job: int(job.id), default=None)
 
 
-def verdict(state: RunState, job: Job | None, cancel_asked: bool) -> RunState:
+def verdict(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True) -> RunState:
     """The run's true state. Slurm knows whether the job lives; the run folder knows how the program fares in it.
 
-    Pure. The result is never written back: it is as old as Slurm's answer.
+    `sent`: a job of the run is on record. Pure. The result is never written back: it is as old as Slurm's answer.
     """
     if job is None:
         if state.is_final:
             return state
+        if not sent:
+            return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
         text = f"Slurm does not know the job any more; it was last {state.state}"
         cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
         return _replace(state, state="failed", exit_code=int(Exit.CAPACITY), reason=text, cause=cause)

@@ -9,12 +9,10 @@ from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, all_groups, coords, degrees
-from orchestrator.planner import memory, step_time
-from orchestrator.planner.compute import rates
+from orchestrator.planner import memory
 from orchestrator.planner.layout import seat_ranks
-from orchestrator.planner.placement import axis_placement, candidates, choose
-from orchestrator.planner.profile import profile_for
-from orchestrator.planner.traffic import step_traffic
+from orchestrator.planner.placement import axis_placement
+from orchestrator.planner.solve import Ground, solve
 
 from .hostlist import compress
 
@@ -31,16 +29,9 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
         raise OrchError(
             f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
         )
-    train, model = plan.job.train, plan.model
-    profile = profile_for(cluster.gpu.name, cluster.device)
-    traffic = step_traffic(model, plan.parallel, train)
-    work = step_time.step_work(model, plan.parallel, train, rates(cluster, profile, train.precision))
-    best = choose(candidates(cluster, profile, plan.parallel, traffic, work), [level.name for level in cluster.levels])
-    parallel = structs.replace(plan.parallel, order=list(best.order))
-    outside = [axis for axis in AXES if best.outside_nvlink(axis)]
-    time = step_time.predict(work, best.exposed, parallel, outside)
+    parallel, best, traffic, time = solve(Ground(cluster, plan.model, plan.job.train), plan.parallel)
     places = coords(parallel.order, degrees(parallel))
-    worst = max(memory.accounts(cluster, model, parallel, train), key=lambda account: account.total)
+    worst = max(memory.accounts(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s
     return seal(
         structs.replace(

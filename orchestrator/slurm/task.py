@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,11 +37,17 @@ def main(argv: list[str] | None = None) -> int:
             return _outcome(folder, args.code)
         return _agent(folder)
     except OrchError as error:
-        print(f"orch: {error.message}", file=sys.stderr)
-        return error.exit
+        code, text = int(error.exit), error.message
     except PlanError as error:
-        print(f"orch: {error}", file=sys.stderr)
-        return Exit.CONFIG
+        code, text = int(Exit.CONFIG), str(error)
+    except Exception as error:
+        traceback.print_exc()
+        code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
+    print(f"orch: {text}", file=sys.stderr)
+    if args.what == "place":
+        with contextlib.suppress(OrchError, OSError):
+            _last_word(folder, code, text)
+    return code
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -140,16 +147,21 @@ def _outcome(folder: RunFolder, code: int) -> int:
     state = read_state(folder)
     if state.is_final:
         return state.exit_code or 0
-    asked = folder.cancel.exists()
-    text = f"the coordinator is gone; srun ended with {meaning(code)}"
-    final = int(Exit.RESTART if asked else Exit.CAPACITY)
-    now = time.time()
+    return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
+
+
+def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
+    """End the run in state.json where no coordinator can; its exit code."""
+    state, now = read_state(folder), time.time()
+    phase, reason = ("stopped" if code == Exit.RESTART else "failed"), text
+    if folder.cancel.exists():
+        code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
     state = msgspec.structs.replace(
         state,
-        state="cancelled" if asked else "failed",
-        exit_code=final,
-        reason="cancelled by force" if asked else text,
-        cause=Cause(kind="node_lost", text=text, epoch=state.epoch, code=code),
+        state=phase,
+        exit_code=code,
+        reason=reason,
+        cause=Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with),
         ended_at=now,
         updated_at=now,
         writer="backend",
@@ -160,7 +172,7 @@ def _outcome(folder: RunFolder, code: int) -> int:
 
         write_report(folder, load_plan(folder.plan), state)
     write_state(folder, state)
-    return final
+    return code
 
 
 if __name__ == "__main__":

@@ -128,7 +128,8 @@ class Cluster:
         return done.stdout
 
     def idle(self) -> int:
-        return len(self.run("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N", check=False).split())
+        """Nodes that are idle and answer: `idle*` does not."""
+        return self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split().count("idle")
 
     def job_state(self, job: str) -> str:
         """squeue's word for a job; empty when the controller has forgotten it."""

@@ -16,7 +16,7 @@ class Shape:
     leaves: int = 2
     topology: str = "tree"  # or "block", on a Slurm that has it: one block a leaf
     accounting: bool = False
-    slurmd_timeout_s: int = 10
+    slurmd_timeout_s: int = 15
     kill_wait_s: int = 5
     grace_s: int = 20  # notice of a preempted job
     user_signal: bool = False  # preemption sends the job's own --signal in place of SIGTERM

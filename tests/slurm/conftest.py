@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from .cluster import Cluster, reap_stale
 from .cluster_conf import Shape
 from .packages import install
+from .runs import Orch
+
+settings.register_profile("shared machine", deadline=None)  # others may have the cores at the moment
+settings.load_profile("shared machine")
 
 
 def bring_up(shape: Shape) -> Cluster:
@@ -32,3 +38,18 @@ def cluster(full_cluster: Cluster) -> Iterator[Cluster]:
     full_cluster.reset()
     yield full_cluster
     full_cluster.reset()
+
+
+@pytest.fixture(scope="session")
+def small_cluster() -> Iterator[Cluster]:
+    """8 nodes x 2 GPUs in two leaves: real training fits, and so does a lifecycle of many runs."""
+    with bring_up(Shape(gpus=2, grace_s=30)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def orch(small_cluster: Cluster, tmp_path: Path) -> Iterator[Orch]:
+    """A fresh home on the small cluster."""
+    small_cluster.reset()
+    yield Orch(small_cluster, tmp_path)
+    small_cluster.reset()

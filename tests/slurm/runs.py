@@ -1,0 +1,124 @@
+"""Driving `orch` against a test cluster, as a user would: the command line, and what it leaves in the run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.launch.state import RunState
+
+from .cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = Path(__file__).parent / "conf"
+#: No torch; speaks the report protocol and misbehaves on request.
+STAND_IN = (sys.executable, str(ROOT / "tests" / "launch" / "worker.py"))
+
+
+class Orch:
+    """One user's home on one cluster."""
+
+    def __init__(self, cluster: Cluster, home: Path):
+        self.cluster, self.home = cluster, home
+
+    def __call__(
+        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `orch`; its exit code must be `code` (None: any)."""
+        environ = {**self.cluster.env, "ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), **(env or {})}
+        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=timeout, cwd=self.home)
+        assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def submit(
+        self,
+        *words: str,
+        verb: str = "submit",
+        program: Sequence[str] | None = STAND_IN,
+        wishes: Mapping[str, object] | None = None,
+        code: int = 0,
+    ) -> Run:
+        """A run of `program`; None: the bundled trainer. `wishes`: the stand-in worker's ORCH_TEST_ variables."""
+        environ = {f"ORCH_TEST_{name}": str(value) for name, value in (wishes or {}).items()}
+        passed = [word for name in environ for word in ("--env", name)]
+        argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
+        done = self(*argv, *(["--", *program] if program else []), env=environ, code=code)
+        said = json.loads(done.stdout)
+        return Run(self, said["run_dir"], said.get("script", ""))
+
+
+class Run:
+    def __init__(self, orch: Orch, folder: str, script: str = ""):
+        self.orch, self.folder, self.script = orch, Path(folder), script
+        self.id = self.folder.name
+
+    @property
+    def job(self) -> str:
+        return json.loads((self.folder / "backend.json").read_text())["job_id"]
+
+    def state(self) -> RunState:
+        found = json.loads(self.orch("status", "--json", self.id).stdout)["state"]
+        return msgspec.convert(found, RunState)
+
+    def wait(self, *states: str, seconds: float = 60) -> RunState:
+        """Until the run is in one of the states; the state, or a failure that shows what the logs say."""
+        end = time.monotonic() + seconds
+        while (state := self.state()).state not in states:
+            assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
+            assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
+            time.sleep(0.3)
+        return state
+
+    def until(self, what: str, ready: Callable[[], object], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
+            time.sleep(0.1)
+
+    def step(self, at_least: int, seconds: float = 60) -> None:
+        """Until some rank has reported that step."""
+
+        def reached() -> bool:
+            lines = [
+                line for path in (self.folder / "metrics").glob("*.jsonl") for line in path.read_text().splitlines()
+            ]
+            return any(json.loads(line).get("step", 0) >= at_least for line in lines if line.endswith("}"))
+
+        self.until(f"step {at_least}", reached, seconds)
+
+    def come_back(self, seconds: float = 60) -> None:
+        """Spare the two minutes that Slurm makes a requeued job wait, and see it run again."""
+        cluster = self.orch.cluster
+        life = self.life
+        self.until("requeued", lambda: cluster.job_state(self.job) == "PENDING", seconds)
+        cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+        self.until("next life", lambda: self.life == life + 1, seconds)
+
+    @property
+    def life(self) -> int:
+        return json.loads((self.folder / "backend.json").read_text())["life"]
+
+    @property
+    def restarts(self) -> int:
+        """How often Slurm says that it has requeued the job."""
+        text = self.orch.cluster.run("scontrol", "show", "job", self.job)
+        return int(text.split("Restarts=")[1].split()[0])
+
+    @property
+    def plan(self) -> dict:
+        return json.loads((self.folder / "plan.json").read_text())
+
+    @property
+    def placement(self) -> dict:
+        return json.loads((self.folder / "slurm" / "placement.json").read_text())
+
+    def logs(self) -> str:
+        parts = [*sorted((self.folder / "logs").glob("slurm-*")), *sorted((self.folder / "logs").glob("agent-*"))[:1]]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts)

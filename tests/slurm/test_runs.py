@@ -1,0 +1,154 @@
+"""`orch submit backend=slurm` on the real test cluster: from the command line to workers on the nodes Slurm gave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from orchestrator.plan import from_json
+from orchestrator.plan.exits import Exit
+from orchestrator.plan.ranks import check_ranks
+from orchestrator.slurm.hostlist import expand
+
+from .runs import CONF, Orch
+
+pytestmark = [pytest.mark.slurm, pytest.mark.process]
+
+
+WIDE = "cluster.levels=[{name: leaf, nodes_per_switch: 16, gbit_per_s: 8, latency_us: 100, source: test}]"
+
+
+def granted(orch: Orch, job: str) -> set[str]:
+    return set(expand(orch.cluster.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%N").strip()))
+
+
+def two_nodes(*words: str) -> list[str]:
+    leaf = "{name: leaf, nodes_per_switch: 2, gbit_per_s: 8, latency_us: 100, source: test}"
+    return ["cluster=testbed", "cluster.nodes=2", f"cluster.levels=[{leaf}]", "parallel=tp2_zero1", *words]
+
+
+def test_submit_returns_at_once_and_the_run_is_done(orch):
+    run = orch.submit(*two_nodes(), wishes={"STEPS": 3})
+    assert orch("status", run.id).stdout
+    state = run.wait("done")
+    assert state.exit_code == 0 and state.backend == "slurm" and state.epoch == 0
+    assert set(state.nodes) == granted(orch, run.job) == set(run.placement["nodes"])
+    report = json.loads((run.folder / "report.json").read_text())
+    assert report
+    assert (run.folder.stat().st_mode & 0o777, (run.folder / "slurm").stat().st_mode & 0o777) == (0o700, 0o700)
+    loose = [p for p in run.folder.rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
+    assert not loose, "files of the run are private"
+    assert "orch-" + run.id in orch.cluster.run("squeue", "-h", "-t", "all", "-o", "%j")
+    assert run.id in orch("list").stdout and "slurm://" in orch("list").stdout + orch("status", run.id).stdout
+
+
+def test_the_rank_map_is_slurms_own_answer(orch):
+    """Each worker tells what Slurm told its task; the plan in the run folder must say the same of every rank."""
+    told = "$RANK $ORCH_NODE $SLURMD_NODENAME $SLURM_NODEID $SLURM_TOPOLOGY_ADDR"
+    script = f'echo "{told}" > "$ORCH_RUN_DIR/seen-$RANK"'
+    run = orch.submit("cluster=testbed", "parallel=tp2_pp2_zero1", program=("/bin/sh", "-c", script))
+    run.wait("done")
+    plan = from_json((run.folder / "plan.json").read_bytes())
+    assert check_ranks(plan) is None and set(plan.cluster.node_names) == granted(orch, run.job)
+    for rank in plan.ranks:
+        number, node, slurmd, index, address = (run.folder / f"seen-{rank.rank}").read_text().split()
+        assert int(number) == rank.rank
+        assert node == slurmd == rank.node == plan.cluster.node_names[int(index)]
+        assert run.placement["addresses"][node] == address == f"spine.leaf{int(node[1]) // 4}.{node}"
+    node = [rank.node for rank in plan.ranks]
+    assert all(len({node[r] for r in group}) == 1 for group in plan.groups["tp"])
+    assert [level.switches for level in plan.cluster.levels] == [[[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(8))]]
+
+
+def test_nodes_taken_by_others_and_the_difference_from_the_plan(orch):
+    """Two nodes of the first leaf and one of the second are out: four nodes planned on one leaf lie 2 + 2 or 1 + 3."""
+    for name in ("n1", "n6"):
+        orch.cluster.run("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
+    words = ("cluster=testbed", "cluster.nodes=4", "parallel=tp2_pp4", "backend.options.exclude=[n0]")
+    leaf = "{name: leaf, nodes_per_switch: 4, gbit_per_s: 8, latency_us: 100, source: test}"
+    run = orch.submit(*words, f"cluster.levels=[{leaf}]", "backend.options.topology=none", program=("/bin/true",))
+    run.wait("done")
+    assert not granted(orch, run.job) & {"n0", "n1", "n6"}
+    assert "pp crosses spine instead of leaf" in run.placement["summary"]
+    assert "pp crosses spine instead of leaf" in run.logs()
+
+
+def test_rendered_script_gives_the_same_run(orch, tmp_path):
+    one = orch.submit(*two_nodes(), wishes={"STEPS": 2})
+    two = orch.submit(*two_nodes(), verb="render", wishes={"STEPS": 2})
+    assert (one.folder / "slurm" / "job.sbatch").read_text().replace(one.id, "ID") == two.script.replace(two.id, "ID")
+    assert two.state().state == "pending", "nobody has submitted it yet"
+    (tmp_path / "job.sbatch").write_text(two.script)
+    environ = {**orch.cluster.env, "ORCH_TEST_STEPS": "2"}
+    subprocess.run(["sbatch", str(tmp_path / "job.sbatch")], env=environ, check=True, capture_output=True, cwd=tmp_path)
+    assert one.wait("done").exit_code == two.wait("done").exit_code == 0
+    assert one.plan["hash"] == two.plan["hash"]
+
+
+def test_exit_codes_come_through(orch):
+    failed = orch.submit(*two_nodes("backend.max_restarts=0"), wishes={"DIE": "3:1:5"})
+    state = failed.wait("failed")
+    assert state.exit_code == Exit.USER and state.cause.rank == 3 and state.cause.code == 5
+    refused = orch.submit(*two_nodes(), wishes={"DIE": "0:1:65"})
+    assert refused.wait("failed").exit_code == Exit.CONFIG
+    assert refused.restarts == 0 == failed.restarts
+    assert "code 65" in refused.logs()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["backend.options.partition=mian"], Exit.CONFIG, "did you mean 'main'"),
+        (["backend.options.partitoin=x"], Exit.CONFIG, "did you mean 'partition'"),
+        (["backend.options.comment='a\nb'"], None, "unprintable character"),
+        (["backend.options.gpu_type=a100"], Exit.CAPACITY, "sinfo"),
+        (["backend.options.time=2-00:00:00"], Exit.CONFIG, "partition main allows"),
+        (["backend.options.exclude=[n99]"], Exit.CONFIG, "exclude"),
+        (["cluster.nodes=16", WIDE], Exit.CAPACITY, "partition main has 8"),
+        (["backend.options.partition=short", "backend.options.time=0:02:00"], Exit.CONFIG, "partition short allows"),
+    ],
+)
+def test_refusals_are_one_line(orch, words, code, text):
+    done = orch("submit", "--config-dir", str(CONF), *two_nodes(), *words, code=None)
+    assert done.returncode and (code is None or done.returncode == code), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and text in done.stderr
+    assert not orch.cluster.run("squeue", "-h").strip(), "nothing is left in the queue"
+
+
+@pytest.mark.slow
+def test_main_line_at_full_size_until_the_workers_check_their_place(full_cluster, tmp_path):
+    """64 workers on 8 x 8: every one finds itself on the node and GPU that the plan says, on the right leaf."""
+    full_cluster.reset()
+    orch = Orch(full_cluster, tmp_path)
+    check = """
+[ "$ORCH_NODE" = "$SLURMD_NODENAME" ] && [ "$WORLD_SIZE" = 64 ] && [ "$LOCAL_WORLD_SIZE" = 8 ] || exit 3
+[ "$((RANK % 8))" = "$LOCAL_RANK" ] || exit 4
+echo "$RANK $SLURMD_NODENAME $SLURM_TOPOLOGY_ADDR" > "$ORCH_RUN_DIR/seen-$RANK"
+"""
+    line = ["+cluster=h100x64", "parallel=tp8_pp4_zero1", "model=tiny", "backend=slurm", "train.seq_len=128"]
+    run = orch.submit(*line, program=("/bin/sh", "-c", check))
+    assert run.wait("done", seconds=120).exit_code == 0
+    plan = from_json((run.folder / "plan.json").read_bytes())
+    assert (plan.parallel.tp, plan.parallel.pp, plan.parallel.dp, plan.parallel.zero) == (8, 4, 2, 1)
+    node = [rank.node for rank in plan.ranks]
+    seen = [(run.folder / f"seen-{rank}").read_text().split() for rank in range(64)]
+    assert [name for _, name, _ in seen] == node
+    assert all(len({node[r] for r in group}) == 1 for group in plan.groups["tp"])
+    leaf = [address.split(".")[1] for _, _, address in seen]
+    assert all(len({leaf[r] for r in group}) == 1 for group in plan.groups["pp"])
+    assert "--switches=2@" in (run.folder / "slurm" / "job.sbatch").read_text()
+
+
+@pytest.mark.slow
+def test_trains_for_real_across_the_leaves(orch):
+    """16 gloo workers on text, tensor-parallel inside nodes, pipelines and data-parallel across: the loss falls."""
+    run = orch.submit("cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=12", program=None)
+    assert run.wait("done", seconds=300).exit_code == 0
+    lines = [line for path in (run.folder / "metrics").glob("*.jsonl") for line in path.read_text().splitlines()]
+    losses = {found["step"]: found["loss"] for line in lines if (found := json.loads(line)).get("loss") is not None}
+    assert sorted(losses) == list(range(1, 13)) and losses[12] < losses[1] - 0.3
+    node = [rank["node"] for rank in run.plan["ranks"]]
+    assert all(len({node[r] for r in group}) == 1 for group in run.plan["groups"]["tp"])
+    assert any(len({node[r] for r in group}) > 1 for group in run.plan["groups"]["pp"])
