@@ -36,9 +36,10 @@ def make_job(config: Config) -> doc.Job:
 def make_train(config: Config) -> doc.Train:
     """What no key says (`recompute_layers`) keeps the plan's default until it is derived."""
     train = config.train
-    same = set(doc.Train.__struct_fields__) - {"recompute_layers", "batch_ramp"}
+    same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp"}
     ramp = train.batch_ramp and _ramp(train.batch_ramp, train.seq_len)
-    return doc.Train(**{name: getattr(train, name) for name in same}, batch_ramp=ramp)
+    recompute = train.recompute or "none"
+    return doc.Train(**{name: getattr(train, name) for name in same}, recompute=recompute, batch_ramp=ramp)
 
 
 def _ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -77,21 +79,28 @@ def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0
     those in the middle, which for 126 layers in 16 stages gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783,
     section 3.3.2). An even split wins when it is within `tolerance` of the best: equal stages interleave better.
     """
-    layers = model.layers
+    head = head_flops(model) / layer_flops(model, model.layers - 1, seq_len).total  # in layers
+    return list(_balance(model.layers, stages, head, tolerance))
+
+
+@lru_cache(maxsize=4096)
+def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[int, ...]:
     if stages == 1:
-        return [layers]
-    each = layer_flops(model, layers - 1, seq_len).total
-    head = head_flops(model) / each  # in layers
+        return (layers,)
     extra = [0.0] * stages
     extra[-1] += head
     counts = [1] * stages
+    # the next layer goes to the stage that is least full with it; ties: the middle first, then the end; the first
+    # stage last, because it also holds the token table
+    least = [(2 + extra[s], s == 0, s == stages - 1, s) for s in range(stages)]
+    heapify(least)
     for _ in range(layers - stages):
-        # ties: the middle first, then the end; the first stage last, because it also holds the token table
-        best = min(range(stages), key=lambda s: (counts[s] + 1 + extra[s], s == 0, s == stages - 1, s))
-        counts[best] += 1
+        _, first, last, stage = least[0]
+        counts[stage] += 1
+        heapreplace(least, (counts[stage] + 1 + extra[stage], first, last, stage))
     slowest = max(count + more for count, more in zip(counts, extra, strict=True))
     if layers % stages == 0:
         even = layers // stages + head
         if even <= slowest * (1 + tolerance):
-            return [layers // stages] * stages
-    return counts
+            return (layers // stages,) * stages
+    return tuple(counts)
