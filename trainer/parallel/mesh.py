@@ -24,7 +24,7 @@ class Mesh:
 
     rank: int
     coord: Coord
-    members: Mapping[str, tuple[int, ...]]  # axis or composite -> global ranks of this rank's group, in axis order
+    members: Mapping[str, tuple[int, ...]]  # axis or composite -> global ranks of this rank's group, ascending
     groups: Mapping[str, dist.ProcessGroup | None]
 
     @classmethod
@@ -68,14 +68,18 @@ class Mesh:
 
 
 def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """Global ranks of the group of `rank` on an axis or composite; empty if it is in none."""
+    """Global ranks of the group of `rank` on an axis or composite; empty if it is in none.
+
+    Ascending, because that is how torch numbers the members of a group whatever order it is given: with dp nested
+    inside cp, the plan's own order (cp fastest) would be another.
+    """
     if name == "kv":
         return _kv_replicas(plan, rank)
     if name in ("shard", "replica"):
         return _hybrid(plan, name, rank)
     if name in ("grad", "model") and copies_of(plan.parallel) > 1:
         return _two_copies(plan, name, rank)
-    return next((tuple(group) for group in plan.groups[name] if rank in group), ())
+    return next((tuple(sorted(group)) for group in plan.groups[name] if rank in group), ())
 
 
 def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -102,8 +106,7 @@ def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     place = plan.ranks[rank].coord.pp
     if name == "model":
         half = plan.parallel.pp // 2
-        ranks = next(group for group in plan.groups["model"] if rank in group)
+        ranks = next(sorted(group) for group in plan.groups["model"] if rank in group)
         return tuple(other for other in ranks if (plan.ranks[other].coord.pp < half) == (place < half))
-    own = next(tuple(group) for group in plan.groups["grad"] if rank in group)
-    mirror = tuple(members_of(plan, "pp", other)[-1 - place] for other in own)
-    return own + mirror if place < plan.parallel.pp // 2 else mirror + own
+    own = next(group for group in plan.groups["grad"] if rank in group)
+    return tuple(sorted(own + [members_of(plan, "pp", other)[-1 - place] for other in own]))
