@@ -88,20 +88,33 @@ async def _run(args: argparse.Namespace) -> int:
     _listen_to_signals(agent)
     if args.lifeline:
         _watch_lifeline(agent)
-    tasks = {asyncio.create_task(agent.run())}
+    coordinator = None
     if first:
         record = RunRecord(folder, plan, args.node, Discovery(folder, request.discovery_dir))
         coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
-        tasks.add(asyncio.create_task(coordinator.run(args.address)))
     try:
-        results = await asyncio.gather(*tasks)
-        return next(int(result) for result in results if not hasattr(result, "again"))
+        return await _until_over(agent, coordinator, args.address)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # workers are gone when the agent's is done
         server.close()
         recorder.close()
+
+
+async def _until_over(agent: Agent, coordinator: Coordinator | None, address: str) -> int:
+    """Run the agent, and beside it the coordinator where this node hosts it; the agent's exit code."""
+    work = asyncio.create_task(agent.run())
+    lead = asyncio.create_task(coordinator.run(address)) if coordinator else None
+    try:
+        await asyncio.wait({work, lead} if lead else {work}, return_when=asyncio.FIRST_COMPLETED)
+        if lead and work.done():
+            coordinator.host_left()
+            await lead  # it still has to end the other agents, and to write how the run ended
+        elif lead:
+            lead.result()  # a bug in it must be seen, and must not leave the agent waiting
+        return await work
+    finally:
+        for task in filter(None, (work, lead)):
+            task.cancel()
+        await asyncio.gather(work, *filter(None, [lead]), return_exceptions=True)  # the agent's workers are gone then
 
 
 def _listen_to_signals(agent: Agent) -> None:

@@ -94,6 +94,14 @@ class Coordinator:
             server.close()
             self._group.close()
 
+    def host_left(self) -> None:
+        """The agent beside this coordinator is gone. While nodes gather, no lost connection may tell."""
+        if self._group.gathering:
+            notice = Notice(
+                reason=f"{self._node}: its agent left before all nodes had come", signal="SIGTERM", force=False
+            )
+            self._queue.put_nowait((self.epoch, self._node, notice))
+
     # ---------------------------------------------------------------------------------- phases
 
     async def _gather(self) -> policy.Decision | None:

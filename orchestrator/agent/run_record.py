@@ -16,6 +16,8 @@ from orchestrator.plan import Plan
 from .messages import Join
 from .policy import Decision
 
+_MOST_EPOCHS = 64  # kept in the state; events/ has them all
+
 _replace = msgspec.structs.replace
 
 
@@ -62,7 +64,7 @@ class RunRecord:
     def begin_epoch(self) -> None:
         """A new epoch, one higher than any before, durable before the first message that carries it."""
         epoch = EpochState(epoch=self._state.epoch + 1, started_at=self._clock())
-        self.update(epoch=epoch.epoch, epochs=[*self._state.epochs, epoch])
+        self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
 
     def running(self) -> None:
         self._nodes("running")

@@ -42,6 +42,7 @@ class Supervisor:
         self._agents: dict[str, subprocess.Popen] = {}
         self._codes: dict[str, int] = {}
         self._deadline: float | None = None
+        self._asked = False
 
     def run(self) -> int:
         """The run's exit code, after every process of it has ended."""
@@ -91,12 +92,17 @@ class Supervisor:
             self._kill()
 
     def _end(self, reason: str) -> None:
-        """Pass a request to end on to every agent; to the second one, and to a forced cancel, there is no answer."""
+        """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
+        `orch cancel` is none, and a forced one asks nobody.
+        """
         wish = read_cancel(self._folder)
         log.info("asked to end (%s)%s", reason, ", by force" if wish and wish.force else "")
         if wish and wish.force:
             self._kill()
             return
+        if wish and self._asked:
+            return
+        self._asked = True
         for node, agent in self._agents.items():
             if node not in self._codes:
                 agent.send_signal(signal.SIGTERM)

@@ -13,9 +13,10 @@ import pytest
 
 from orchestrator.launch.local import LocalBackend, read_record
 from orchestrator.launch.processes import identity, is_alive
+from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state, true_state
-from tests.launch.parcels import submit, wait_end, wait_for, wait_state, wait_step
+from tests.launch.parcels import make_parcel, submit, wait_end, wait_for, wait_state, wait_step
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -50,6 +51,10 @@ def wait_workers(folder: RunFolder, count: int, epoch: int = 0) -> None:
         return sum(1 for path in folder.path.glob(f"pid-{epoch}-*") if path.read_text())
 
     wait_for(lambda: said() == count, what=f"{count} workers")
+
+
+def resume(folder: RunFolder) -> None:
+    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
 
 
 def agents(folder: RunFolder) -> dict[str, int]:
@@ -159,6 +164,43 @@ def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
     wait_for(lambda: not any(is_alive(one) for one in alive.values()), 2.0)
 
 
+def test_a_run_that_was_killed_whole_can_be_resumed(runs):
+    env = {"ORCH_TEST_STEPS": "6", "ORCH_TEST_STEP_S": "0.1"}
+    folder = submit(plan(nodes=1), runs, env=env)
+    wait_step(folder, 1)
+    for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not folder.is_alive(), 5)
+    resume(folder)
+    state = wait_end(folder)
+    assert (state.state, state.epoch) == ("done", 1)
+
+
+def test_a_second_cancel_is_no_impatience(runs):
+    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.5", "ORCH_TEST_SAVE": "1"}
+    folder = submit(plan(nodes=1, ranks=2), runs, env=env)
+    wait_step(folder, 1, workers=2)
+    for _ in range(3):
+        LocalBackend().cancel(folder, force=False)
+        wait_state(folder, "stopping", "cancelled")
+    assert wait_end(folder).reason == "cancelled by the user"
+    assert len(list(folder.path.glob("saved-*"))) == 2
+
+
+def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
+    """The first agent hosts the coordinator; it must not wait for a second one that nobody will start."""
+    parcel = make_parcel(plan(), runs, join_timeout_s=60.0)
+    first, second = parcel.request.agents
+    second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "input()"])
+    parcel = msgspec.structs.replace(parcel, request=msgspec.structs.replace(parcel.request, agents=[first, second]))
+    LocalBackend().submit(parcel, os.environ)
+    folder = RunFolder(runs / "test-run")
+    wait_state(folder, "starting")
+    os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
+    state = wait_end(folder, 10)
+    assert (state.state, state.exit_code) == ("stopped", 75)
+
+
 def test_restart_from_the_last_save_while_the_budget_lasts(runs):
     env = {"ORCH_TEST_STEPS": "8", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1", "ORCH_TEST_DIE": "3:4:9:0"}
     folder = submit(plan(), runs, env=env, backend={"max_restarts": 1})
@@ -195,9 +237,7 @@ def test_cancel_saves_first_and_resume_goes_on(runs):
     assert (state.state, state.exit_code, state.reason) == ("cancelled", 75, "cancelled by the user")
     saved = int((folder.path / "saved-0").read_text())
     assert 2 <= saved < 30
-    from orchestrator.launch.request import from_bytes
-
-    backend.resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    resume(folder)
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.epoch) == ("done", 0, 1)
     assert f"starts after step {saved}" in folder.rank_log(0).read_text()
@@ -298,8 +338,6 @@ def test_odd_node_names(runs, names):
 
 def test_a_node_that_never_comes(runs):
     """The second agent cannot start: its program was replaced by one that leaves."""
-    from tests.launch.parcels import make_parcel
-
     parcel = make_parcel(plan(), runs, join_timeout_s=3.0)
     first, second = parcel.request.agents
     second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "import time; time.sleep(8)"])
