@@ -12,10 +12,11 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from tests.reference import adamw, transformer
-from trainer.data.batch import IGNORED, MicroBatch
+from trainer.data.batch import IGNORED
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 from trainer.optim.lr import learning_rate
+from trainer.verify.samples import micro_batch
 
 
 @dataclass
@@ -26,30 +27,6 @@ class Outcome:
     norm: float
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
-
-
-def sample(plan: Plan, place: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets) of the sample at a place of the global order: random, with a different share of masked targets
-    in each, one sample in five wholly masked."""
-    generator = torch.Generator().manual_seed(977 * place + 5)
-    window = torch.randint(plan.model.vocab, (plan.job.train.seq_len + 1,), generator=generator)
-    targets = window[1:].clone()
-    share = 1.0 if place % 5 == 4 else (place % 3) * 0.3
-    targets[torch.rand(targets.shape, generator=generator) < share] = IGNORED
-    return window[:-1], targets
-
-
-def micro_batch(plan: Plan, places: list[int], packed: bool = False) -> MicroBatch:
-    """The samples at these places as one batch; `packed`: of three documents each, cut at places of their own."""
-    tokens, targets = (torch.stack(column) for column in zip(*(sample(plan, place) for place in places), strict=True))
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-    if not packed:
-        return MicroBatch(tokens, targets, positions, None)
-    length = tokens.shape[1]
-    cuts = torch.tensor([sorted((1 + place % (length - 1), 1 + 5 * place % (length - 1))) for place in places])
-    documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
-    starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
-    return MicroBatch(tokens, targets, positions - starts, documents)
 
 
 def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:

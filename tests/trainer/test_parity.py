@@ -1,40 +1,25 @@
 """The key proof: every layout computes what one process computes.
 
 Loss, the gradient of every parameter, the norm before clipping, and the weights after each of two optimizer steps
-equal those of tests/reference/single.py, which shares no code with the trainer but the initial weights. Each rank
-compares everything that it holds, so copies that drift apart are found too. In float64 (<= 1e-10, where a real bug
-cannot hide) and fp32 (<= 1e-5), relative to the largest element of each tensor.
-
-Two things that a reader may stumble over. The gradient of a key bias is zero (softmax does not see it), so what is
-found there is rounding; such a tensor is judged on the scale of the model's largest. And AdamW divides by
-sqrt(v) + eps, so where a gradient is not far above its rounding the weight moves by an arbitrary share of the learning
-rate: with eps = 1e-8 two correct fp32 programs differ by 1e-4 after two steps. In float64 that is 1e-13, and the plan's
-own recipe is used; in fp32 eps is 1e-3, above the rounding.
+equal those of tests/reference/single.py, which shares no code with the trainer but the initial weights. In float64
+(<= 1e-10, where a real bug cannot hide) and fp32 (<= 1e-5); trainer/verify/compare.py says relative to what.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
 import msgspec
 import pytest
 import torch
 
-from orchestrator.plan import Plan, seal
+from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
 from tests.plans import make_plan, tiny_model
 from tests.reference import single
-from trainer.data.batch import IGNORED
-from trainer.data.order import samples_of_step
-from trainer.engine import Engine
-from trainer.optim.lr import learning_rate
-from trainer.optim.precision import FP64, Recipe, recipe
-from trainer.parallel.mesh import Mesh
+from trainer.optim.precision import FP64, recipe
+from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
 from trainer.verify.ranks import run_ranks
-
-STEPS = 2
-LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 #: 257 tokens: no tp divides them. Every layer kind appears in some case.
 GQA = tiny_model()
@@ -93,50 +78,7 @@ def reference(model: bytes, samples: int, dtype: torch.dtype, packed: bool = Fal
 
 
 def parity_plan(dtype: torch.dtype, **options: object) -> Plan:
-    plan = make_plan(**options)
-    if dtype == torch.float64:
-        return plan
-    optim = msgspec.structs.replace(plan.job.optim, eps=1e-3)
-    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
-
-
-def largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def run_rank(rank: int, plan: Plan, use: Recipe, expected: list[single.Outcome], packed: bool = False) -> dict[str, float]:
-    """Two steps of this rank; the worst relative error of each quantity, over all that the rank holds."""
-    mesh = Mesh.from_plan(plan, rank)
-    engine = Engine(plan, mesh, torch.device("cpu"), use)
-    worst: dict[str, float] = {}
-
-    def compare(what: str, found: torch.Tensor, wanted: torch.Tensor, model: Iterable[torch.Tensor] = ()) -> None:
-        """`model`: the tensors of which this is one; their scale is used if it is zero within the limit."""
-        scale, whole = largest(wanted), max(map(largest, model), default=0.0)
-        if scale < LIMIT[wanted.dtype] * whole:
-            scale = whole
-        error = largest(found - wanted) / scale if wanted.numel() else 0.0
-        worst[what] = max(worst.get(what, 0.0), error if error == error else float("inf"))
-
-    for step, outcome in enumerate(expected, start=1):
-        consumed, size = (step - 1) * plan.parallel.global_batch_samples, plan.parallel.global_batch_samples
-        places = samples_of_step(plan.parallel, mesh.coord, consumed)
-        whole = single.micro_batch(plan, list(range(consumed, consumed + size)))
-        valid_tokens = int((whole.targets != IGNORED).sum())
-        loss_sum, norm = engine.gradients([single.micro_batch(plan, one, packed) for one in places], valid_tokens)
-        loss = engine.mean_loss(loss_sum, valid_tokens)
-        if loss is not None:
-            compare("loss", torch.tensor(loss), torch.tensor(outcome.loss))
-        compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
-        for name, grad in engine.buckets.full_grads().items():
-            info, wanted = engine.part.table[name], outcome.grads
-            compare(f"grad {name}", info.valid(grad), wanted[name][info.global_slices], wanted.values())
-        engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
-        engine.buckets.wait_params()
-        for name, param, info in engine.part.parameters():
-            wanted = outcome.weights
-            compare(f"weight {name}", info.valid(param.detach()), wanted[name][info.global_slices], wanted.values())
-    return worst
+    return with_eps(make_plan(**options), "fp64" if dtype == torch.float64 else "fp32")
 
 
 @pytest.mark.process

@@ -1,0 +1,53 @@
+"""What `orch verify` asks `python -m trainer.verify`, and what it answers: one JSON object a line, both ways."""
+
+from __future__ import annotations
+
+from .document import Frozen, Plan
+
+#: Largest relative error that passes, by precision of the layout. One process computes in float64 for both.
+LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+class Cell(Frozen):
+    """A layout to hold against one process."""
+
+    name: str
+    plan: Plan
+    packed: bool = False  # every sample holds three documents that must not see each other
+
+
+class Errors(Frozen):
+    """The worst relative error of each quantity over all ranks, parameters and both optimizer steps."""
+
+    loss: float
+    grad: float
+    norm: float  # of the whole gradient, before clipping
+    weight: float
+    worst_grad: str  # the parameter
+    worst_weight: str
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.grad, self.norm, self.weight)
+
+
+class Verdict(Frozen):
+    """Exactly one of `errors`, `refused` and `failed` is filled."""
+
+    name: str
+    errors: dict[str, Errors] = {}  # by precision, the keys of LIMITS
+    refused: str = ""  # why the layout is not run
+    failed: str = ""  # a rank raised or hung: one line
+    seconds: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Nan is never equal."""
+        found = self.errors.items()
+        return bool(found) and all(errors.largest <= LIMITS[precision] for precision, errors in found)
+
+    @property
+    def word(self) -> str:
+        if self.refused:
+            return "refused"
+        return "failed" if self.failed else "equal" if self.equal else "DIFFERENT"

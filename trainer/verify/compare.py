@@ -1,0 +1,82 @@
+"""One rank of a layout against one process, element by element of everything that the rank holds.
+
+Every rank compares all that it holds, so copies that drift apart are found too. Errors are relative to the largest
+element of each tensor. Two things that a reader may stumble over. The gradient of a key bias is zero (softmax does not
+see it), so what is found there is rounding; such a tensor is judged on the scale of the model's largest. And AdamW
+divides by sqrt(v) + eps, so where a gradient is not far above its rounding the weight moves by an arbitrary share of
+the learning rate: with eps = 1e-8 two correct fp32 programs differ by 1e-4 after two steps. In float64 that is 1e-13,
+and the plan's own recipe is used; in fp32 eps is 1e-3, above the rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from orchestrator.plan import Plan, seal
+from orchestrator.plan.parity import LIMITS
+from trainer.data.batch import IGNORED
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.optim.lr import learning_rate
+from trainer.optim.precision import FP64, Recipe
+from trainer.parallel.mesh import Mesh
+
+from .oracle import Outcome
+from .samples import micro_batch
+
+STEPS = 2
+FP32 = Recipe(torch.float32, torch.float32, torch.float32)
+RECIPES = {"fp64": FP64, "fp32": FP32}
+LIMIT = {RECIPES[name].param: limit for name, limit in LIMITS.items()}
+
+
+def with_eps(plan: Plan, precision: str) -> Plan:
+    """The plan as it is verified in a precision of LIMITS; one process takes the same."""
+    if precision == "fp64":
+        return plan
+    optim = msgspec.structs.replace(plan.job.optim, eps=1e-3)
+    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
+
+
+def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], packed: bool = False) -> dict[str, float]:
+    """A step of this rank for each of `expected`; the worst relative error of "loss", "norm", "grad <parameter>" and
+    "weight <parameter>", over all that the rank holds. Nan counts as infinite. Collective over the plan's ranks."""
+    mesh = Mesh.from_plan(plan, rank)
+    engine = Engine(plan, mesh, torch.device("cpu"), use)
+    worst: dict[str, float] = {}
+
+    def compare(what: str, found: Tensor, wanted: Tensor, model: Iterable[Tensor] = ()) -> None:
+        """`model`: the tensors of which this is one; their scale is used if it is zero within the limit."""
+        scale, whole = largest(wanted), max(map(largest, model), default=0.0)
+        if scale < LIMIT[use.param] * whole:
+            scale = whole
+        error = largest(found.to(wanted.dtype) - wanted) / scale if wanted.numel() else 0.0
+        worst[what] = max(worst.get(what, 0.0), error if error == error else float("inf"))
+
+    for step, outcome in enumerate(expected, start=1):
+        consumed, size = (step - 1) * plan.parallel.global_batch_samples, plan.parallel.global_batch_samples
+        places = samples_of_step(plan.parallel, mesh.coord, consumed)
+        whole = micro_batch(plan, list(range(consumed, consumed + size)))
+        valid_tokens = int((whole.targets != IGNORED).sum())
+        loss_sum, norm = engine.gradients([micro_batch(plan, one, packed) for one in places], valid_tokens)
+        loss = engine.mean_loss(loss_sum, valid_tokens)
+        if loss is not None:
+            compare("loss", torch.tensor(loss, dtype=torch.float64), torch.tensor(outcome.loss, dtype=torch.float64))
+        compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
+        for name, grad in engine.buckets.full_grads().items():
+            info, wanted = engine.part.table[name], outcome.grads
+            compare(f"grad {name}", info.valid(grad), wanted[name][info.global_slices], wanted.values())
+        engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
+        engine.buckets.wait_params()
+        for name, param, info in engine.part.parameters():
+            wanted = outcome.weights
+            compare(f"weight {name}", info.valid(param.detach()), wanted[name][info.global_slices], wanted.values())
+    return worst
+
+
+def largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

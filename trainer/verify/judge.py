@@ -1,0 +1,105 @@
+"""Verdicts over cells: refuse what is not run, compute one process once, fork the ranks of a cell, compare.
+
+Cells of one size may share a launch of ranks; if that launch fails, each is run again alone, so that one bad cell
+costs its neighbours nothing but time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from orchestrator.plan import Plan
+from orchestrator.plan.parity import Cell, Errors, Verdict
+from trainer.parallel import legal
+
+from . import oracle
+from .compare import RECIPES, STEPS, run_rank, with_eps
+from .ranks import RankError, run_ranks
+
+#: Seconds for one cell in one precision before its ranks are said to hang.
+PATIENCE_S = 90.0
+#: Ranks that a launch starts at most; what verify refuses beyond is the machine's limit, not the layout's.
+MOST_RANKS = 16
+
+#: What one process found, by everything that it depends on.
+Known = dict[bytes, list[oracle.Outcome]]
+
+
+def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), together: int = 1) -> Iterator[Verdict]:
+    """One verdict a cell, in the order in which they become known; `together`: cells a launch."""
+    known: Known = {}
+    runnable: dict[int, list[Cell]] = {}
+    for cell in cells:
+        reason = next(legal.problems(cell.plan), "")
+        world = cell.plan.parallel.world_size
+        if not reason and world > MOST_RANKS:
+            reason = f"{world} ranks are too many to run on one machine (at most {MOST_RANKS})"
+        if reason:
+            yield Verdict(name=cell.name, refused=reason)
+        else:
+            runnable.setdefault(world, []).append(cell)
+    for world in sorted(runnable):
+        of_size = runnable[world]
+        for first in range(0, len(of_size), together):
+            yield from _launch(of_size[first : first + together], precisions, known)
+
+
+def _launch(cells: Sequence[Cell], precisions: Sequence[str], known: Known) -> Iterator[Verdict]:
+    start, world = time.monotonic(), cells[0].plan.parallel.world_size
+    jobs = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
+    jobs = [(precision, plan, one_process(plan, packed, known), packed) for precision, plan, packed in jobs]
+    try:
+        ranks = run_ranks(_run_jobs, world, jobs, timeout=PATIENCE_S * len(jobs))
+    except RankError as error:
+        if len(cells) > 1:
+            for cell in cells:
+                yield from _launch([cell], precisions, known)
+            return
+        yield _broken(cells[0], str(error), time.monotonic() - start)
+        return
+    seconds = (time.monotonic() - start) / len(cells)
+    for index, cell in enumerate(cells):
+        mine = range(index * len(precisions), (index + 1) * len(precisions))
+        errors = {jobs[job][0]: summary([rank[job] for rank in ranks], set(jobs[job][2][0].grads)) for job in mine}
+        yield Verdict(name=cell.name, errors=errors, seconds=round(seconds, 2))
+
+
+def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
+    return [run_rank(rank, plan, RECIPES[precision], expected, packed) for precision, plan, expected, packed in jobs]
+
+
+def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
+    """From a rank's traceback: a layout that the trainer refuses while it builds, or a failure."""
+    last = text.strip().splitlines()[-1]
+    kind, _, reason = last.partition(": ")
+    if kind.endswith("LayoutError"):
+        return Verdict(name=cell.name, refused=reason)
+    return Verdict(name=cell.name, failed=last, seconds=round(seconds, 2))
+
+
+def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
+    """Over all ranks. A quantity that no rank compared counts as infinitely wrong: silence is not proof."""
+    worst: dict[str, float] = {}
+    for found in ranks:
+        for what, error in found.items():
+            worst[what] = max(worst.get(what, 0.0), error)
+
+    def of_all(kind: str) -> tuple[float, str]:
+        return max((worst.get(f"{kind} {name}", float("inf")), name) for name in parameters)
+
+    (grad, worst_grad), (weight, worst_weight) = of_all("grad"), of_all("weight")
+    loss, norm = worst.get("loss", float("inf")), worst.get("norm", float("inf"))
+    return Errors(loss=loss, grad=grad, norm=norm, weight=weight, worst_grad=worst_grad, worst_weight=worst_weight)
+
+
+def one_process(plan: Plan, packed: bool, known: Known) -> list[oracle.Outcome]:
+    """The layout does not matter to it, so cells share what is `known`."""
+    train, samples = plan.job.train, plan.parallel.global_batch_samples
+    same = (plan.model, plan.job.optim, train.seed, train.seq_len, train.steps, train.clip_grad_norm, samples, packed)
+    key = msgspec.json.encode(same)
+    if key not in known:
+        known[key] = oracle.train(plan, STEPS, packed)
+    return known[key]

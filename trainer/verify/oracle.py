@@ -1,0 +1,59 @@
+"""One process that trains the whole model on the whole global batch, with torch's own pieces and none of ours but the
+model's mathematics and its initial weights: plain autograd, `clip_grad_norm_`, `torch.optim.AdamW`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan import Plan
+from trainer.data.batch import IGNORED
+from trainer.model.init import init_stage
+from trainer.model.loss import cross_entropy_sum
+from trainer.model.stage import Stage
+from trainer.optim.lr import learning_rate
+
+from .samples import micro_batch
+
+
+@dataclass
+class Outcome:
+    """Of one optimizer step: mean loss over valid tokens, gradient before clipping, its norm, weights after it."""
+
+    loss: float
+    norm: float
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def train(plan: Plan, steps: int, packed: bool = False, dtype: torch.dtype = torch.float64) -> list[Outcome]:
+    """`steps` optimizer steps from the plan's seed; the samples are the places 0, 1, 2, ... of the global order."""
+    job, size = plan.job, plan.parallel.global_batch_samples
+    stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(dtype)
+    init_stage(stage, plan.model, job.train.seed)
+    params = dict(stage.named_parameters())
+    matrices = {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": job.optim.weight_decay}
+    vectors = {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0}
+    betas = (job.optim.beta1, job.optim.beta2)
+    adamw = torch.optim.AdamW([matrices, vectors], lr=0.0, betas=betas, eps=job.optim.eps, foreach=False)
+    outcomes = []
+    for step in range(1, steps + 1):
+        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed)
+        loss = cross_entropy_sum(stage(None, batch), batch.targets) / int((batch.targets != IGNORED).sum())
+        stage.zero_grad()
+        loss.backward()
+        grads = _copies({name: param.grad for name, param in params.items()})
+        norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(step, job.optim, job.train.steps)
+        adamw.step()
+        outcomes.append(Outcome(loss.item(), norm.item(), grads, _copies(params)))
+    return outcomes
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
