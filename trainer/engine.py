@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
+from orchestrator.plan.schedules import Kind
 
 from .checkpoint.format import Piece
 from .data.batch import MicroBatch
@@ -29,6 +31,11 @@ from .parallel.data.buckets import GradBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
 from .parallel.mesh import Mesh
 from .pipeline.runtime import Pipeline, stage_indices
+
+if TYPE_CHECKING:
+    from .parallel.data.fsdp import FullyShardedParameters
+
+    Buckets = GradBuckets | FullyShardedParameters
 
 
 @dataclass
@@ -47,9 +54,10 @@ class Engine:
         self.counter, self.timer = CommCounter(), PhaseTimer()
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1
-        self.part = apply.build(plan, mesh, self.counter, device, recipe.param, indices=mine)
-        kind = ShardedGradBuckets if par.zero == 2 else GradBuckets
-        self.buckets = kind(list(self.part.parameters()), mesh, par.zero, recipe.reduce, par.bucket_bytes, self.counter)
+        shards_weights = par.zero == 3 and mesh.size("shard") > 1
+        dtype = recipe.master if shards_weights else recipe.param
+        self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
+        self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
         self.pipeline = Pipeline.from_plan(
             *(plan, self.part.stages, self.part.loss, mesh, self.counter),
@@ -57,6 +65,21 @@ class Engine:
             device=device,
             on_grad=self.buckets.on_grad,
             timer=self.timer,
+        )
+
+    def _flat_buckets(self) -> GradBuckets:
+        par = self.plan.parallel
+        alone = self.mesh.size("shard") == 1  # nothing to shard over: every ZeRO stage is the same
+        kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
+        params = list(self.part.parameters())
+        return kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter)
+
+    def _fully_sharded(self) -> Buckets:
+        from .parallel.data.fsdp import FullyShardedParameters  # brings torch._dynamo: a second, only here
+
+        part, pipelined = self.part, self.plan.parallel.pp > 1
+        return FullyShardedParameters(
+            *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device), interleaved=pipelined
         )
 
     def step(self, batches: Sequence[MicroBatch], valid_tokens: int, lr: float) -> StepOutcome:
@@ -89,6 +112,16 @@ class Engine:
             return None
         total = all_reduce(loss_sum.double(), self.mesh.group("grad"), "dp", self.counter)
         return float(total) / valid_tokens
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds by phase since the last call. On CUDA, where the host runs ahead of the device, forward and backward
+        are the device's own times from the pipeline's events."""
+        seconds = self.timer.take()
+        if self.device.type == "cuda":
+            seconds |= {"forward": 0.0, "backward": 0.0}
+            for span in self.pipeline.trace.spans():
+                seconds["forward" if span.action.kind is Kind.F else "backward"] += span.end - span.start
+        return seconds
 
     def pieces(self, own: bool) -> Iterator[Piece]:
         """Optimizer state as checkpoint pieces: all that this rank holds, or (`own`) those that it is to write."""

@@ -122,4 +122,7 @@ def exit_code(error: BaseException) -> Exit:
         return Exit.CONFIG
     if is_peer_loss(error):
         return Exit.RESTART
-    return Exit.USER if isinstance(error, OSError | MemoryError) else Exit.INTERNAL
+    # torch.OutOfMemoryError is a RuntimeError: the plan did not fit, which is for the user to change
+    if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return Exit.USER
+    return Exit.INTERNAL

@@ -7,6 +7,7 @@ first forward.
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 
@@ -27,7 +28,7 @@ from .data.build import open_tokens
 from .data.loader import Loader
 from .data.progress import thinned
 from .engine import Engine
-from .errors import DataError, NonFinite, Stopped
+from .errors import DataError, NonFinite, SaveError, Stopped
 from .metrics.memory import StepMemory
 from .metrics.report import Reporter
 from .notice import Notice
@@ -97,9 +98,8 @@ class Run:
         self.loader, self.reporter, self.notice = loader, reporter, notice
         torch.manual_seed(plan.job.train.seed)
         self.engine = Engine(plan, mesh, device, recipe)
-        self.checkpoints = Checkpoints(
-            checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), plan, Fence(env.run_id, env.epoch), env.rank, reporter
-        )
+        folder, token = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), Fence(env.run_id, env.epoch)
+        self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, data=loader.store.index.key)
         engine = self.engine
         self.memory = StepMemory(
             device,
@@ -132,7 +132,7 @@ class Run:
                 self._stop()
             self._train_step(batches, valid_tokens, start)
             if every and self.step % every == 0 and self.step < job.train.steps:
-                self._save()
+                self._save_on_the_way()
         self._save()
         self.reporter.event("done", self.step)
 
@@ -152,6 +152,13 @@ class Run:
         self._save()
         raise Stopped(f"{reason}: saved at step {self.step}")
 
+    def _save_on_the_way(self) -> None:
+        """A full disk is no reason to throw away what is in memory: say so, train on, try again next time."""
+        try:
+            self._save()
+        except SaveError as error:
+            self.reporter.event("checkpoint_failed", self.step, error=str(error))
+
     def _save(self) -> None:
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.save(list(self.engine.pieces(own=True)), self.step, self.samples)
@@ -164,7 +171,7 @@ class Run:
         with self.memory.measure(enabled=every > 0 and number % every == 0) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
             grad_norm = float(norm)
-            if not torch.isfinite(norm):
+            if not math.isfinite(grad_norm):
                 self._explain_non_finite(number, loss_sum, grad_norm)
             engine.update(norm, lr)
         logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
@@ -194,7 +201,8 @@ class Run:
             loss=loss,
             grad_norm=norm,
             lr=lr,
-            phase_s=self.engine.timer.take(),
+            phase_s=self.engine.take_phases(),
+            bubble_ratio=self.engine.pipeline.trace.bubble_ratio() if plan.parallel.pp > 1 else None,
             comm_bytes=comm_bytes,
             comm_s=comm_s,
             memory_bytes=memory_bytes,

@@ -103,6 +103,14 @@ def test_a_step_report_says_what_the_step_did(cache, tmp_path):
     assert first.hfu == first.mfu
 
 
+def test_a_pipeline_reports_its_bubble(cache, tmp_path):
+    plan = job(cache, steps=2, pp=2, micro_batches=4)
+    _, workers = finish(plan, tmp_path)
+    assert all(step.bubble_ratio >= 0 for rank in (0, 1) for step in workers.steps(rank))
+    _, alone = finish(job(cache, steps=1), tmp_path / "alone")
+    assert alone.steps()[0].bubble_ratio is None
+
+
 def test_layouts_see_the_same_data_and_the_same_losses(cache, tmp_path):
     """Eight ranks and one: same seed, same samples, so the same loss curve up to rounding."""
     model = tiny_model(tied_embeddings=True)
@@ -183,6 +191,28 @@ def test_another_model_in_the_checkpoint_folder_is_refused_with_65(cache, tmp_pa
     finish(job(cache, steps=1), tmp_path)
     codes, again = finish(job(cache, steps=1, model=tiny_model(ffn_hidden=64, tied_embeddings=True)), tmp_path, epoch=1)
     assert codes == [Exit.CONFIG] and "shape" in again.log(0)
+
+
+def test_a_save_that_fails_on_the_way_is_reported_and_training_goes_on(cache, tmp_path):
+    plan = job(cache, steps=6, every=2, dp=2)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / f".tmp-{step_name(4)}.e0").touch()  # where step 4's folder is to be made
+    codes, workers = finish(plan, tmp_path)
+    assert codes == [0, 0]
+    (failed,) = workers.events("checkpoint_failed")
+    assert failed.step == 4 and "File exists" in failed.fields["error"]
+    assert [event.step for event in workers.events("checkpoint_saved")] == [2, 6]
+
+
+def test_resuming_on_other_text_or_another_plan_is_said(cache, tmp_path):
+    finish(job(cache, steps=1), tmp_path)
+    _, same = finish(job(cache, steps=1), tmp_path, epoch=1)
+    fields = same.events("resumed")[0].fields
+    assert fields["same_plan"] and fields["same_data"]
+    longer = changed(job(cache, steps=2), "data", paths=[str(TEXT / "decoder.py")])
+    codes, other = finish(longer, tmp_path, epoch=2)
+    fields = other.events("resumed")[0].fields
+    assert codes == [0] and not fields["same_plan"] and not fields["same_data"]
 
 
 def test_an_older_epoch_is_fenced_with_77(cache, tmp_path):

@@ -127,6 +127,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     step: int  # optimizer steps completed
     samples: int  # consumed so far, globally: the whole state of the data order
     created: float  # Unix seconds
+    data: str = ""  # key of the token files that the samples came from
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
     files: list[FileRecord]

@@ -18,7 +18,9 @@ from .save import claim, save, set_aside
 class Checkpoints:
     """Every method is collective: all ranks call it at the same step."""
 
-    def __init__(self, folder: Path, plan: Plan, token: Fence, rank: int, reporter: Reporter):
+    def __init__(self, folder: Path, plan: Plan, token: Fence, rank: int, reporter: Reporter, data: str = ""):
+        """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused."""
+        self.data = data
         self.folder, self.plan, self.token, self.rank, self.reporter = folder, plan, token, rank, reporter
         self.saved_step: int | None = None  # newest step that is on disk and was verified or written by this process
 
@@ -50,6 +52,7 @@ class Checkpoints:
                 samples=found.manifest.samples,
                 seconds=time.perf_counter() - start,
                 same_plan=found.manifest.plan_hash == self.plan.hash,
+                same_data=found.manifest.data == self.data,
             )
         self.saved_step = found.manifest.step
         return found.manifest
@@ -68,6 +71,7 @@ class Checkpoints:
             step=step,
             samples=samples,
             scalars=scalars,
+            data=self.data,
             keep_last=self.plan.job.checkpoint.keep_last,
             protected=self.saved_step,
         )

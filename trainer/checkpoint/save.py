@@ -75,6 +75,7 @@ def save(
     step: int,
     samples: int,
     scalars: Mapping[str, float] = {},
+    data: str = "",
     keep_last: int,
     protected: int | None = None,
 ) -> int:
@@ -102,6 +103,7 @@ def save(
             samples=samples,
             created=time.time(),
             scalars=dict(scalars),
+            data=data,
             parameters={name: shape for answer in answers for name, shape in answer.shapes.items()},
             files=[answer.record for answer in answers if answer.record is not None],
         )
