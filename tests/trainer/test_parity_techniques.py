@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.plans import tiny_model
-from tests.trainer.test_parity import GPT, GQA, LIMIT, ONE_KV_HEAD, STEPS, TIED, parity_plan, reference, run_rank
+from tests.trainer.test_parity import GPT, GQA, ONE_KV_HEAD, TIED, parity_plan, reference
 from trainer.optim.precision import FP64
+from trainer.verify.compare import LIMIT, STEPS, run_rank
 from trainer.verify.ranks import run_ranks
 
 EIGHT = tiny_model(layers=8)
@@ -128,7 +129,27 @@ SHARDING = {
     "hybrid zero1": {"dp": 4, "zero": 1, "zero_group": 2, "bucket_bytes": 1 << 12, "micro_batches": 3},
     "hybrid zero2": {"dp": 4, "zero": 2, "zero_group": 2, "bucket_bytes": 1 << 12, "model": TIED},
     "hybrid zero1 over cp": {"dp": 2, "cp": 2, "zero": 1, "zero_group": 2},
+    "zero1, dp nested inside cp": {"dp": 2, "cp": 2, "zero": 1, "order": ("tp", "dp", "cp", "ep", "pp")},
+    "hybrid zero1, dp nested inside cp": {
+        **{"dp": 2, "cp": 2, "zero": 1, "zero_group": 2, "order": ("tp", "dp", "cp", "ep", "pp")},
+    },
+    "zero1, pp innermost": {"dp": 2, "pp": 2, "zero": 1, "order": ("pp", "dp", "tp", "cp", "ep"), "model": TIED},
     "hybrid of one": {"dp": 2, "zero": 1, "zero_group": 1},
+    "zero3": {"dp": 2, "zero": 3},
+    "zero3 accumulation 4, tied": {"dp": 2, "zero": 3, "micro_batches": 4, "model": TIED},
+    "zero3 dp4 gpt": {"dp": 4, "zero": 3, "micro_batches": 3, "model": GPT},
+    "zero3 full recompute": {"dp": 2, "zero": 3, "recompute": "full"},
+    "zero3 selective recompute": {"dp": 2, "zero": 3, "recompute": "selective", "model": GPT},
+    "zero3 cp2": {"cp": 2, "zero": 3, "model": TIED},
+    "zero3 tp2 sp": {"dp": 2, "tp": 2, "zero": 3, "model": ONE_KV_HEAD},
+    "zero3 tp2 without sp": {"dp": 2, "tp": 2, "zero": 3, "sp": False, "model": GPT},
+    "zero3 pp2 tied": {"dp": 2, "pp": 2, "zero": 3, "model": TIED, "micro_batches": 4},
+    "zero3 pp2 interleaved": {
+        **{"dp": 2, "pp": 2, "vpp": 2, "schedule": "interleaved", "zero": 3, "model": TIED, "micro_batches": 4},
+    },
+    "zero3 pp2 afab": {"dp": 2, "pp": 2, "schedule": "afab", "zero": 3, "model": GPT, "micro_batches": 3},
+    "hybrid zero3": {"dp": 4, "zero": 3, "zero_group": 2, "model": TIED},
+    "zero3 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2, "zero": 3, "model": GPT, "micro_batches": 3},
     "zero2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "model": GPT, "micro_batches": 3},
 }
 

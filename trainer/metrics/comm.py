@@ -94,6 +94,13 @@ class Handle:
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
 
+    @property
+    def work(self) -> dist.Work | None:
+        """torch's own handle, for callers that wait themselves; not where `finish` has something to do."""
+        if self._finish is not None:
+            raise RuntimeError("this collective ends with work of its own: use wait()")
+        return self._work
+
     def wait(self) -> Tensor:
         if self._work is not None:
             with self._counter.waiting(self._axis, self._result):

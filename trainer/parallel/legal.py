@@ -9,6 +9,9 @@ from orchestrator.plan.schedules import copies_of
 from trainer.errors import LayoutError
 from trainer.parallel.context.order import BALANCED
 
+#: Schedules whose backward is one piece.
+WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
+
 
 def check(plan: Plan) -> None:
     """Raise LayoutError naming the first rule that the plan breaks, with the legal values where there are any."""
@@ -39,8 +42,6 @@ def _unproven(plan: Plan) -> Iterator[str]:
         yield f"model.dropout={model.dropout} is not implemented; use 0"
     if par.ep > 1:
         yield f"ep={par.ep} needs a mixture of experts; use ep1"
-    if par.zero > 2:
-        yield f"zero={par.zero} is not proven yet; legal: 0, 1, 2"
     if train.precision == "fp16":
         yield "train.precision=fp16 needs loss scaling, which is not proven yet; legal: fp32, bf16"
     if train.compile:
@@ -110,7 +111,12 @@ def _sharding(plan: Plan) -> Iterator[str]:
             f"parallel.zero_group={par.zero_group} needs zero 1 to 3 and must divide the {holders} ranks with the same"
             " weights"
         )
-    if par.zero >= 2 and two:
+    if par.zero == 3 and par.pp > 1 and par.schedule not in WHOLE_BACKWARD:
+        yield (
+            f"zero=3 with schedule {par.schedule}: torch's fully_shard does not take a split backward; legal schedules:"
+            f" {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
+        )
+    elif par.zero >= 2 and two:
         yield (
             f"zero={par.zero} with schedule {par.schedule}: both ranks of a stage complete its gradients in different"
             " orders; use zero0 or zero1"

@@ -19,7 +19,7 @@ comes after the first and moves only the shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -121,7 +121,7 @@ class GradBuckets:
         self.shard_index = mesh.index("shard") if zero else 0
         self.passes = 0
         self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
-        items = [Item(i, param.numel(), _kind(param, info)) for i, (_, param, info) in enumerate(params)]
+        items = [Item(i, param.numel(), kind_of(param.dtype, info)) for i, (_, param, info) in enumerate(params)]
         layouts = make_layout(items, self.shards, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
         self._seat: dict[Parameter, tuple[int, int]] = {}  # parameter -> (bucket, slot)
@@ -254,6 +254,12 @@ class GradBuckets:
                 result[info.name] = whole[slot.start : slot.stop].view(shape).clone()
         return result
 
+    def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:
+        """Every parameter whole, as this rank holds it."""
+        for bucket in self.buckets:
+            for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
+                yield info, bucket.params[slot.start : slot.stop].view(shape)
+
     def _shard_group(self) -> torch.distributed.ProcessGroup | None:
         return self.mesh.group("shard") if self.zero else None
 
@@ -272,6 +278,6 @@ class GradBuckets:
         self._hooks = []
 
 
-def _kind(param: Parameter, info: ParamInfo) -> Kind:
+def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
     sums = [name for name in (info.grad_sum_group, "embedding" if info.tied else None) if name]
-    return Kind(param.dtype, info.decay, len(info.replicas) > 1, tuple(sums))
+    return Kind(dtype, info.decay, len(info.replicas) > 1, tuple(sums))

@@ -1,0 +1,222 @@
+"""ZeRO-3: weights too are held as shards, gathered layer by layer (arXiv 1910.02054, section 5.3) by torch's
+`fully_shard` (FSDP2), with our collectives and our optimizer.
+
+A block's weights are gathered before its forward and again before its backward, one block ahead of need, and its
+gradients are reduce-scattered behind its backward: 3 Psi (n-1)/n a micro-batch. Embedding, final norm and head stay
+gathered in between: 2 Psi for theirs. Under pipeline parallelism, where forwards and backwards of micro-batches mix,
+every weight is gathered once a step and let go at its end (torch's own pipelines do so too): memory for weights is then
+saved only between steps, which the plan warns of.
+
+The shards are the master copy; blocks compute in `Recipe.param` and gradients travel and add up in `Recipe.reduce`, as
+sums: torch's mean over ranks is switched off. To the optimizer, the norm and checkpoints each parameter is a bucket of
+its own whose shard is a run of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainer.metrics.comm import CommCounter, all_reduce, reduce_scatter, start_all_gather
+from trainer.model.stage import Stage
+from trainer.optim.precision import Recipe
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.params import ParamInfo, ParamTable
+
+from .buckets import BOOKED, Kind, kind_of
+from .layout import Slot
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Layout of a parameter cut along dimension 0 in runs of ceil(rows / shards), the last ones shorter or empty."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot(0, 0, prod(self.shape)),)
+
+    def shard(self, index: int, shards: int) -> tuple[int, int]:
+        """[start, stop) in the parameter's flat elements."""
+        run, width = -(-self.shape[0] // shards), prod(self.shape[1:])
+        return min(index * run, self.shape[0]) * width, min((index + 1) * run, self.shape[0]) * width
+
+    def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
+        start, stop = self.shard(index, shards)
+        return [(self.slots[0], start, stop)] if start < stop else []
+
+
+class ShardedParameter:
+    """One parameter as the optimizer sees it: this rank's rows and their gradient, flat."""
+
+    def __init__(self, param: Tensor, info: ParamInfo, index: int, shards: int):
+        self.param, self.infos, self.owner = param, [info], info.owner
+        self.layout = Rows(info.local_shape)
+        self.range = self.layout.shard(index, shards)
+        self.kind: Kind = kind_of(param.dtype, info)
+        self.param_shard = _local(param)
+        self.grad_shard = torch.zeros_like(self.param_shard)
+
+
+class FullyShardedParameters:
+    """ZeRO-3 behind the interface of `GradBuckets`."""
+
+    zero = 3
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        table: ParamTable,
+        mesh: Mesh,
+        recipe: Recipe,
+        counter: CommCounter,
+        device: torch.device,
+        interleaved: bool,
+    ):
+        """`stages`, in the master dtype, are sharded in place over the group "shard" of at least two ranks.
+        `interleaved`: forwards and backwards of several micro-batches mix (a pipeline)."""
+        self.mesh, self.counter = mesh, counter
+        self.shards, self.shard_index = mesh.size("shard"), mesh.index("shard")
+        ranks = DeviceMesh.from_group(mesh.group("shard"), device.type)
+        policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
+        self.modules: list[FSDPModule] = []
+        for stage in stages:
+            blocks = list(stage.layers.values())
+            for block in blocks:
+                fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=not interleaved)
+            fully_shard(stage, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+            _prefetch(stage, blocks)
+            self.modules += [*blocks, stage]
+        for module in self.modules:
+            module.set_custom_all_gather(_AllGather(counter))
+            module.set_custom_reduce_scatter(_ReduceScatter(counter))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(not interleaved)
+            module.unshard()  # settles where the shards lie, which torch else does in the first forward
+            module.reshard()
+        self.buckets = [
+            ShardedParameter(param, table[name], self.shard_index, self.shards)
+            for stage in stages
+            for name, param in stage.named_parameters()
+        ]
+
+    # ------------------------------------------------------------------------------------------- gradients
+
+    def expect(self, passes: int) -> None:
+        """Begin a step of `passes` backward passes, each of which ends with its gradients summed into the shards."""
+        if passes < 1:
+            raise ValueError(f"a step needs at least one backward pass, not {passes}")
+        for bucket in self.buckets:
+            bucket.param.grad = None
+
+    def on_grad(self, param: Tensor) -> None:
+        raise NotImplementedError("ZeRO-3 takes gradients from autograd alone: no schedule that splits backward")
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Let go of gathered weights; every `grad_shard` holds the sum over all ranks and passes."""
+        for module in self.modules:
+            module.reshard()
+        for bucket in self.buckets:
+            if bucket.param.grad is None:
+                bucket.param.grad = torch.zeros_like(bucket.param)
+            bucket.grad_shard = _local(bucket.param.grad)
+        self._sum(self.buckets, "replica")
+        for name in ("tp", "kv", "embedding"):
+            self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
+
+    def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
+        """Over one group, all in one message."""
+        group = self.mesh.group(name)
+        if group is None or not buckets:
+            return
+        grads = [bucket.grad_shard for bucket in buckets]
+        total = all_reduce(torch.cat(grads), group, BOOKED.get(name, name), self.counter)
+        for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part)
+
+    # ------------------------------------------------------------------------------------------- parameters
+
+    def gather(self, bucket: ShardedParameter) -> None:
+        """Nothing: each forward gathers for itself."""
+
+    def wait_params(self) -> None:
+        """Nothing to wait for."""
+
+    # ------------------------------------------------------------------------------------------- views
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """Every parameter's whole summed gradient by name: for verification only."""
+        return {bucket.infos[0].name: bucket.param.grad.full_tensor() for bucket in self.buckets}
+
+    def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:
+        """Every parameter whole, gathered: for verification only."""
+        for bucket in self.buckets:
+            yield bucket.infos[0], bucket.param.detach().full_tensor()
+
+    def param_tensors(self) -> list[Tensor]:
+        """The shards' storage, for the account of memory."""
+        return [bucket.param_shard for bucket in self.buckets]
+
+    def grad_tensors(self) -> list[Tensor]:
+        """The gradient shards' storage, for the account of memory."""
+        return [_local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None]
+
+
+def _prefetch(stage: Stage, blocks: list[FSDPModule]) -> None:
+    """While a block computes, the next one's weights are on their way: in forward and, mirrored, in backward."""
+    if blocks:
+        stage.set_modules_to_forward_prefetch(blocks[:1])
+        stage.set_modules_to_backward_prefetch(blocks[-1:])
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a DTensor as a flat view."""
+    return tensor.detach().to_local().view(-1)
+
+
+class _Communication:
+    """What FSDP2 asks of a collective that it does not make itself: buffers, and the call."""
+
+    def __init__(self, counter: CommCounter):
+        self.counter = counter
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Communication):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        handle = start_all_gather(input_tensor, group, "dp", self.counter, out=output_tensor)
+        if async_op:
+            return handle.work
+        handle.wait()
+        return None
+
+
+class _ReduceScatter(_Communication):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """`op` is SUM. Not asynchronous to its caller: on CUDA it runs in FSDP2's own stream, beside backward."""
+        reduce_scatter(input_tensor, group, "dp", self.counter, out=output_tensor)
