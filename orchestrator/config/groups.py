@@ -7,6 +7,8 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
+#: In the order in which people think of them: one folder of `conf/` each, one field of the schema's `Config`.
+GROUPS = ("cluster", "parallel", "model", "data", "optim", "train", "checkpoint", "metrics", "backend")
 PRIMARY = "orch"  # conf/orch.yaml; not `config`, which a project's own conf folder probably has for itself
 
 
@@ -41,13 +43,13 @@ class Library:
         self.folders = folders
 
     def groups(self) -> list[str]:
-        """Every group that has files, nested ones as `cluster/node`."""
-        found: dict[str, None] = {}
-        for folder in self.folders:
-            for path in sorted(folder.rglob("*.yaml")):
-                group = path.parent.relative_to(folder).as_posix()
-                if group != ".":
-                    found.setdefault(group)
+        """Every group that has files, nested ones as `cluster/node`. Other folders beside them are not ours."""
+        found = dict.fromkeys(
+            path.parent.relative_to(folder).as_posix()
+            for group in GROUPS
+            for folder in self.folders
+            for path in sorted((folder / group).rglob("*.yaml"))
+        )
         return list(found)
 
     def files(self, group: str) -> list[str]:

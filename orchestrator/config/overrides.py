@@ -16,8 +16,8 @@ from orchestrator.plan.exits import Exit
 from orchestrator.suggest import did_you_mean
 
 from . import grammar
-from .groups import Library
-from .schema import GROUPS, Config
+from .groups import GROUPS, Library
+from .schema import Config
 from .structured import bare, fields, is_open, is_text, optional, struct_of
 
 #: A later one of these replaces an earlier other one: nobody means both.

@@ -265,7 +265,3 @@ class Config(Frozen):
     backend: BackendSpec
     run: RunSpec = RunSpec()
     choices: dict[str, str] = {}
-
-
-#: Config groups in the order in which people think of them: one folder of `conf/` each.
-GROUPS = ("cluster", "parallel", "model", "data", "optim", "train", "checkpoint", "metrics", "backend")

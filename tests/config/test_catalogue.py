@@ -7,8 +7,7 @@ import yaml
 
 from orchestrator.config import grammar
 from orchestrator.config.compose import load
-from orchestrator.config.groups import Library, shipped
-from orchestrator.config.schema import GROUPS
+from orchestrator.config.groups import GROUPS, Library, shipped
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.model_math import parameter_count
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from orchestrator.config.compose import load
-from orchestrator.config.groups import folders, shipped
-from orchestrator.config.schema import GROUPS, Config
+from orchestrator.config.groups import GROUPS, Library, folders, shipped
+from orchestrator.config.schema import Config
 from orchestrator.config.structured import fields, struct_of, twin
 
 TRAIN = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
@@ -144,6 +144,7 @@ def test_conf_of_the_working_folder_is_used_and_its_config_yaml_left_alone(tmp_p
     monkeypatch.chdir(tmp_path)
     assert load(["train=mine"]).train.steps == 10
     assert folders() == [tmp_path / "conf", shipped()]
+    assert "db" not in Library(folders()).groups()
 
 
 def test_a_folder_with_any_name_works(tmp_path):
@@ -165,6 +166,10 @@ def test_two_loads_do_not_touch_each_other(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- one definition
+
+
+def test_every_group_is_a_part_of_the_configuration():
+    assert set(GROUPS) == set(fields(Config)) - {"run", "choices"}
 
 
 def test_the_structured_config_has_exactly_the_schemas_keys():
