@@ -7,6 +7,8 @@ its receive runs (rendezvous), and any two ranks name their mutual transfers in 
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from .actions import Action, Kind
 from .schedule import Schedule
 from .simulate import simulate
@@ -19,22 +21,21 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
 
     Raises ScheduleError if the compute orders deadlock.
     """
-    events: list[tuple[float, int, Action, int]] = []  # (time, transfers before computes, action, rank)
+    events: list[tuple[float, bool, int, Action, Action | None]] = []  # (time, is compute, rank, action, receive)
     for rank, spans in enumerate(simulate(schedule).spans):
         for action, start, end in spans:
-            events.append((start, 1, action, rank))
-            if receive_of(schedule, action) is not None:
-                events.append((end, 0, action, rank))
-    events.sort()
+            events.append((start, True, rank, action, None))
+            if (receive := receive_of(schedule, action)) is not None:
+                events.append((end, False, rank, action, receive))
+    events.sort(key=itemgetter(0, 1))  # at one time transfers come first; what is still equal stays in order of rank
     programs: list[list[Action]] = [[] for _ in range(schedule.pp)]
-    for _, is_compute, action, rank in events:
+    for _, is_compute, rank, action, receive in events:
         if is_compute:
             programs[rank].append(action)
-            continue
-        receive = receive_of(schedule, action)
-        kind = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
-        programs[rank].append(action._replace(kind=kind))
-        programs[schedule.stage_rank[receive.stage]].append(receive)
+        else:
+            kind = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B
+            programs[rank].append(Action(kind, action.stage, action.micro_batch))
+            programs[schedule.stage_rank[receive.stage]].append(receive)
     return tuple(map(tuple, programs))
 
 
