@@ -1,0 +1,94 @@
+"""`orch verify`: is this layout's arithmetic that of one process? Measured here and now, not promised."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.plan.parity import Cell, Verdict
+
+HELP = "train a layout and one process on the same tokens, and compare everything"
+#: Cells of the matrix that share one launch of ranks.
+TOGETHER = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--matrix", choices=("quick", "full"), help="the techniques' matrix instead of one layout")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.out and not args.matrix:
+        raise OrchError("--out is for --matrix: the page of a whole matrix")
+    if args.matrix and overrides:
+        raise OrchError(f"--matrix brings its own layouts and models: {overrides[0]!r} cannot be combined with it")
+    verdicts = _matrix(args) if args.matrix else _layouts(args, overrides)
+    return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
+
+
+def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:
+    from orchestrator.verify.cells import of_words
+
+    return _show(list(of_words(overrides, args.config_dir)), args.json)
+
+
+def _matrix(args: argparse.Namespace) -> list[Verdict]:
+    """Refused cells are part of a matrix, not a failure of it."""
+    from orchestrator.verify import matrix
+    from orchestrator.verify.cells import of_entries
+
+    entries = getattr(matrix, args.matrix)()
+    verdicts = _show(list(of_entries(entries, args.config_dir)), args.json, TOGETHER)
+    if args.out:
+        from orchestrator.cli.verbs.plan import write
+        from orchestrator.verify.page import document
+
+        page = document(entries, {verdict.name: verdict for verdict in verdicts}, _versions())
+        write(args.out, page.encode(), "--out")
+    return [verdict for verdict in verdicts if not verdict.refused]
+
+
+def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> list[Verdict]:
+    """Judge, printing each verdict as it becomes known."""
+    from orchestrator.verify.page import summary
+
+    found = []
+    if as_json:
+        import msgspec
+
+        for verdict in _judged(cells, together):
+            found.append(verdict)
+            more = {"verdict": verdict.word, **msgspec.to_builtins(verdict)}
+            print(msgspec.json.encode(more).decode(), flush=True)
+        return found
+    from orchestrator.cli.terminal import style
+    from orchestrator.verify.page import lines
+
+    look = style()
+    for verdict in _judged(cells, together):
+        found.append(verdict)
+        print("\n".join(lines(verdict, look)), flush=True)
+    print(f"\n{summary(found)}", file=sys.stdout)
+    return found
+
+
+def _judged(cells: Sequence[Cell | Verdict], together: int) -> Iterator[Verdict]:
+    from orchestrator.plan.parity import Verdict
+    from orchestrator.verify.ask import ask
+
+    yield from (cell for cell in cells if isinstance(cell, Verdict))
+    yield from ask([cell for cell in cells if not isinstance(cell, Verdict)], together)
+
+
+def _versions() -> str:
+    import platform
+    from importlib.metadata import version
+
+    return f"orch {version('orch')}, torch {version('torch')}, Python {platform.python_version()}"

@@ -1,0 +1,104 @@
+"""From words, or from an entry of the matrix, to cells: plans of the real planner, cut to what takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from pathlib import Path
+
+from msgspec import structs
+
+from orchestrator.config.schema import ClusterSpec, Config
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.parity import Cell, Verdict
+
+from .matrix import BUCKET_MIB, MODELS, Entry
+
+#: Processes that a layout gets where dp is left out: as many as the cluster has, and no more than this.
+PROCESSES = 8
+#: One process holds the model in float64 with its optimizer, and every rank its part of that.
+MOST_PARAMETERS = 50_000_000
+SEQ_LEN = 32  # tokens, at least: what a batch is cut to unless the user says otherwise
+ACCUMULATION = 4
+
+
+def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
+    """A cell for each word of `parallel=word,word,...`; the other words hold for all. Raises OrchError."""
+    from orchestrator.config.compose import load
+
+    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
+    lists = [word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")]
+    if not lists:
+        raise OrchError(
+            "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or --matrix"
+        )
+    given = {word.lstrip("+").split("=", 1)[0] for word in rest}
+    for name in [name.strip() for name in lists[-1].strip("[]").split(",")]:
+        config = load([*rest, f"parallel={name}"], config_dir)
+        if config.parallel.auto:
+            raise OrchError(f"parallel={name}: verify needs degrees, not a search", Exit.USAGE)
+        yield make(name, small(config, given))
+
+
+def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
+    from orchestrator.config.compose import load
+
+    base = load(["cluster=local", "train.precision=fp32"], config_dir)
+    for entry in entries:
+        yield make(entry.name, of_entry(base, entry), entry.variation.text == "packed")
+
+
+def make(name: str, config: Config, packed: bool = False) -> Cell | Verdict:
+    """The cell, or the planner's refusal."""
+    from orchestrator.planner.build import build_plan
+
+    try:
+        return Cell(name=name, plan=build_plan(config), packed=packed)
+    except OrchError as error:
+        return Verdict(name=name, refused=error.message)
+
+
+def of_entry(base: Config, entry: Entry) -> Config:
+    model = structs.replace(base.model, name=entry.variation.model, **MODELS[entry.variation.model])
+    bucket = BUCKET_MIB[entry.variation.buckets]
+    parallel = structs.replace(base.parallel, **entry.degrees, micro_batch_size=1, bucket_mib=bucket)
+    samples = entry.accumulation * entry.degrees["dp"]
+    train = structs.replace(base.train, global_batch_samples=samples, seq_len=16, recompute=entry.recompute, steps=4)
+    optim = structs.replace(base.optim, warmup_steps=0)
+    cluster = one_node(base.cluster, entry.processes)
+    return structs.replace(base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim)
+
+
+def small(config: Config, given: set[str]) -> Config:
+    """The job with a batch that one process computes in a second, keys that the user gave aside. Raises OrchError."""
+    par, train = config.parallel, config.train
+    model_ranks = par.tp * par.pp * par.cp * par.ep
+    gpus = config.cluster.nodes * config.cluster.gpus_per_node
+    dp = par.dp or max(1, min(gpus, PROCESSES) // model_ranks)
+    if model_ranks * dp != gpus:
+        config = structs.replace(config, cluster=one_node(config.cluster, model_ranks * dp))
+    if "train.seq_len" not in given:
+        piece = 2 * par.cp * par.tp
+        train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
+    if not given & {"train.global_batch_samples", "train.global_batch_tokens"}:
+        size = par.micro_batch_size or 1
+        par = structs.replace(par, micro_batch_size=size)
+        train = structs.replace(
+            train, global_batch_samples=max(ACCUMULATION, par.pp) * size * dp * par.ep, global_batch_tokens=None
+        )
+    # A full learning rate from the first of the two steps: weights that hardly move prove little.
+    optim = structs.replace(config.optim, warmup_steps=0)
+    return structs.replace(config, parallel=structs.replace(par, dp=dp), train=train, optim=optim)
+
+
+def one_node(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
+    """The same hardware as one node of `gpus`: what is verified is the arithmetic, not the placement."""
+    return structs.replace(
+        cluster,
+        nodes=1,
+        gpus_per_node=gpus,
+        nvlink=structs.replace(cluster.nvlink, domain_nodes=1),
+        nic=structs.replace(cluster.nic, per_node=1, rails=1),
+        levels=[structs.replace(cluster.levels[0], nodes_per_switch=1)],
+    )

@@ -1,0 +1,61 @@
+"""Covering arrays: few rows in which every legal combination of `strength` choices occurs (Cohen et al. 1997, "The AETG
+system", IEEE TSE 23(7); greedy, deterministic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
+
+Row = tuple[int, ...]  # the choice on each axis, 0 = the axis is not used
+Legal = Callable[[Row], bool]
+_Tuple = tuple[tuple[int, int], ...]  # (axis, choice), by axis
+
+
+def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
+    """Rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none), each row legal, that together
+    contain every combination of `strength` used axes which some legal row contains.
+
+    `legal` must hold for every row that uses fewer axes of a legal row.
+    """
+    wanted = {one: None for one in _tuples(levels, strength) if legal(_row(one, len(levels)))}
+    rows: list[Row] = []
+    while wanted:
+        row = _row(next(iter(wanted)), len(levels))
+        row = _grow(row, levels, strength, wanted, legal)
+        for one in combinations(_used(row), strength):
+            wanted.pop(one, None)
+        rows.append(row)
+    return rows
+
+
+def _grow(row: Row, levels: Sequence[int], strength: int, wanted: dict[_Tuple, None], legal: Legal) -> Row:
+    """Use further axes, each time with the choice that brings the most combinations still wanted."""
+    while True:
+        best, most = None, 0
+        for axis, count in enumerate(levels):
+            if row[axis]:
+                continue
+            for choice in range(1, count + 1):
+                other = (*row[:axis], choice, *row[axis + 1 :])
+                gain = sum(one in wanted for one in combinations(_used(other), strength) if (axis, choice) in one)
+                if gain > most and legal(other):
+                    best, most = other, gain
+        if best is None:
+            return row
+        row = best
+
+
+def _tuples(levels: Sequence[int], strength: int) -> Iterator[_Tuple]:
+    for axes in combinations(range(len(levels)), strength):
+        for choices in product(*(range(1, levels[axis] + 1) for axis in axes)):
+            yield tuple(zip(axes, choices, strict=True))
+
+
+def _row(one: _Tuple, axes: int) -> Row:
+    chosen = dict(one)
+    return tuple(chosen.get(axis, 0) for axis in range(axes))
+
+
+def _used(row: Row) -> _Tuple:
+    return tuple((axis, choice) for axis, choice in enumerate(row) if choice)

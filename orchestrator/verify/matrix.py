@@ -1,0 +1,217 @@
+"""The matrix: every technique alone, every pair of techniques, a covering set of triples and products of up to eight
+processes, spread over models, bucket sizes and accumulation.
+
+A technique is a row of AXES: what it asks of a configuration. It enters the matrix here and is measured as soon as the
+trainer runs it; until then its cells say why they are refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+from .cover import Row, cover
+
+MOST_PROCESSES = 8
+
+
+class Technique(NamedTuple):
+    name: str
+    parallel: dict[str, Any]  # keys of `parallel`
+    recompute: str = "none"
+    even: bool = False  # wants an even number of micro-batches
+    deep: bool = False  # also among the triples
+    wide: bool = False  # of four ranks: alone only
+
+
+def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
+    return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **more)
+
+
+#: Techniques of one axis exclude each other. ZeRO shards over cp where there is cp, else over dp of its own.
+AXES: dict[str, tuple[Technique, ...]] = {
+    "data": (
+        Technique("dp2", {"dp": 2}, deep=True),
+        Technique("zero1", {"zero": 1}, deep=True),
+        Technique("zero2", {"zero": 2}, deep=True),
+        Technique("zero3", {"zero": 3}, deep=True),
+        Technique("zero1 hybrid", {"zero": 1, "dp": 4, "zero_group": 2}),
+        Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
+        Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
+        Technique("dp4 zero1", {"zero": 1, "dp": 4}, wide=True),
+    ),
+    "tensor": (
+        Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),
+        Technique("tp2", {"tp": 2, "sp": False}, deep=True),
+        Technique("tp4 sp", {"tp": 4, "sp": True}, wide=True),
+        Technique("tp4", {"tp": 4, "sp": False}, wide=True),
+    ),
+    "context": (
+        Technique("cp2 zigzag", {"cp": 2, "cp_method": "zigzag"}, deep=True),
+        Technique("cp2 ring", {"cp": 2, "cp_method": "ring"}),
+        Technique("cp2 allgather", {"cp": 2, "cp_method": "allgather"}, deep=True),
+        Technique("cp2 ulysses", {"cp": 2, "cp_method": "ulysses"}, deep=True),
+        *(
+            Technique(f"cp4 {method}", {"cp": 4, "cp_method": method}, wide=True)
+            for method in ("zigzag", "ring", "allgather", "ulysses")
+        ),
+    ),
+    "pipeline": (
+        _pipeline("afab"),
+        _pipeline("1f1b", deep=True),
+        _pipeline("interleaved", vpp=2, deep=True),
+        _pipeline("zb_h1", deep=True),
+        _pipeline("zb_h2"),
+        _pipeline("zbv", vpp=2),
+        _pipeline("dualpipe", even=True, deep=True),
+        _pipeline("dualpipev", vpp=2),
+        *(
+            Technique(f"pp4 {schedule}", {"pp": 4, "schedule": schedule}, wide=True, even=schedule == "dualpipe")
+            for schedule in ("1f1b", "zb_h1", "zb_h2", "dualpipe")
+        ),
+    ),
+    "recompute": (
+        Technique("selective", {}, recompute="selective", deep=True),
+        Technique("full", {}, recompute="full", deep=True),
+    ),
+}
+
+_SMALL = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 48, "vocab": 257, "max_seq_len": 64}
+#: 257 tokens: no tp divides them. Five layers: no pp does.
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {**_SMALL, "layers": 4},
+    "tied": {**_SMALL, "layers": 4, "tied_embeddings": True},
+    "gpt": {
+        **{**_SMALL, "layers": 4, "kv_heads": 4, "norm": "layer", "position": "learned", "mlp": "plain"},
+        **{"activation": "gelu", "bias": True, "tied_embeddings": True},
+    },
+    "uneven": {**_SMALL, "layers": 5, "kv_heads": 1, "tied_embeddings": True},
+}
+BUCKET_MIB = {"one bucket": 25.0, "many buckets": 2.0**-10}
+ACCUMULATION = (4, 1)
+
+
+class Variation(NamedTuple):
+    model: str
+    buckets: str
+    accumulation: int
+    text: str
+
+
+VARIATIONS = tuple(Variation(*one) for one in product(MODELS, BUCKET_MIB, ACCUMULATION, ("whole", "packed")))
+PLAIN = Variation("gqa", "one bucket", 4, "whole")
+
+
+class Entry(NamedTuple):
+    """One cell to be: techniques of different axes, in a variation."""
+
+    part: str  # of PARTS
+    techniques: tuple[Technique, ...]
+    variation: Variation
+
+    @property
+    def name(self) -> str:
+        layout = " + ".join(technique.name for technique in self.techniques) or "one process"
+        return f"{layout} [{', '.join(self.settings)}]"
+
+    @property
+    def settings(self) -> tuple[str, str, str, str]:
+        """The variation as it is: model, buckets, accumulation, text."""
+        model, buckets, _, text = self.variation
+        return model, buckets, f"accumulation {self.accumulation}", text
+
+    @property
+    def accumulation(self) -> int:
+        return self.variation.accumulation + (self.variation.accumulation % 2 and self._even)
+
+    @property
+    def _even(self) -> bool:
+        return any(technique.even for technique in self.techniques)
+
+    @property
+    def degrees(self) -> dict[str, Any]:
+        """Keys of `parallel`; every degree is set."""
+        found: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "vpp": 1}
+        for technique in self.techniques:
+            found |= technique.parallel
+        if found["zero"] and found["cp"] == 1 and found["dp"] == 1:
+            found["dp"] = 2
+        return found
+
+    @property
+    def processes(self) -> int:
+        degrees = self.degrees
+        return degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+
+    @property
+    def recompute(self) -> str:
+        return next((t.recompute for t in self.techniques if t.recompute != "none"), "none")
+
+
+PARTS = {
+    "alone": "Every technique alone",
+    "pair": "Every pair",
+    "product": "A covering set of triples, and products up to eight processes",
+}
+
+
+def full() -> list[Entry]:
+    """Every cell of docs/parity.md."""
+    alone = [Entry("alone", (), variation) for variation in VARIATIONS[::5]]
+    techniques = [technique for axis in AXES.values() for technique in axis]
+    alone += [Entry("alone", (technique,), PLAIN) for technique in techniques]
+    return [*alone, *_spread("pair", pairs()), *_spread("product", triples())]
+
+
+def quick() -> list[Entry]:
+    """Every deep technique alone, and products that hold all of them at least once."""
+    deep = [technique for axis in AXES for technique in _deep(axis)]
+    few = cover([len(_deep(axis)) for axis in AXES], 1, _fits)
+    return [Entry("alone", (), PLAIN), *(Entry("alone", (t,), PLAIN) for t in deep), *_spread("product", map(_of, few))]
+
+
+def pairs() -> Iterator[tuple[Technique, ...]]:
+    for one, other in combinations(AXES.values(), 2):
+        for pair in product(one, other):
+            if not any(technique.wide for technique in pair):
+                yield pair
+
+
+def triples() -> list[tuple[Technique, ...]]:
+    """Every triple of deep techniques is in one of these; most hold four or five techniques on eight processes."""
+    return [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
+
+
+def _deep(axis: str) -> list[Technique]:
+    return [technique for technique in AXES[axis] if technique.deep]
+
+
+def _of(row: Row) -> tuple[Technique, ...]:
+    return tuple(_deep(axis)[choice - 1] for axis, choice in zip(AXES, row, strict=True) if choice)
+
+
+def _fits(row: Row) -> bool:
+    return _processes(_of(row)) <= MOST_PROCESSES
+
+
+def _processes(techniques: Sequence[Technique]) -> int:
+    return Entry("", tuple(techniques), PLAIN).processes
+
+
+def _spread(part: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
+    """Give each cell the variation whose parts its techniques have met least, so that all meet all."""
+    met: Counter[tuple[str, Any]] = Counter()
+    for techniques in cells:
+
+        def times(variation: Variation, techniques: tuple[Technique, ...] = techniques) -> tuple[int, int]:
+            counts = [met[t.name, part] for t in techniques for part in variation]
+            return sum(counts), sum(met["", part] for part in variation)
+
+        chosen = min(VARIATIONS, key=times)
+        for what in chosen:
+            met["", what] += 1
+            for technique in techniques:
+                met[technique.name, what] += 1
+        yield Entry(part, techniques, chosen)

@@ -1,0 +1,119 @@
+"""Verdicts for a terminal, and docs/parity.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from orchestrator.plan.parity import LIMITS, Errors, Verdict
+from orchestrator.report.style import GRAY, GREEN, RED, YELLOW, Style
+
+from .matrix import AXES, MODELS, PARTS, Entry
+
+COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
+COLUMNS = ("loss", "grad", "norm", "weight")
+
+
+def lines(verdict: Verdict, look: Style) -> list[str]:
+    """One verdict: a line of four numbers a precision, and the parameter that is furthest off."""
+    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
+    found = [f"{word} {look.paint(verdict.name, bold=True)}"]
+    if verdict.refused or verdict.failed:
+        return [*found, f"          {verdict.refused or verdict.failed}"]
+    for precision, errors in verdict.errors.items():
+        numbers = "  ".join(f"{name} {getattr(errors, name):7.1e}" for name in COLUMNS)
+        limit = look.paint(f"<= {LIMITS[precision]:.0e}", GRAY)
+        found.append(f"  {precision}  {numbers}  {limit}")
+        found.append(look.paint(f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}", GRAY))
+    return found
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """ "3 equal, 1 refused"."""
+    counts = Counter(verdict.word for verdict in verdicts)
+    return ", ".join(f"{counts[word]} {word}" for word in COLOUR if counts[word]) or "nothing to verify"
+
+
+# ------------------------------------------------------------------------------------------- docs/parity.md
+
+
+def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: str) -> str:
+    """The published table: every cell with what was measured, or why it is refused."""
+    found = [HEAD.format(**{f"{name}_limit": f"{limit:.0e}" for name, limit in LIMITS.items()})]
+    found += [f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)} cells.\n"]
+    largest = _largest(list(verdicts.values()))
+    if largest:
+        found += [f"Largest error of all equal cells: {largest}.\n"]
+    found += [_models(), _techniques()]
+    for part, title in PARTS.items():
+        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.part == part]
+        if rows:
+            found += [f"## {title}\n", *TABLE, *rows, ""]
+    return "\n".join(found)
+
+
+HEAD = """# Parity: every layout against one process
+
+Each cell trains a small model for two optimizer steps on a layout of real processes (gloo, CPU) and once in one process
+that is made of torch's own pieces (autograd, `clip_grad_norm_`, `AdamW`) on the same tokens, in float64. Loss, the
+gradient of every parameter, the norm before clipping and every weight after each step are compared on every rank, as
+the largest difference over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32
+to {fp32_limit} (how near-zero tensors are judged: `trainer/verify/compare.py`).
+
+Every sample masks another share of its targets and one in five masks all, so valid tokens are unequal over ranks and
+micro-batches. The vocabulary is 257, which no tp divides. "packed" samples hold three documents that must not see each
+other. Refused cells say which rule refuses them; `orch` refuses the same at start.
+
+Written by `orch verify --matrix full` (`make verify`); do not edit.
+"""
+
+TABLE = (
+    "| layout | ranks | model | buckets | micro-batches | text "
+    "| fp64 loss | grad | norm | weights | fp32 loss | grad | norm | weights | verdict |",
+    "|---|--:|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+)
+
+
+def _row(entry: Entry, verdict: Verdict) -> str:
+    layout = " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
+    model, buckets, _, text = entry.settings
+    cells = [layout, str(entry.processes), model, buckets.split()[0], str(entry.accumulation), text]
+    for precision in LIMITS:
+        cells += _numbers(verdict.errors.get(precision))
+    reason = verdict.refused or verdict.failed
+    cells.append(f"{verdict.word}: {_escape(reason)}" if reason else verdict.word)
+    return f"| {' | '.join(cells)} |"
+
+
+def _numbers(errors: Errors | None) -> list[str]:
+    return ["" if errors is None else f"{getattr(errors, name):.0e}" for name in COLUMNS]
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _largest(verdicts: Sequence[Verdict]) -> str:
+    equal = [verdict for verdict in verdicts if verdict.equal]
+    return ", ".join(
+        f"{precision} {max(v.errors[precision].largest for v in equal):.1e} (limit {limit:.0e})"
+        for precision, limit in LIMITS.items()
+        if equal and all(precision in v.errors for v in equal)
+    )
+
+
+def _models() -> str:
+    rows = []
+    for name, fields in MODELS.items():
+        rest = [f"{key} {value}" for key, value in fields.items() if key not in ("vocab", "max_seq_len")]
+        rows.append(f"- `{name}`: {', '.join(rest)}")
+    return (
+        "Models (what is not said: RMSNorm, rotary positions, gated SiLU, no biases, untied):\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def _techniques() -> str:
+    rows = [f"- {axis}: {', '.join(technique.name for technique in techniques)}" for axis, techniques in AXES.items()]
+    return "Techniques, of which a cell takes at most one an axis:\n\n" + "\n".join(rows) + "\n"
