@@ -44,6 +44,9 @@ class Mesh:
             if len(ranks) > 1 and key not in made:
                 made[key] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
             groups[name] = made[key] if len(ranks) > 1 else None
+            if name == "embedding" and not ranks and plan.parallel.pp > 2:
+                # torch names a group by how many a rank has made before: all ranks must make equally many
+                dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
         return cls(rank, plan.ranks[rank].coord, MappingProxyType(members), MappingProxyType(groups))
 
     @classmethod
@@ -77,7 +80,7 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
         return _kv_replicas(plan, rank)
     if name in ("shard", "replica"):
         return _hybrid(plan, name, rank)
-    if name in ("grad", "model") and copies_of(plan.parallel) > 1:
+    if name in ("grad", "model", "embedding") and copies_of(plan.parallel) > 1:
         return _two_copies(plan, name, rank)
     return next((tuple(sorted(group)) for group in plan.groups[name] if rank in group), ())
 
@@ -104,6 +107,8 @@ def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so "model" is a half.
     """
     place = plan.ranks[rank].coord.pp
+    if name == "embedding":  # both ends of the model are on each outer rank: nothing to sum
+        return (rank,)
     if name == "model":
         half = plan.parallel.pp // 2
         ranks = next(sorted(group) for group in plan.groups["model"] if rank in group)
