@@ -13,6 +13,7 @@ from orchestrator.plan.worker import WorkerEnv
 
 from .errors import TrainerError, exit_code, is_peer_loss
 from .metrics.report import Reporter
+from .notice import Notice
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -24,13 +25,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ValueError as error:
         print(f"trainer: {error}", file=sys.stderr)
         _leave(Exit.USAGE)
+    notice = Notice().listen()  # before the imports: a signal during them must not be a death without a word
     reporter = Reporter(env.report_fd, env.rank, env.epoch)
     code = Exit.DONE
     try:
         plan = load_plan(args.plan or env.plan)
         from .train import train  # after the plan: a bad one is refused without a second of imports
 
-        train(plan, env, reporter)
+        train(plan, env, reporter, notice)
     except BaseException as error:
         code = _explain(error, env, reporter)
     reporter.close()

@@ -41,12 +41,13 @@ from .parallel.mesh import Mesh
 PROGRESS_EVERY_S = 1.0
 
 
-def train(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
+def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice) -> None:
     """Run the plan's job as worker `env` to its end. Raises what `trainer.errors.exit_code` knows."""
-    notice = Notice().listen()
     check_env(plan, env)
     legal.check(plan)
     device = choose_device(plan, env)
+    if notice.received:
+        raise Stopped(f"{notice.received} before the first step: nothing to save yet")
     connect(env, device)
     check_peers(plan, env)
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
@@ -149,6 +150,8 @@ class Run:
     def _stop(self) -> None:
         reason = self.notice.received or "another rank was told to stop"
         self.reporter.event("stopping", self.step, reason=reason)
+        if self.step == 0:
+            raise Stopped(f"{reason} before the first step: nothing to save yet")
         self._save()
         raise Stopped(f"{reason}: saved at step {self.step}")
 

@@ -31,6 +31,8 @@ CASES: dict[str, dict] = {
     "dp4 zero1 many buckets": {"dp": 4, "zero": 1, **SMALL_BUCKETS},
     "dp2 zero1 bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
     "dp2 zero2": {"dp": 2, "zero": 2, **SMALL_BUCKETS},
+    "dp2 zero3": {"dp": 2, "zero": 3},
+    "dp2 tp2 zero3 tied bf16": {"dp": 2, "tp": 2, "zero": 3, "model": TIED, "precision": "bf16"},
     "dp4 zero1 hybrid": {"dp": 4, "zero": 1, "zero_group": 2},
     "tp2": {"tp": 2},
     "tp4 fewer kv heads": {"tp": 4, "model": tiny_model(kv_heads=1)},

@@ -1,10 +1,13 @@
 """Whole workers: they train, save, resume to the bit, stop when told, and end with the code that the contract says."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -62,6 +65,21 @@ def saved_state(run_dir: Path, plan: Plan, step: int) -> dict[str, torch.Tensor]
 def assert_same_state(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+
+@contextlib.contextmanager
+def worker_process(plan: Plan, run_dir: Path) -> Iterator[subprocess.Popen]:
+    """`python -m trainer` as a process of its own, for a plan of one rank and without an agent."""
+    path = run_dir / "plan.json"
+    path.write_bytes(to_json(plan))
+    env = worker_env(plan, 0, master_port=free_port(), plan=str(path), run_dir=str(run_dir))
+    command = [sys.executable, "-m", "trainer", "--plan", str(path)]
+    environment = {**os.environ, **env.variables(), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -260,6 +278,19 @@ def test_a_notice_before_the_first_step_is_honoured(cache, tmp_path):
         workers.until(0, "ranks_checked")
         os.kill(workers.pids[0], signal.SIGTERM)
         assert workers.wait() == [Exit.RESTART]
+    if not workers.steps():
+        assert "nothing to save yet" in workers.log(0) and not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_a_notice_during_the_imports_is_honoured(cache, tmp_path):
+    """The first second of a real process, when torch is not even loaded."""
+    with worker_process(job(cache, steps=10_000), tmp_path) as worker:
+        time.sleep(0.5)
+        worker.terminate()
+        _, text = worker.communicate(timeout=60)
+    assert worker.returncode in (Exit.RESTART, -signal.SIGTERM), text
+    if worker.returncode == Exit.RESTART:
+        assert "SIGTERM before the first step: nothing to save yet" in text
 
 
 @pytest.mark.parametrize("victim", [0, 5])
@@ -300,7 +331,7 @@ def test_missing_text_is_refused(cache, tmp_path):
 
 
 def test_a_layout_that_the_trainer_does_not_run_is_refused(cache, tmp_path):
-    refused(job(cache, zero=3, dp=2), tmp_path, Exit.CONFIG, "zero=3")
+    refused(job(cache, ep=2), tmp_path, Exit.CONFIG, "ep=2 needs a mixture of experts")
 
 
 def test_a_gpu_that_is_not_there_is_the_nodes_fault(cache, tmp_path):
@@ -336,14 +367,10 @@ def test_without_an_agents_environment_it_is_a_usage_error():
 
 
 def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_path):
-    plan = job(cache, steps=2)
-    (tmp_path / "plan.json").write_bytes(to_json(plan))
-    env = worker_env(plan, 0, master_port=free_port(), plan=str(tmp_path / "plan.json"), run_dir=str(tmp_path))
-    command = [sys.executable, "-m", "trainer", "--plan", str(tmp_path / "plan.json")]
-    environment = {**os.environ, **env.variables(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "step 2  loss " in done.stderr and "done (step 2)" in done.stderr
+    with worker_process(job(cache, steps=2), tmp_path) as worker:
+        _, text = worker.communicate(timeout=120)
+    assert worker.returncode == 0, text
+    assert "step 2  loss " in text and "done (step 2)" in text
 
 
 def test_a_worker_does_not_import_the_compiler():

@@ -1,0 +1,54 @@
+"""Which exit code an error ends with, and what counts as a lost peer."""
+
+import pytest
+import torch
+
+from orchestrator.plan import Exit, PlanError
+from trainer import errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.LayoutError("x"), Exit.CONFIG),
+        (errors.PlanMismatch("x"), Exit.CONFIG),
+        (errors.DataError("x"), Exit.CONFIG),
+        (errors.CheckpointError("x"), Exit.CONFIG),
+        (errors.DeviceError("x"), Exit.NODE),
+        (errors.Fenced("x"), Exit.FENCED),
+        (errors.Stopped("x"), Exit.RESTART),
+        (errors.SaveError("x"), Exit.USER),
+        (errors.NonFinite("x"), Exit.USER),
+        (PlanError("x"), Exit.CONFIG),
+        (OSError(28, "No space left on device"), Exit.USER),
+        (MemoryError(), Exit.USER),
+        (torch.OutOfMemoryError("CUDA out of memory"), Exit.USER),
+        (torch.distributed.DistNetworkError("x"), Exit.RESTART),
+        (torch.distributed.DistStoreError("x"), Exit.RESTART),
+        (ConnectionResetError(), Exit.RESTART),
+        (ValueError("x"), Exit.INTERNAL),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Exit.INTERNAL),
+        (AssertionError(), Exit.INTERNAL),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.name,
+)
+def test_every_error_has_its_exit_code(error, code):
+    assert errors.exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41235",
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "[/gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:3: Connection reset by peer",
+        "Gloo connectFullMesh failed with connect: Connection refused, remote=[127.0.0.1]",
+        "NCCL communicator was aborted on rank 3.",
+        "NCCL error in: ProcessGroupNCCL.cpp:93, remote process exited or there was a network error",
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
+    ],
+)
+def test_what_torch_says_of_a_lost_peer_is_recognised(text):
+    assert errors.is_peer_loss(RuntimeError(text))
+    assert not errors.is_peer_loss(ValueError(text)), "torch raises RuntimeErrors; a ValueError is somebody's bug"
