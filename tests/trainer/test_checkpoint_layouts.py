@@ -11,7 +11,7 @@ import torch
 from orchestrator.plan import Plan, seal
 from tests.plans import make_plan, tiny_model
 from tests.reference import single
-from tests.trainer.test_checkpoint import Recorder
+from tests.trainer.states import Recorder
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import MANIFEST, decode, step_name
 from trainer.checkpoint.manager import Checkpoints

@@ -1,0 +1,67 @@
+"""Small states and checkpoint folders that tests of checkpoints share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import EventReport
+from tests.plans import make_plan
+from trainer.checkpoint import save as save_module
+from trainer.checkpoint.fence import Fence
+from trainer.checkpoint.format import Piece
+from trainer.checkpoint.manager import Checkpoints
+from trainer.parallel.params import whole
+
+PLAN = make_plan(dp=2)
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Recorder:
+    """Takes the reporter's place and remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[EventReport] = []
+
+    def event(self, name: str, step: int | None = None, **fields: object) -> None:
+        self.events.append(EventReport(rank=0, epoch=0, name=name, step=step, fields=fields))
+
+    def named(self, name: str) -> list[EventReport]:
+        return [event for event in self.events if event.name == name]
+
+
+def checkpoints(folder: Path, epoch: int = 0, rank: int = 0, plan: Plan = PLAN, run: str = "run") -> Checkpoints:
+    return Checkpoints(folder, plan, Fence(run, epoch), rank, Recorder())
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {"embed.weight": (257, 8), "layers.0.attn.wq.weight": (8, 8), "norm.weight": (8,)}
+
+
+def state(seed: int, dtype: torch.dtype = torch.float32) -> list[Piece]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Piece(kind, whole(name, shape), 0, torch.randn(shape, generator=generator).to(dtype).view(-1))
+        for name, shape in shapes().items()
+        for kind in KINDS
+    ]
+
+
+def equal(left: list[Piece], right: list[Piece]) -> bool:
+    return all(torch.equal(a.data, b.data) for a, b in zip(left, right, strict=True))
+
+
+def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:
+    """A folder with a checkpoint of `state(step)` for each step."""
+    manager = checkpoints(folder, plan=make_plan(dp=2))
+    manager.resume(lambda: state(0))
+    for step in steps:
+        save_module.save(folder, PLAN, manager.token, 0, state(step), step=step, samples=step * 10, keep_last=keep_last)
+    return manager
+
+
+def resume(folder: Path, epoch: int = 1, **options: object) -> tuple[list[Piece], Checkpoints, object]:
+    live, manager = state(999), checkpoints(folder, epoch, **options)
+    return live, manager, manager.resume(lambda: live)

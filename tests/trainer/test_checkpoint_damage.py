@@ -1,0 +1,188 @@
+"""Every kind of damage to a checkpoint, and a death at every moment of a save: found, named and survived."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchestrator.plan import Exit
+from tests.trainer.states import checkpoints, equal, resume, saved, state
+from trainer.checkpoint import save as save_module
+from trainer.checkpoint.format import MANIFEST, Piece, rank_file, step_name
+from trainer.checkpoint.save import committed
+from trainer.errors import CheckpointError, SaveError
+from trainer.parallel.params import whole
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+def damage_flip(step: Path) -> None:
+    """One bit, in the middle of the data: sizes and headers stay right (torch's DCP loads this silently)."""
+    file = step / rank_file(0)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) * 3 // 4] ^= 1
+    file.write_bytes(raw)
+
+
+def damage_truncate(step: Path) -> None:
+    os.truncate(step / rank_file(0), 1000)
+
+
+def damage_empty(step: Path) -> None:
+    (step / rank_file(0)).write_bytes(b"")
+
+
+def damage_missing(step: Path) -> None:
+    (step / rank_file(0)).unlink()
+
+
+def damage_swap(step: Path) -> None:
+    """A good file of another step: readable, right size, wrong content."""
+    shutil.copy(step.parent / step_name(1) / rank_file(0), step / rank_file(0))
+
+
+def damage_manifest_missing(step: Path) -> None:
+    (step / MANIFEST).unlink()
+
+
+def damage_manifest_cut(step: Path) -> None:
+    os.truncate(step / MANIFEST, 100)
+
+
+def damage_manifest_schema(step: Path) -> None:
+    (step / MANIFEST).write_text('{"schema": "orch.checkpoint/99"}')
+
+
+def damage_manifest_path(step: Path) -> None:
+    text = (step / MANIFEST).read_text().replace(rank_file(0), "../../secret", 1)
+    (step / MANIFEST).write_text(text)
+
+
+DAMAGE = {
+    damage_flip: "rank-00000.safetensors does not have the sha256",
+    damage_truncate: "rank-00000.safetensors has 1000 bytes",
+    damage_empty: "rank-00000.safetensors has 0 bytes",
+    damage_missing: "rank-00000.safetensors: No such file",
+    damage_swap: "rank-00000.safetensors does not have the sha256",
+    damage_manifest_missing: "manifest.json: No such file",
+    damage_manifest_cut: "manifest.json: ",
+    damage_manifest_schema: "schema is 'orch.checkpoint/99'",
+    damage_manifest_path: "is not a plain file name",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_named_and_the_newest_good_checkpoint_is_taken(tmp_path, damage):
+    saved(tmp_path, 1, 2, 3)
+    damage(tmp_path / step_name(3))
+    live, manager, manifest = resume(tmp_path)
+    assert manifest.step == 2 and equal(live, state(2))
+    (event,) = manager.reporter.named("checkpoint_rejected")
+    assert step_name(3) in event.fields["path"] and DAMAGE[damage] in event.fields["problem"]
+    assert [step for step, _ in committed(tmp_path)] == [2, 1], "the bad one is set aside"
+    assert (tmp_path / f"{step_name(3)}.rejected-e1").is_dir()
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_when_nothing_can_be_trusted_the_run_does_not_start_over_silently(tmp_path, damage):
+    saved(tmp_path, 1, 2)
+    damage(tmp_path / step_name(2))
+    (damage_flip if damage is damage_swap else damage)(tmp_path / step_name(1))
+    with pytest.raises(CheckpointError) as caught:
+        resume(tmp_path)
+    assert caught.value.exit == Exit.CONFIG
+    assert step_name(1) in str(caught.value) and step_name(2) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_every_single_bit_of_a_small_file_matters(tmp_path):
+    saved(tmp_path, 1)
+    file = tmp_path / step_name(1) / rank_file(0)
+    raw = file.read_bytes()
+    for at in range(0, len(raw), max(1, len(raw) // 50)):
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << (at % 8)
+        file.write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            resume(tmp_path)
+        file.write_bytes(raw)
+    assert resume(tmp_path)[2].step == 1
+
+
+def test_a_checkpoint_of_another_model_or_precision_is_refused(tmp_path):
+    saved(tmp_path, 1)
+    other = [Piece("master", whole("norm.weight", (16,)), 0, torch.zeros(16))]
+    with pytest.raises(CheckpointError, match=r"norm.weight with shape \(8,\), the plan's model has \(16,\)"):
+        checkpoints(tmp_path, 1).resume(lambda: other)
+    other = [Piece("master", whole("layers.9.norm.weight", (8,)), 0, torch.zeros(8))]
+    with pytest.raises(CheckpointError, match=r"has no parameter layers.9.norm.weight"):
+        checkpoints(tmp_path, 1).resume(lambda: other)
+    with pytest.raises(CheckpointError, match="holds master state as F32, this plan trains with F64"):
+        checkpoints(tmp_path, 1).resume(lambda: state(0, torch.float64))
+
+
+# ---------------------------------------------------------------------------------------------- crashes
+
+
+def test_what_a_killed_save_leaves_is_never_loaded_and_is_swept_up(tmp_path):
+    saved(tmp_path, 1)
+    half = tmp_path / f".tmp-{step_name(2)}.e0"
+    shutil.copytree(tmp_path / step_name(1), half)
+    _, _, manifest = resume(tmp_path)
+    assert manifest.step == 1 and not half.exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("moment", ["write_tensors", "write_atomic", "rename", "prune"])
+def test_sigkill_at_any_moment_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, monkeypatch, moment):
+    """The child dies by SIGKILL in the middle of saving step 2; the parent resumes from what is on disk."""
+    saved(tmp_path, 1)
+
+    def die(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), 9)
+
+    pid = os.fork()
+    if pid == 0:
+        if moment == "rename":
+            Path.rename = die
+        else:
+            setattr(save_module, moment, die)
+        manager = checkpoints(tmp_path)
+        manager.saved_step = 1
+        manager.save(state(2), step=2, samples=20)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+    live, manager, manifest = resume(tmp_path)
+    expected = 2 if moment == "prune" else 1
+    assert manifest.step == expected and equal(live, state(expected))
+    assert not manager.reporter.named("checkpoint_rejected")
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    manager = saved(tmp_path, 1)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save_module, "write_tensors", full)
+    with pytest.raises(SaveError, match=r"step 2: rank 0: rank-00000\.safetensors: No space left on device"):
+        manager.save(state(2), step=2, samples=0)
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert resume(tmp_path)[2].step == 1
+
+
+def test_a_step_reached_again_replaces_what_was_there(tmp_path):
+    manager = saved(tmp_path, 1, 2)
+    manager.save(state(22), step=2, samples=20)
+    live, _, _ = resume(tmp_path)
+    assert equal(live, state(22)) and not list(tmp_path.glob(".trash-*"))
+
+
+def test_a_step_already_on_disk_is_not_written_twice(tmp_path):
+    manager = checkpoints(tmp_path)
+    manager.resume(lambda: [])
+    manager.save(state(1), step=1, samples=0)
+    manager.save(state(1), step=1, samples=0)
+    assert len(manager.reporter.named("checkpoint_saved")) == 1

@@ -1,0 +1,75 @@
+"""Who may write into a checkpoint folder, and what is deleted from it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.plan import Exit
+from tests.trainer.states import equal, resume, saved, state
+from trainer.checkpoint import save as save_module
+from trainer.checkpoint.format import step_name
+from trainer.checkpoint.save import committed, prune
+from trainer.errors import CheckpointError, Fenced
+
+# ---------------------------------------------------------------------------------------------- fencing, retention
+
+
+def test_an_older_epoch_can_neither_claim_nor_commit(tmp_path):
+    old = saved(tmp_path, 1)
+    _, new, _ = resume(tmp_path, epoch=3)
+    with pytest.raises(Fenced, match="belongs to epoch 3 of run 'run', this is epoch 0") as caught:
+        old.save(state(2), step=2, samples=0)
+    assert caught.value.exit == Exit.FENCED
+    with pytest.raises(Fenced):
+        resume(tmp_path, epoch=2)
+    new.save(state(2), step=2, samples=0)
+    assert [step for step, _ in committed(tmp_path)] == [2, 1]
+
+
+def test_a_claim_during_a_save_stops_its_commit(tmp_path, monkeypatch):
+    """The newer epoch appears after the old one has written its files and before it renames."""
+    old = saved(tmp_path, 1)
+    write = save_module.write_atomic
+
+    def claim_first(path: Path, data: bytes) -> None:
+        write(path, data)
+        write(tmp_path / "fence.json", b'{"run_id": "run", "epoch": 1}')
+
+    monkeypatch.setattr(save_module, "write_atomic", claim_first)
+    with pytest.raises(Fenced):
+        old.save(state(2), step=2, samples=0)
+    assert [step for step, _ in committed(tmp_path)] == [1]
+
+
+def test_another_run_takes_the_folder_over(tmp_path):
+    old = saved(tmp_path, 1)
+    live, _, manifest = resume(tmp_path, epoch=0, run="other")
+    assert manifest.step == 1 and equal(live, state(1))
+    with pytest.raises(Fenced, match="'other'"):
+        old.save(state(2), step=2, samples=0)
+
+
+def test_a_broken_fence_is_refused(tmp_path):
+    saved(tmp_path, 1)
+    (tmp_path / "fence.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"fence\.json"):
+        resume(tmp_path)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4, keep_last=2)
+    assert [step for step, _ in committed(tmp_path)] == [4, 3]
+
+
+@given(st.sets(st.integers(1, 30), min_size=1, max_size=6), st.integers(-1, 7), st.none() | st.integers(1, 30))
+@settings(max_examples=40, deadline=None)
+def test_pruning_keeps_the_newest_and_the_protected(tmp_path_factory, steps, keep_last, protected):
+    folder = tmp_path_factory.mktemp("p")
+    for step in steps:
+        (folder / step_name(step)).mkdir()
+    prune(folder, keep_last, protected)
+    left = {step for step, _ in committed(folder)}
+    newest = sorted(steps, reverse=True)[: max(keep_last, 1)]
+    assert left == set(newest) | ({protected} & steps)
