@@ -1,0 +1,185 @@
+"""Bugs of data parallelism, ZeRO and the optimizer."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+import trainer.engine as engine
+import trainer.optim.clip as clip
+import trainer.parallel.apply as apply
+import trainer.parallel.data.buckets as buckets
+import trainer.parallel.data.zero2 as zero2
+import trainer.parallel.recompute as recompute
+import trainer.verify.compare as compare
+from tests.plans import tiny_model
+from trainer.data.batch import IGNORED, MicroBatch
+from trainer.metrics.comm import Handle
+from trainer.optim.adamw import ShardedAdamW
+from trainer.parallel.vocab import VocabParallelLoss
+from trainer.pipeline.runtime import Pipeline
+
+from .base import Mutations, after
+
+DATA = Mutations()
+TIED = tiny_model(tied_embeddings=True)
+
+
+@DATA("gradient divided by the number of ranks: torch's mean on top of a loss already divided", dp=2)
+def _(patch):
+    def divide(self):
+        for bucket in self.buckets:
+            bucket.grad_shard.div_(self.mesh.size("grad"))
+
+    after(patch, buckets.GradBuckets, "finish", divide)
+
+
+@DATA("stale bucket: the second step adds to the gradients of the first", dp=2)
+def _(patch):
+    def keep(self, passes):
+        if self._uses is not None:
+            self._received = [[1] * len(received) for received in self._received]
+
+    after(patch, buckets.GradBuckets, "expect", keep)
+
+
+@DATA("the first bucket is never reduced", dp=2, bucket_bytes=1 << 12)
+def _(patch):
+    original = buckets.GradBuckets._launch
+
+    def launch(self):
+        if self.launched:
+            return original(self)
+        self.buckets[0].reduction = Handle(self.buckets[0].grads, None, "dp", self.counter)
+        self.launched += 1
+
+    patch.setattr(buckets.GradBuckets, "_launch", launch)
+
+
+@DATA("a bucket leaves before its last gradient", dp=2)
+def _(patch):
+    def early(self, passes):
+        for bucket in self.buckets:
+            bucket.missing -= 1
+
+    after(patch, buckets.GradBuckets, "expect", early)
+
+
+@DATA("replicas read the same samples", dp=2)
+def _(patch):
+    original = compare.samples_of_step
+    patch.setattr(compare, "samples_of_step", lambda par, coord, consumed: original(par, first(coord), consumed))
+
+    def first(coord):
+        return msgspec.structs.replace(coord, dp=0)
+
+
+@DATA("ZeRO-1: updated parameters are not gathered", dp=2, zero=1)
+def _(patch):
+    patch.setattr(buckets.GradBuckets, "gather", lambda self, bucket: None)
+
+
+@DATA("ZeRO-1: each rank clips by the norm of its own shard", dp=2, zero=1)
+def _(patch):
+    patch.setattr(clip, "all_reduce", lambda tensor, *args: tensor)
+
+
+@DATA("ZeRO-1 hybrid: shards are not summed over the groups", dp=4, zero=1, zero_group=2)
+def _(patch):
+    patch.setattr(buckets.GradBuckets, "_sum_parts", lambda self: None)
+
+
+@DATA("ZeRO-2: a micro-batch's gradient replaces the one before", dp=2, zero=2)
+def _(patch):
+    def arrive(self):
+        bucket, handle, _ = self._under_way.pop(0)
+        bucket.grad_shard.copy_(handle.wait())
+
+    patch.setattr(zero2.ShardedGradBuckets, "_arrive", arrive)
+
+
+@DATA("ZeRO-3: torch's mean over ranks instead of the sum", dp=2, zero=3)
+def _(patch):
+    from torch.distributed.fsdp import FSDPModule
+
+    original = FSDPModule.set_gradient_divide_factor
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0))
+
+
+# ------------------------------------------------------------------------------------------- tokens
+
+
+@DATA("the last micro-batch is dropped", micro_batches=2)
+def _(patch):
+    original = Pipeline.run
+
+    def run(self, batches, scale):
+        last = batches[-1]
+        nothing = torch.full_like(last.targets, IGNORED)
+        return original(self, [*batches[:-1], MicroBatch(last.tokens, nothing, last.positions, last.documents)], scale)
+
+    patch.setattr(Pipeline, "run", run)
+
+
+@DATA("mean of means over micro-batches of unequal numbers of tokens", micro_batches=3)
+def _(patch):
+    loss, gradients = VocabParallelLoss.__call__, engine.Engine.gradients
+
+    def mean(self, logits, targets):
+        return loss(self, logits, targets) / max(1, int((targets != IGNORED).sum()))
+
+    patch.setattr(VocabParallelLoss, "__call__", mean)
+    patch.setattr(engine.Engine, "gradients", lambda self, batches, tokens: gradients(self, batches, len(batches)))
+
+
+@DATA("masked tokens count in the divisor")
+def _(patch):
+    gradients = engine.Engine.gradients
+
+    def all_tokens(self, batches, tokens):
+        return gradients(self, batches, sum(batch.targets.numel() for batch in batches))
+
+    patch.setattr(engine.Engine, "gradients", all_tokens)
+
+
+# ------------------------------------------------------------------------------------------- optimizer, recomputation
+
+
+@DATA("AdamW's bias correction stands still")
+def _(patch):
+    original = ShardedAdamW._update
+
+    def update(self, *args):
+        count, self.step_count = self.step_count, 1
+        original(self, *args)
+        self.step_count = count
+
+    patch.setattr(ShardedAdamW, "_update", update)
+
+
+@DATA("weight decay on norms")
+def _(patch):
+    original = apply.shard
+    patch.setattr(apply, "shard", lambda *args: _replace(original(*args), decay=True))
+
+
+@DATA("gradients are not clipped", clip_grad_norm=0.05)
+def _(patch):
+    patch.setattr(engine, "clip_coefficient", lambda norm, most: torch.ones_like(norm))
+
+
+@DATA("recomputation cuts the graph: no gradient flows to the layers before", recompute="full")
+def _(patch):
+    original = recompute._again
+
+    def again(function, contexts=None):
+        whole = original(function, contexts)
+        return lambda x, *rest: whole(x.detach().requires_grad_(), *rest)
+
+    patch.setattr(recompute, "_again", again)
+
+
+def _replace(info, **changes):
+    from dataclasses import replace
+
+    return replace(info, **changes)

@@ -1,0 +1,164 @@
+"""Bugs of tensor, sequence and context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import trainer.engine as engine
+import trainer.parallel.apply as apply
+import trainer.parallel.context.block as block
+import trainer.parallel.context.place as place
+import trainer.parallel.context.ring as ring
+import trainer.parallel.mesh as mesh
+import trainer.parallel.tensor as tensor
+import trainer.parallel.vocab as vocab
+from tests.plans import tiny_model
+from trainer.model.block import Block
+from trainer.parallel.context.ulysses import UlyssesAttention
+
+from .base import Mutations
+
+MODEL = Mutations()
+GPT = tiny_model(
+    **{"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True},
+    **{"kv_heads": 4, "tied_embeddings": True},
+)
+
+
+def _registry(patch, change):
+    """`change(info)` -> what the registry says of a parameter instead."""
+    original = apply.shard
+    patch.setattr(apply, "shard", lambda *args: change(original(*args)))
+
+
+@MODEL("sequence parallel: norm weights are not summed over tp", tp=2)
+def _(patch):
+    _registry(patch, lambda info: replace(info, tp_partial_grad=info.tp_partial_grad and "norm" not in info.name))
+
+
+@MODEL("replicated key-value heads are not summed over tp", tp=2, model=tiny_model(kv_heads=1))
+def _(patch):
+    _registry(patch, lambda info: replace(info, tp_partial_grad=info.tp_partial_grad and ".attn.w" not in info.name))
+
+
+@MODEL("the norm counts a replicated weight on every tp rank", tp=2)
+def _(patch):
+    _registry(patch, lambda info: replace(info, owner=True))
+
+
+@MODEL("tensor parallel: no all-reduce in backward", tp=2, sp=False)
+def _(patch):
+    patch.setattr(tensor.Copy, "backward", staticmethod(lambda ctx, grad: (grad, None, None)))
+
+
+@MODEL("sequence parallel: backward keeps its slice and drops the others' parts", tp=2)
+def _(patch):
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None, None
+
+    patch.setattr(tensor.Gather, "backward", staticmethod(backward))
+
+
+@MODEL("output biases are added on every tp rank", tp=2, sp=False, model=GPT)
+def _(patch):
+    def forward(self, x, positions, documents=None, rope=None):
+        x = x + self.attn_out(self.attend(x, positions, documents, rope) + self.attn.out_bias)
+        return x + self.mlp_out(self.mix(x) + self.mlp.out_bias)
+
+    patch.setattr(Block, "forward", forward)
+
+
+@MODEL("the softmax counts the vocabulary's padding", tp=2)
+def _(patch):
+    original = vocab.VocabParallelLoss.__init__
+
+    def init(self, start, valid, group, counter):
+        original(self, start, start or valid, group, counter)  # of two shards, the second begins where the first ends
+
+    patch.setattr(vocab.VocabParallelLoss, "__init__", init)
+
+
+@MODEL("each tp rank's softmax is over its own columns", tp=2)
+def _(patch):
+    patch.setattr(vocab, "all_gather", lambda mine, *args: mine)
+
+
+@MODEL("the embedding's shard begins one row late", tp=2)
+def _(patch):
+    original = vocab.ShardedLookup.__init__
+    patch.setattr(vocab.ShardedLookup, "__init__", lambda self, start, stop: original(self, start + (start > 0), stop))
+
+
+# ------------------------------------------------------------------------------------------- context parallelism
+
+
+@MODEL("wrong ring order: keys travel the other way", cp=3, cp_method="ring", seq_len=24)
+def _(patch):
+    def rotate(self, tensors):
+        to, source = self.ranks[(self.index - 1) % self.size], self.ranks[(self.index + 1) % self.size]
+        return ring.start_rotate(tensors, to, source, self.group, "cp", self.counter)
+
+    patch.setattr(ring.RingAttention, "rotate", rotate)
+
+
+@MODEL("positions start anew on each cp rank", cp=2)
+def _(patch):
+    original = engine.shard_batch
+
+    def local(batch, *cp):
+        mine = original(batch, *cp)
+        return replace(mine, positions=torch.arange(mine.tokens.shape[1]).expand_as(mine.tokens))
+
+    patch.setattr(engine, "shard_batch", local)
+
+
+@MODEL("contiguous shards under zig-zag attention", cp=2)
+def _(patch):
+    original = place.positions
+    patch.setattr(place, "positions", lambda method, *shape: original("ring", *shape))
+
+
+@MODEL("gradients are summed over dp and not over cp", cp=2)
+def _(patch):
+    original = mesh.members_of
+    patch.setattr(mesh, "members_of", lambda plan, name, rank: original(plan, "dp" if name == "grad" else name, rank))
+
+
+@MODEL("keys and values from other ranks get no gradient", cp=2)
+def _(patch):
+    original = block.backward
+
+    def backward(grad, q, k, v, out, lse, scale, causal, mask):
+        dq, dk, dv = original(grad, q, k, v, out, lse, scale, causal, mask)
+        return (dq, dk, dv) if causal else (dq, torch.zeros_like(dk), torch.zeros_like(dv))
+
+    patch.setattr(block, "backward", backward)
+
+
+@MODEL("blocks of attention are averaged, not joined by their log-sum-exp", cp=2)
+def _(patch):
+    original = block.join
+
+    def join(out, lse, more, more_lse):
+        joined = original(out, lse, more, more_lse)
+        seen = ~torch.isinf(lse)[..., None]
+        return torch.where(seen, (out + more) / 2, joined[0]), joined[1]
+
+    patch.setattr(block, "join", join)
+
+
+@MODEL("packed documents see each other across ranks", cp=2, packed=True)
+def _(patch):
+    patch.setattr(ring, "_mask", lambda documents, travelling, see: None)
+
+
+@MODEL("ulysses: pieces are joined in the wrong order", cp=2, cp_method="ulysses")
+def _(patch):
+    original = UlyssesAttention.exchange
+    patch.setattr(
+        UlyssesAttention,
+        "exchange",
+        lambda self, x, split, join: original(self, x, split, join).roll(1, dims=join),
+    )

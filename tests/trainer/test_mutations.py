@@ -1,0 +1,43 @@
+"""Does verify see a bug? Dozens of seeded ones, each on the smallest layout that shows it; every one must be caught."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.plan.parity import Cell, Verdict
+from tests.mutations.data import DATA
+from tests.mutations.model import MODEL
+from tests.mutations.pipeline import PIPELINE
+from tests.plans import make_plan
+from trainer.verify.judge import judge
+
+MUTATIONS = [*DATA, *MODEL, *PIPELINE]
+
+
+def cell_of(layout: dict, name: str = "cell") -> Cell:
+    options = dict(layout)
+    return Cell(name=name, packed=options.pop("packed", False), plan=make_plan(**options))
+
+
+def verdicts(cells: list[Cell], together: int = 1) -> list[Verdict]:
+    return list(judge(cells, ["fp64"], together))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
+def test_verify_catches(mutation, monkeypatch):
+    mutation.patch(monkeypatch)
+    (verdict,) = verdicts([cell_of(mutation.layout)])
+    assert verdict.word in ("DIFFERENT", "failed"), verdict
+
+
+@pytest.mark.process
+def test_the_same_layouts_are_equal_without_a_bug():
+    """Else the test above would prove nothing."""
+    cells = [cell_of(mutation.layout, mutation.name) for mutation in MUTATIONS]
+    wrong = [verdict for verdict in verdicts(cells, together=len(cells)) if not verdict.equal]
+    assert wrong == []
+
+
+def test_there_are_enough_of_them():
+    assert len({mutation.name for mutation in MUTATIONS}) >= 15
