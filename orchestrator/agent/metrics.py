@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -42,6 +42,8 @@ _GAUGES = {
     "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
+    "orch_pipeline_bubble_ratio": "Idle time of a pipeline over its busy time, last step, of this node's worst worker.",
+    "orch_checkpoint_bytes": "Size of the last durable checkpoint.",
     "orch_memory_bytes": "Memory by category, of the worker of this node that uses most of it.",
     "orch_last_durable_checkpoint_timestamp_seconds": "When the last checkpoint was safely on disk.",
     "orch_last_durable_checkpoint_step": "Its step.",
@@ -90,7 +92,9 @@ class NodeMetrics(Collector):
         self._epoch = -1
         self._counters: dict[tuple[str, int, tuple[str, ...]], float] = {}
         self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._histograms: dict[tuple[int, str], _Histogram] = {}
+        self._durations: dict[tuple[int, str], _Histogram] = {}  # (epoch, phase)
+        self._saves: dict[tuple[int], _Histogram] = {}  # (epoch,)
+        self._bubbles: dict[int, float] = {}  # rank -> ratio
         self._memory: dict[int, dict[str, int]] = {}  # rank -> bytes by category
         self._dropped: dict[int, int] = {}
         self.registry = CollectorRegistry(auto_describe=False)
@@ -99,9 +103,10 @@ class NodeMetrics(Collector):
     def begin_epoch(self, epoch: int) -> None:
         """From here on everything is of this epoch; values of the moment of older ones are no longer true."""
         self._epoch = epoch
-        keep = ("orch_last_durable", "orch_healthy", "orch_wanted")
+        keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted")
         self._gauges = {k: v for k, v in self._gauges.items() if k[0].startswith(keep)}
         self._memory.clear()
+        self._bubbles.clear()
         self._dropped.clear()
         par = self._plan.parallel
         degrees = (str(getattr(par, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
@@ -126,7 +131,7 @@ class NodeMetrics(Collector):
             self.set("orch_mfu_ratio", report.mfu)
             self.set("orch_hfu_ratio", report.hfu)
             for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
-                self._histograms.setdefault((self._epoch, phase), _Histogram()).observe(seconds)
+                self._durations.setdefault((self._epoch, phase), _Histogram()).observe(seconds)
         self.set("orch_loss", report.loss)
         self.set("orch_grad_norm", report.grad_norm)
         self.set("orch_learning_rate", report.lr)
@@ -139,6 +144,9 @@ class NodeMetrics(Collector):
             for category in report.memory_bytes:
                 worst = max(memory.get(category, 0) for memory in self._memory.values())
                 self.set("orch_memory_bytes", worst, category)
+        if report.bubble_ratio is not None:
+            self._bubbles[report.rank] = report.bubble_ratio
+            self.set("orch_pipeline_bubble_ratio", max(self._bubbles.values()))
         dropped = report.dropped_reports - self._dropped.get(report.rank, 0)
         if dropped > 0:
             self._dropped[report.rank] = report.dropped_reports
@@ -148,6 +156,11 @@ class NodeMetrics(Collector):
         if report.name == "checkpoint_saved":
             self.set("orch_last_durable_checkpoint_timestamp_seconds", at)
             self.set("orch_last_durable_checkpoint_step", report.step)
+            size, seconds = report.fields.get("bytes"), report.fields.get("seconds")
+            if isinstance(size, int | float):
+                self.set("orch_checkpoint_bytes", size)
+            if isinstance(seconds, int | float):
+                self._saves.setdefault((self._epoch,), _Histogram()).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         for name, text in _COUNTERS.items():
@@ -163,11 +176,15 @@ class NodeMetrics(Collector):
                     family.add_metric([self._job, self._node, str(self._epoch), *labels], value)
             yield family
         text = "Time of a step and of its phases, as seen by the node's first worker."
-        durations = HistogramMetricFamily("orch_step_duration_seconds", text, labels=[*_LABELS, "phase"])
-        for (epoch, phase), histogram in list(self._histograms.items()):
-            labels = [self._job, self._node, str(epoch), phase]
-            durations.add_metric(labels, histogram.cumulative(), histogram.total)
-        yield durations
+        yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
+        text = "Time to save a checkpoint, from the first byte to durable, where a worker of this node says so."
+        yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
+
+    def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple, _Histogram]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])
+        for (epoch, *labels), histogram in list(found.items()):
+            family.add_metric([self._job, self._node, str(epoch), *labels], histogram.cumulative(), histogram.total)
+        return family
 
 
 _REQUEST_S = 5.0

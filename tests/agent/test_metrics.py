@@ -41,6 +41,7 @@ def report(rank=4, epoch=1, step=1, **fields) -> StepReport:
         "memory_bytes": {"params": 100 + rank},
         "phase_s": {"data": 0.01},
     }
+    more["bubble_ratio"] = rank / 100
     return StepReport(rank=rank, epoch=epoch, step=step, **{**base, **more, **fields})
 
 
@@ -50,7 +51,8 @@ def node_metrics() -> NodeMetrics:
     for step in (1, 2):
         for rank in (4, 5, 6, 7):
             metrics.on_step(report(rank=rank, step=step), at=100.0 + step)
-    metrics.on_event(EventReport(rank=4, epoch=1, name="checkpoint_saved", step=2), at=103.0)
+    saved = {"bytes": 4096, "seconds": 0.3}
+    metrics.on_event(EventReport(rank=4, epoch=1, name="checkpoint_saved", step=2, fields=saved), at=103.0)
     return metrics
 
 
@@ -89,6 +91,9 @@ def test_numbers_names_and_labels():
     assert found["orch_tokens_per_second" + one] == 2000
     assert found["orch_loss" + one] == 3.0
     assert found["orch_last_durable_checkpoint_timestamp_seconds" + one] == 103.0
+    assert found["orch_checkpoint_bytes" + one] == 4096
+    assert found["orch_checkpoint_duration_seconds_sum" + one] == 0.3
+    assert found["orch_pipeline_bubble_ratio" + one] == 0.07
     assert found["orch_comm_bytes_total{axis=tp,plan_epoch=1}"] == 80  # all ranks
     assert found["orch_memory_bytes{category=params,plan_epoch=1}"] == 107  # the fullest
     assert found["orch_step_duration_seconds_count{phase=step,plan_epoch=1}"] == 2
