@@ -8,7 +8,7 @@ signals or reports (`trainer.train` does), so parity tests run exactly the code 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from orchestrator.plan.schedules import Kind
+from orchestrator.plan.schedules import Kind, schedule_of
 
 from .checkpoint.format import Piece
 from .data.batch import MicroBatch
@@ -24,6 +24,7 @@ from .metrics.comm import CommCounter, all_reduce
 from .metrics.timers import PhaseTimer
 from .optim.adamw import ShardedAdamW
 from .optim.clip import clip_coefficient, grad_norm
+from .optim.loss_scale import LossScale
 from .optim.precision import Recipe
 from .parallel import apply
 from .parallel.context.place import shard_batch
@@ -52,6 +53,7 @@ class Engine:
         par = plan.parallel
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
         self.counter, self.timer = CommCounter(), PhaseTimer()
+        self.scaler = LossScale() if recipe.param == torch.float16 else None
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1
         shards_weights = par.zero == 3 and mesh.size("shard") > 1
@@ -92,19 +94,33 @@ class Engine:
         context parallelism; `valid_tokens` is the global count."""
         self.buckets.wait_params()
         self.buckets.expect(len(batches))
-        scale = torch.tensor(1.0 / valid_tokens, dtype=torch.float64, device=self.device)
+        scale = torch.tensor(self.loss_scale / valid_tokens, dtype=torch.float64, device=self.device)
         cp = self.mesh.size("cp"), self.mesh.index("cp")
         batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]
+        if len(batches) != self.pipeline.schedule.micro_batches:  # a batch-size ramp
+            self.pipeline.adopt(schedule_of(self.plan.parallel, len(batches)))
         loss_sum = self.pipeline.run(batches, scale)
         with self.timer.phase("comm"):
             self.buckets.finish()
         with self.timer.phase("optimizer"):
-            norm = grad_norm(self.buckets)
+            norm = grad_norm(self.buckets, 1.0 / self.loss_scale)
         return loss_sum, norm
 
-    def update(self, norm: Tensor, lr: float) -> None:
+    def update(self, norm: Tensor, lr: float) -> bool:
+        """Apply the gradient; False if it was skipped because a scaled fp16 gradient overflowed."""
+        finite = self.scaler is None or bool(torch.isfinite(norm))
         with self.timer.phase("optimizer"):
-            self.optimizer.step(lr, clip_coefficient(norm, self.plan.job.train.clip_grad_norm))
+            if finite:
+                clip = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)
+                self.optimizer.step(lr, clip / self.loss_scale)
+        if self.scaler is not None:
+            self.scaler.update(finite)
+        return finite
+
+    @property
+    def loss_scale(self) -> float:
+        """What the coming backward multiplies the loss by."""
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:
         """Mean over the step's global valid tokens; None on ranks that do not hold the last stage. Collective."""
@@ -129,7 +145,14 @@ class Engine:
             if part.writes or not own:
                 yield Piece(part.kind, part.info, part.start, part.tensor)
 
-    def resumed(self, step: int) -> None:
+    def scalars(self) -> dict[str, float]:
+        """State of a checkpoint that is one number, equal on all ranks."""
+        scale = self.scaler.state() if self.scaler is not None else {}
+        return {"optimizer_steps": float(self.optimizer.step_count), **scale}
+
+    def resumed(self, step: int, scalars: Mapping[str, float] = {}) -> None:
         """After the pieces were filled from a checkpoint of `step`: bring counters and parameters in line."""
-        self.optimizer.step_count = step
+        self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
+        if self.scaler is not None:
+            self.scaler.restore(scalars)
         self.optimizer.publish()

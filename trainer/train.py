@@ -118,7 +118,7 @@ class Run:
         found = self.checkpoints.resume(lambda: list(self.engine.pieces(own=False)))
         if found is not None:
             self.step, self.samples = found.step, found.samples
-            self.engine.resumed(found.step)
+            self.engine.resumed(found.step, found.scalars)
 
     def loop(self) -> None:
         """Until the plan's last step. Raises Stopped after a notice, with everything saved."""
@@ -164,7 +164,8 @@ class Run:
 
     def _save(self) -> None:
         with self.engine.timer.phase("checkpoint"):
-            self.checkpoints.save(list(self.engine.pieces(own=True)), self.step, self.samples)
+            pieces = list(self.engine.pieces(own=True))
+            self.checkpoints.save(pieces, self.step, self.samples, self.engine.scalars())
 
     def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
         plan, engine, number = self.plan, self.engine, self.step + 1
@@ -174,13 +175,15 @@ class Run:
         with self.memory.measure(enabled=every > 0 and number % every == 0) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
             grad_norm = float(norm)
-            if not math.isfinite(grad_norm):
+            if not math.isfinite(grad_norm) and (engine.scaler is None or engine.scaler.exhausted):
                 self._explain_non_finite(number, loss_sum, grad_norm)
-            engine.update(norm, lr)
+            if not engine.update(norm, lr):
+                self.reporter.event("step_skipped", number, grad_norm=str(grad_norm), loss_scale=engine.loss_scale)
         logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
         loss = engine.mean_loss(loss_sum, valid_tokens) if logged else None
-        self.step, self.samples = number, self.samples + plan.parallel.global_batch_samples
-        self._report(start, loss, grad_norm, lr, memory_bytes)
+        taken = self.loader.samples_at(self.samples)
+        self.step, self.samples = number, self.samples + taken
+        self._report(start, taken, loss, grad_norm, lr, memory_bytes)
 
     def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
         """All ranks see the same norm, so all come here, and say together whose loss it was. Raises NonFinite."""
@@ -189,9 +192,11 @@ class Run:
         where = f"the loss is not finite on rank {', '.join(map(str, guilty))}" if guilty else "every loss is finite"
         raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples})")
 
-    def _report(self, start: float, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]) -> None:
+    def _report(
+        self, start: float, taken: int, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]
+    ) -> None:
         plan, seconds = self.plan, time.perf_counter() - start
-        train, tokens = plan.job.train, plan.parallel.global_batch_tokens
+        train, tokens = plan.job.train, taken * plan.job.train.seq_len
         shape = plan.model, train.seq_len
         peak = plan.cluster.gpu.peak_flops.get(train.precision)
         per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
@@ -202,7 +207,7 @@ class Run:
             tokens=tokens,
             step_s=seconds,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=norm if math.isfinite(norm) else None,
             lr=lr,
             phase_s=self.engine.take_phases(),
             bubble_ratio=self.engine.pipeline.trace.bubble_ratio() if plan.parallel.pp > 1 else None,

@@ -10,7 +10,7 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from trainer.data.batch import MicroBatch, from_windows
-from trainer.data.order import SampleOrder, samples_of_step
+from trainer.data.order import SampleOrder, micro_batches_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
 
@@ -36,6 +36,7 @@ class Loader:
                 f"model {plan.model.name} only {plan.model.vocab} (model.vocab)"
             )
         self.parallel, self.coord, self.store = plan.parallel, coord, store
+        self.ramp = plan.job.train.batch_ramp
         self.eod = index.eod if isolate_documents else None
         self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
         self._pin = pin_memory
@@ -50,12 +51,18 @@ class Loader:
             if self._ahead:
                 self._ahead[1].result()  # one reader at a time
             batches = self._read(consumed)
-        following = consumed + self.parallel.global_batch_samples
+        following = consumed + self.samples_at(consumed)
         self._ahead = following, self._pool.submit(self._read, following)
         return batches
 
+    def samples_at(self, consumed: int) -> int:
+        """Samples that the step after `consumed` takes, over all ranks."""
+        par = self.parallel
+        return micro_batches_at(par, self.ramp, consumed) * par.micro_batch_size * par.dp * par.ep
+
     def _read(self, consumed: int) -> list[MicroBatch]:
-        return [self._micro_batch(places) for places in samples_of_step(self.parallel, self.coord, consumed)]
+        many = micro_batches_at(self.parallel, self.ramp, consumed)
+        return [self._micro_batch(places) for places in samples_of_step(self.parallel, self.coord, consumed, many)]
 
     def _micro_batch(self, places: list[int]) -> MicroBatch:
         windows = [self.store.window(self.order(place), self.seq_len) for place in places]

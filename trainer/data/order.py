@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from orchestrator.plan.document import Coord, Parallel
+from orchestrator.plan.document import BatchRamp, Coord, Parallel
 
 _ROUNDS = 6  # four are indistinguishable from random in theory (Luby & Rackoff 1988); two more for tiny domains
 _MASK64 = (1 << 64) - 1
@@ -70,14 +70,32 @@ class SampleOrder:
         return self._epoch(index)
 
 
-def samples_of_step(parallel: Parallel, coord: Coord, consumed: int) -> list[list[int]]:
+def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int:
+    """Micro-batches a rank reads in the step that starts after `consumed` samples: all, or fewer during a ramp.
+
+    The global batch is `start + (full - start) * consumed / over`, rounded down to whole micro-batches on every
+    replica (at least one each); DeepSeek-V3 ramps like this, arXiv 2412.19437, section 4.2.
+    """
+    if ramp is None or consumed >= ramp.over_samples:
+        return parallel.micro_batches
+    unit = parallel.micro_batch_size * parallel.dp * parallel.ep
+    grown = (parallel.global_batch_samples - ramp.start_samples) * consumed // ramp.over_samples
+    return max(1, (ramp.start_samples + grown) // unit)
+
+
+def samples_of_step(
+    parallel: Parallel, coord: Coord, consumed: int, micro_batches: int | None = None
+) -> list[list[int]]:
     """Places in the global order that a rank reads in the step that starts after `consumed` samples:
     [micro_batches][micro_batch_size].
 
     A step takes the next `global_batch_samples` places, whatever the layout: micro-batch by micro-batch, within it
     replica by replica (dp outermost, then ep). Ranks that differ only in tp, cp or pp read the same samples.
+    `micro_batches`: of this step, if not the plan's.
     """
     size, replicas = parallel.micro_batch_size, parallel.dp * parallel.ep
     replica = coord.dp * parallel.ep + coord.ep
-    firsts = (consumed + (micro * replicas + replica) * size for micro in range(parallel.micro_batches))
+    firsts = (
+        consumed + (micro * replicas + replica) * size for micro in range(micro_batches or parallel.micro_batches)
+    )
     return [list(range(first, first + size)) for first in firsts]

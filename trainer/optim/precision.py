@@ -32,8 +32,6 @@ def recipe(train: Train) -> Recipe:
     Raises LayoutError.
     """
     param, reduce = DTYPES[train.precision], DTYPES[train.grad_dtype]
-    if train.precision == "fp16":
-        raise LayoutError("precision fp16 needs dynamic loss scaling, which is not there yet; legal: fp32, bf16")
     if train.precision == "fp32" and reduce != torch.float32:
         raise LayoutError(f"grad_dtype {train.grad_dtype} with precision fp32 loses digits and saves nothing; use fp32")
     return Recipe(param, reduce, torch.float32)

@@ -27,6 +27,7 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from _context(plan)
     yield from _recompute(plan)
     yield from _sharding(plan)
+    yield from _ramp(plan)
 
 
 def _unproven(plan: Plan) -> Iterator[str]:
@@ -42,12 +43,8 @@ def _unproven(plan: Plan) -> Iterator[str]:
         yield f"model.dropout={model.dropout} is not implemented; use 0"
     if par.ep > 1:
         yield f"ep={par.ep} needs a mixture of experts; use ep1"
-    if train.precision == "fp16":
-        yield "train.precision=fp16 needs loss scaling, which is not proven yet; legal: fp32, bf16"
     if train.compile:
         yield "train.compile=true is not proven yet; use false"
-    if train.batch_ramp:
-        yield "train.batch_ramp is not proven yet; leave it out"
 
 
 def _tensor(plan: Plan) -> Iterator[str]:
@@ -121,3 +118,17 @@ def _sharding(plan: Plan) -> Iterator[str]:
             f"zero={par.zero} with schedule {par.schedule}: both ranks of a stage complete its gradients in different"
             " orders; use zero0 or zero1"
         )
+
+
+def _ramp(plan: Plan) -> Iterator[str]:
+    par, ramp = plan.parallel, plan.job.train.batch_ramp
+    if ramp is None:
+        return
+    unit = par.micro_batch_size * par.dp * par.ep
+    if not unit <= ramp.start_samples <= par.global_batch_samples:
+        yield (
+            f"train.batch_ramp starts at {ramp.start_samples} samples; legal: from {unit} (a micro-batch a replica) to"
+            f" the full batch of {par.global_batch_samples}"
+        )
+    if par.schedule in ("table", "dualpipe"):
+        yield f"train.batch_ramp changes the number of micro-batches, which schedule {par.schedule} fixes"

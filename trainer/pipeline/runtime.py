@@ -60,14 +60,11 @@ class Pipeline:
         """
         rank, device = mesh.coord.pp, torch.device(device)
         mine = schedule.stages_of(rank)
+        self.rank = rank
         if len(mine) != len(stages):
             raise ValueError(f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got {len(stages)}")
-        self.schedule, self.loss, self.device = schedule, loss, device
+        self.loss, self.device = loss, device
         self.stages = dict(zip(mine, stages, strict=True))
-        program = lower(schedule)[rank]
-        # gloo matches messages by tag, so a receive may run ahead; NCCL wants one order for both ends of a pair, and
-        # its host thread runs ahead of the device anyway.
-        self.program = receive_early(program) if device.type == "cpu" else program
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
         self.trace = Trace(device)
         self._phase = timer.phase if timer else _no_phase
@@ -79,6 +76,15 @@ class Pipeline:
         self._micro_batches: Sequence[Batch] = ()
         self._total: Tensor
         self._scale: Tensor
+        self.adopt(schedule)
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on: the same stages on the same ranks, another number of micro-batches."""
+        program = lower(schedule)[self.rank]
+        # gloo matches messages by tag, so a receive may run ahead; NCCL wants one order for both ends of a pair, and
+        # its host thread runs ahead of the device anyway.
+        self.program = receive_early(program) if self.device.type == "cpu" else program
+        self.schedule = self.transfers.schedule = schedule
 
     @classmethod
     def from_plan(

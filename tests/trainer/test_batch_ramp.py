@@ -1,0 +1,122 @@
+"""Batch-size ramp: the size of every step is a function of the samples consumed, and each step is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.plan.document import BatchRamp
+from tests.plans import make_plan
+from trainer.data.batch import IGNORED
+from trainer.data.order import micro_batches_at, samples_of_step
+from trainer.engine import Engine
+from trainer.errors import LayoutError
+from trainer.optim.lr import learning_rate
+from trainer.optim.precision import FP64
+from trainer.parallel import legal
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch
+
+
+def sizes(plan, steps: int) -> list[int]:
+    par, consumed, found = plan.parallel, 0, []
+    for _ in range(steps):
+        many = micro_batches_at(par, plan.job.train.batch_ramp, consumed)
+        found.append(many * par.micro_batch_size * par.dp)
+        consumed += found[-1]
+    return found
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.data())
+def test_steps_grow_to_the_full_batch_in_whole_micro_batches(dp, size, many, data):
+    full, unit = dp * size * many, dp * size
+    start, over = data.draw(st.integers(unit, full)), data.draw(st.integers(1, 20 * full))
+    plan = make_plan(
+        dp=dp, micro_batch_size=size, micro_batches=many, batch_ramp=BatchRamp(start_samples=start, over_samples=over)
+    )
+    legal.check(plan)
+    found = sizes(plan, 4 * over // unit + 2)
+    assert found[0] == start // unit * unit or start == full
+    assert found == sorted(found) and found[-1] == full
+    assert all(number % unit == 0 and unit <= number <= full for number in found)
+    for index in range(len(found)):
+        linear = start + (full - start) * sum(found[:index]) / over
+        assert sum(found[:index]) >= over or linear - unit < found[index] <= linear
+
+
+def test_without_a_ramp_every_step_is_full():
+    assert sizes(make_plan(dp=2, micro_batches=3), 3) == [6, 6, 6]
+
+
+def run(rank: int, plan, steps: int) -> list[dict]:
+    mesh = Mesh.from_plan(plan, rank) if plan.parallel.world_size > 1 else Mesh.alone(plan)
+    engine = Engine(plan, mesh, torch.device("cpu"), FP64)
+    par, consumed, record = plan.parallel, 0, []
+    for step in range(1, steps + 1):
+        many = micro_batches_at(par, plan.job.train.batch_ramp, consumed)
+        size = many * par.micro_batch_size * par.dp
+        whole = micro_batch(plan, list(range(consumed, consumed + size)))
+        places = samples_of_step(par, mesh.coord, consumed, many)
+        valid = int((whole.targets != IGNORED).sum())
+        _, norm = engine.gradients([micro_batch(plan, one) for one in places], valid)
+        engine.update(norm, learning_rate(step, plan.job.optim, steps))
+        engine.buckets.wait_params()
+        weights = {info.name: info.valid(weight).clone() for info, weight in engine.buckets.full_params()}
+        record.append({"norm": float(norm), "size": size, "weights": weights})
+        consumed += size
+    return record
+
+
+RAMP = BatchRamp(start_samples=2, over_samples=10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "zero": 1},
+        {"dp": 2, "zero": 2},
+        {"pp": 2, "micro_batches": 6},
+        {"pp": 2, "schedule": "zb_h2", "micro_batches": 6},
+        {"pp": 2, "vpp": 2, "schedule": "zbv", "micro_batches": 6},
+    ],
+    ids=str,
+)
+def test_every_size_is_one_process(layout):
+    """Steps of 2, 3 (or 2), 4 and 6 samples: micro-batches come and go, the pipeline's program with them."""
+    plan = make_plan(batch_ramp=RAMP, **({"micro_batches": 3} | layout))
+    results = run_ranks(run, 2, plan, 5)
+    sizes_run = [entry["size"] for entry in results[0]]
+    assert sizes_run[0] == 2 and sizes_run[-1] == 6 and len(set(sizes_run)) >= 3
+
+    # the same samples a step on one process, one fixed plan a step
+    alone = Engine(make_plan(micro_batches=6), Mesh.alone(plan), torch.device("cpu"), FP64)
+    consumed = 0
+    for step, size in enumerate(sizes_run, start=1):
+        batch = micro_batch(plan, list(range(consumed, consumed + size)))
+        alone.buckets.expect(1)
+        loss = alone.part.loss(alone.part.stages[0](None, batch), batch.targets)
+        (loss / int((batch.targets != IGNORED).sum())).backward()
+        alone.buckets.finish()
+        norm = float(torch.stack([grad.square().sum() for grad in alone.buckets.full_grads().values()]).sum().sqrt())
+        alone.update(torch.tensor(norm, dtype=torch.float64), learning_rate(step, plan.job.optim, 5))
+        consumed += size
+        weights = {info.name: weight for info, weight in alone.buckets.full_params()}
+        for result in results:
+            assert result[step - 1]["norm"] == pytest.approx(norm, rel=1e-10)
+            for name, weight in result[step - 1]["weights"].items():
+                assert (weight - weights[name]).abs().max() <= 1e-10 * weights[name].abs().max(), name
+
+
+@pytest.mark.parametrize("start", [1, 7])
+def test_a_ramp_that_does_not_fit_is_refused(start):
+    with pytest.raises(LayoutError, match=r"legal: from 2 .* to the full batch of 6"):
+        legal.check(make_plan(dp=2, micro_batches=3, batch_ramp=BatchRamp(start_samples=start, over_samples=9)))
+
+
+def test_schedules_of_one_size_refuse_a_ramp():
+    with pytest.raises(LayoutError, match="schedule dualpipe fixes"):
+        legal.check(make_plan(pp=2, schedule="dualpipe", micro_batches=4, batch_ramp=RAMP))

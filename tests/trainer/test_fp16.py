@@ -1,0 +1,113 @@
+"""fp16 with dynamic loss scaling: skips what overflows, finds a scale, grows again, and trains what fp32 trains."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.plans import make_plan
+from trainer.data.batch import IGNORED
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.optim.loss_scale import LOWEST, LossScale
+from trainer.optim.precision import recipe
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch
+
+
+def test_the_scale_halves_grows_and_stops_at_the_bottom():
+    scaler = LossScale(initial=8.0, growth_interval=3)
+    found = []
+    for finite in (True, True, False, True, True, True, True):
+        scaler.update(finite)
+        found.append(scaler.scale)
+    assert found == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]  # an overflow starts the count anew
+    for _ in range(40):
+        assert not scaler.exhausted or scaler.scale == LOWEST
+        scaler.update(False)
+    assert scaler.exhausted and scaler.scale == LOWEST
+
+
+def test_state_goes_through_a_checkpoint():
+    first, second = LossScale(initial=4.0, growth_interval=3), LossScale(growth_interval=3)
+    first.update(True), first.update(True)
+    second.restore(first.state())
+    first.update(True), second.update(True)
+    assert first.scale == second.scale == 8.0
+    second.restore({})
+    assert second.scale == 8.0
+
+
+def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
+    """`count` steps; what each saw and left behind on this rank."""
+    mesh = Mesh.from_plan(plan, rank) if plan.parallel.world_size > 1 else Mesh.alone(plan)
+    engine = Engine(plan, mesh, torch.device("cpu"), recipe(plan.job.train))
+    if engine.scaler is not None:
+        engine.scaler.scale = initial
+    record = []
+    size = plan.parallel.global_batch_samples
+    for step in range(count):
+        before = {info.name: weight.clone() for info, weight in engine.buckets.full_params()}
+        valid = int((micro_batch(plan, list(range(step * size, (step + 1) * size))).targets != IGNORED).sum())
+        places = samples_of_step(plan.parallel, mesh.coord, step * size)
+        scale = engine.loss_scale
+        _, norm = engine.gradients([micro_batch(plan, one) for one in places], valid)
+        grads = {name: grad.float() / scale for name, grad in engine.buckets.full_grads().items()}
+        applied = engine.update(norm, 1e-3)
+        engine.buckets.wait_params()
+        after = {info.name: weight for info, weight in engine.buckets.full_params()}
+        moved = any(not torch.equal(before[name], after[name]) for name in after)
+        entry = {"applied": applied, "moved": moved, "scale": scale, "steps": engine.optimizer.step_count}
+        record.append(entry | {"norm": float(norm), "grads": grads})
+    return record
+
+
+def test_overflow_skips_until_the_scale_fits_and_gradients_are_those_of_fp32():
+    plan, plain = make_plan(precision="fp16", steps=20), make_plan(steps=20)
+    found = steps(0, plan, initial=2.0**24, count=12)
+    skipped = [entry for entry in found if not entry["applied"]]
+    assert 0 < len(skipped) < 10
+    for index, entry in enumerate(found):
+        assert entry["applied"] == math.isfinite(entry["norm"]) == entry["moved"]
+        assert entry["steps"] == index + 1 - len([e for e in found[: index + 1] if not e["applied"]])
+    scales = [entry["scale"] for entry in found]
+    assert scales == [2.0**24 / 2 ** len([e for e in found[:i] if not e["applied"]]) for i in range(len(found))]
+    fits = steps(0, plan, initial=2.0**10, count=1)[0]
+    truth = steps(0, plain, 1.0, 1)[0]
+    assert fits["applied"] and fits["norm"] == pytest.approx(truth["norm"], rel=5e-3)
+    for name, grad in truth["grads"].items():
+        assert (fits["grads"][name] - grad).abs().max() <= 2e-2 * grad.abs().max(), name
+
+
+def test_small_gradients_survive_only_with_a_scale():
+    """What loss scaling is for: at scale 2^-10 more of the gradient is zero than at 2^10."""
+    plan = make_plan(precision="fp16")
+
+    def zeros(initial: float) -> int:
+        return sum(int((grad == 0).sum()) for grad in steps(0, plan, initial, 1)[0]["grads"].values())
+
+    assert zeros(2.0**-10) > zeros(2.0**10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "zero": 1},
+        {"dp": 2, "zero": 2},
+        {"dp": 2, "zero": 3},
+        {"tp": 2},
+        {"pp": 2, "schedule": "zb_h1"},
+        {"cp": 2, "cp_method": "zigzag"},
+    ],
+    ids=str,
+)
+def test_all_ranks_skip_together(layout):
+    plan = make_plan(precision="fp16", micro_batches=2, **layout)
+    results = run_ranks(steps, 2, plan, 2.0**22, 9)
+    applied = [[entry["applied"] for entry in result] for result in results]
+    assert applied[0] == applied[1] and not applied[0][0] and applied[0][-1]
+    assert [entry["scale"] for entry in results[0]] == [entry["scale"] for entry in results[1]]
