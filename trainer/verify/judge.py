@@ -19,8 +19,8 @@ from . import oracle
 from .compare import RECIPES, STEPS, run_rank, with_eps
 from .ranks import RankError, run_ranks
 
-#: Seconds for one cell in one precision before its ranks are said to hang.
-PATIENCE_S = 90.0
+#: Seconds before the ranks of a launch are said to hang: for its start, and for each cell in each precision.
+START_S, CELL_S = 60.0, 15.0
 #: Ranks that a launch starts at most; what verify refuses beyond is the machine's limit, not the layout's.
 MOST_RANKS = 16
 
@@ -52,7 +52,7 @@ def _launch(cells: Sequence[Cell], precisions: Sequence[str], known: Known) -> I
     jobs = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
     jobs = [(precision, plan, one_process(plan, packed, known), packed) for precision, plan, packed in jobs]
     try:
-        ranks = run_ranks(_run_jobs, world, jobs, timeout=PATIENCE_S * len(jobs))
+        ranks = run_ranks(_run_jobs, world, jobs, timeout=START_S + CELL_S * len(jobs))
     except RankError as error:
         if len(cells) > 1:
             for cell in cells:
