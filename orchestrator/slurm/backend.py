@@ -18,6 +18,7 @@ from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import RunState, read_state
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
+from orchestrator.topology.slurm import parse_topology
 
 from .commands import Slurm
 from .options import SlurmOptions, read_options
@@ -26,7 +27,6 @@ from .queue import Job
 from .record import SlurmRecord, find_job, read_record, verdict, write_record
 from .render import JobScript, render
 from .states import meaning
-from .topology import parse_topology
 
 
 class SlurmBackend:
@@ -35,7 +35,7 @@ class SlurmBackend:
 
     @cached_property
     def _slurm(self) -> Slurm:
-        return Slurm()
+        return Slurm(timeout_s=30.0)
 
     @cached_property
     def _watcher(self):
@@ -88,7 +88,8 @@ class SlurmBackend:
         submitted = folder.path / "plan.submitted.json"
         text = self.script(request, load_plan(submitted if submitted.exists() else folder.plan))
         prepare_resume(folder)
-        (folder.path / "slurm" / "faults").unlink(missing_ok=True)
+        for name in ("faults", "exclude"):  # a new count, and another chance for every node
+            (folder.path / "slurm" / name).unlink(missing_ok=True)
         self._send(folder, text, environ)
         return request.handle
 

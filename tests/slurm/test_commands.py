@@ -10,7 +10,7 @@ from orchestrator.slurm.commands import Slurm, first_complaint
 from orchestrator.slurm.nodes import parse_nodes
 from orchestrator.slurm.states import meaning
 from orchestrator.slurm.submission import LiveWatcher
-from orchestrator.slurm.topology import parse_topology
+from orchestrator.topology.slurm import parse_topology
 
 from .cluster_conf import Shape
 from .conftest import bring_up

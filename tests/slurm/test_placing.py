@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
-from orchestrator.slurm.live import choose_nodes, fit, uniform
+from orchestrator.slurm.live import uniform
 from orchestrator.slurm.nodes import parse_nodes
 from orchestrator.slurm.replan import difference, replan
-from orchestrator.slurm.topology import FLAT, from_addresses, parse_topology
+from orchestrator.topology.fit import choose_nodes, fit
+from orchestrator.topology.model import FLAT
+from orchestrator.topology.slurm import from_addresses, parse_topology
 from tests.plans import make_plan
 
 from . import big

@@ -10,7 +10,8 @@ from orchestrator.errors import OrchError
 from orchestrator.slurm import queue
 from orchestrator.slurm.nodes import parse_nodes, parse_state, select
 from orchestrator.slurm.states import TABLE, explain, meaning
-from orchestrator.slurm.topology import FLAT, from_addresses, parse_topology
+from orchestrator.topology.model import FLAT
+from orchestrator.topology.slurm import from_addresses, parse_topology
 
 from . import big
 
