@@ -98,9 +98,12 @@ def test_early_receives_would_deadlock_without_tags():
     assert "deadlocks" in program_problem(schedule, early)
 
 
-def test_early_receive_stands_before_the_action_in_front():
+def test_early_receives_stand_before_the_actions_in_front():
     program = tuple(map(parse_action, ("1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0", "1F1")))
-    assert " ".join(map(str, receive_early(program))) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1"
+    assert " ".join(map(str, receive_early(program, by=1))) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1"
+    program = tuple(map(parse_action, ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1")))
+    two = "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1"
+    assert " ".join(map(str, receive_early(program, by=2))) == two
 
 
 @pytest.mark.parametrize("kind", ["1RECV_F0", "0SEND_F0", "0F0"])

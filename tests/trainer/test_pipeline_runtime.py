@@ -75,7 +75,7 @@ def test_a_rank_holds_what_the_schedule_says(name, vpp):
     schedule = build(name, 3, 12, vpp)
     kept = 4 if name == "zb_h1" else 2
     for (peak, left), in_flight in zip(peaks(schedule), peak_in_flight(schedule), strict=True):
-        assert in_flight <= peak <= kept * in_flight + MOST_SENDS + 6
+        assert in_flight <= peak <= kept * in_flight + MOST_SENDS + 8
         assert left < 0.1
 
 
@@ -94,7 +94,7 @@ def test_outputs_are_let_go_when_sent():
         return seen
 
     first_backward = run_ranks(rank_main, 2)[0][0]
-    assert 24 <= first_backward <= 24 + MOST_SENDS + 2.5  # two gradients are on their way; with outputs 36
+    assert 24 <= first_backward <= 24 + MOST_SENDS + 3.5  # three gradients are on their way; with outputs 36
 
 
 # ------------------------------------------------------------------------------------------- records

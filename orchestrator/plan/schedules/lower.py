@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from .actions import Action, Kind
+from .actions import COMPUTE, RECEIVES, Action, Kind
 from .schedule import Schedule
 from .simulate import simulate
 
@@ -57,19 +57,20 @@ def peer_of(schedule: Schedule, action: Action) -> int:
     return schedule.stage_rank[action.stage + (1 if towards_next else -1)]
 
 
-def receive_early(program: Program) -> Program:
-    """Post every receive one compute action earlier, so that the transfer runs beside that action.
+def receive_early(program: Program, by: int = 2) -> Program:
+    """Post every receive `by` compute actions earlier: the transfer then runs beside them, and the sender, who finds
+    its receive posted, sends at once instead of asking first.
 
     Only for transports that match messages by tag (gloo): it gives up the common order of a pair's transfers.
     """
-    result: list[Action] = []
-    barrier = 0  # where the latest compute action stands; receives move up to here
+    segments: list[list[Action]] = [[]]  # each compute action with its sends
+    receives: list[list[Action]] = [[]]  # posted behind each segment
     for action in program:
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
-            result.insert(barrier, action)
-            barrier += 1
-        else:
-            if action.kind not in (Kind.SEND_F, Kind.SEND_B):
-                barrier = len(result)
-            result.append(action)
-    return tuple(result)
+        if action.kind in RECEIVES:
+            receives[max(len(segments) - 1 - by, 0)].append(action)
+            continue
+        if action.kind in COMPUTE:
+            segments.append([])
+            receives.append([])
+        segments[-1].append(action)
+    return tuple(action for pair in zip(segments, receives, strict=True) for part in pair for action in part)
