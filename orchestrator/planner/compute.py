@@ -76,7 +76,6 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
 
 def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[StageSeconds]:
     """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     kinds = [
         (0.0, 0.0) if layer is None else layer_seconds(model, layer, parallel, train, rate)
         for layer in samples_of_kinds(model)
@@ -88,11 +87,17 @@ def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -
         start += count
         again = {"none": 0.0, "selective": core, "full": forward}[train.recompute]
         if stage == len(parallel.stage_layers) - 1:
-            logits = tokens * model.vocab / parallel.tp
-            loss = logits * (WIDTH[train.precision] + 8) / rate.memory  # cast to fp32, soft-max, in place
-            forward += head_flops(model) * tokens / parallel.tp / rate.matmul + loss
+            forward += loss_seconds(model, parallel, train, rate)
         result.append(StageSeconds(forward, 2 * forward + again, core))
     return result
+
+
+def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> float:
+    """Output projection and loss, forward, of one micro-batch."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    logits = tokens * model.vocab / parallel.tp
+    loss = logits * (WIDTH[train.precision] + 8) / rate.memory  # cast to fp32, soft-max, in place
+    return head_flops(model) * tokens / parallel.tp / rate.matmul + loss
 
 
 def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> float:

@@ -119,11 +119,18 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
             held, live = sum(n * size for n, size in zip(counts, whole, strict=True)), 0.0
         kept = held / len(stages) * flying + live
         if len(parallel.stage_layers) - 1 in stages:
-            gathered = rows if parallel.sp and not kernels.keep_gathered else 1
-            kept += boundary + model.hidden * width / gathered * tokens  # the final norm and what it feeds the head
-            kept += 2 * width * tokens * -(-model.vocab // parallel.tp)  # logits and their gradient
+            kept += head_bytes(model, parallel, train, kernels)
         result.append(kept)
     return result
+
+
+def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+    """Bytes that the last stage keeps besides its layers: around the final norm, and the logits with their gradient."""
+    width, tokens = WIDTH[train.precision], parallel.micro_batch_size * train.seq_len / parallel.cp
+    rows = parallel.tp if parallel.sp else 1
+    gathered = 1 if kernels.keep_gathered else rows
+    hidden = model.hidden * width * (1 / rows + 1 / gathered)  # what the norm reads, and what it feeds the head
+    return tokens * (hidden + 2 * width * -(-model.vocab // parallel.tp))
 
 
 def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) -> float:

@@ -14,12 +14,12 @@ from orchestrator.plan.schedules import (
     SCHEDULES,
     TABLE,
     Costs,
-    Schedule,
     build,
     peak_in_flight,
     schedule_of,
     simulate,
 )
+from orchestrator.plan.schedules.makespan import Steps
 
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
 EQUAL = 1e-6  # relative difference below which stages count as equal
@@ -40,14 +40,9 @@ def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
     return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
 
 
-@lru_cache(maxsize=64)
-def _schedule(name: str, pp: int, micro_batches: int, vpp: int) -> Schedule:
-    return build(name, pp, micro_batches, vpp)
-
-
-def _enough(pp: int, micro_batches: int, vpp: int) -> int:
-    """No more micro-batches than warm-up, some steady state and drain need. Even, as two-way schedules want it."""
-    return min(micro_batches, 6 * pp * vpp + 4)
+@lru_cache(maxsize=256)
+def _steps(name: str, pp: int, micro_batches: int, vpp: int) -> Steps:
+    return Steps(build(name, pp, micro_batches, vpp))
 
 
 def rank_seconds(parallel: Parallel, stages: Sequence[float]) -> list[float]:
@@ -66,7 +61,7 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
     forward, backward: seconds of one micro-batch through each model stage, communication inside the stage included.
 
     With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
-    else is simulated for a few micro-batches; each further one costs the slowest rank's time.
+    else is simulated for three and for four rounds of p micro-batches; further rounds cost what the fourth did.
     """
     work = rank_seconds(parallel, [f + b for f, b in zip(forward, backward, strict=True)])
     busy = parallel.micro_batches * sum(work)
@@ -82,7 +77,7 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
     return span, (parallel.pp * span - busy) / busy
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _simulated_span(
     name: str,
     pp: int,
@@ -92,25 +87,44 @@ def _simulated_span(
     backward: tuple[float, ...],
     slowest: float,
 ) -> float:
-    schedule = _schedule(name, pp, _enough(pp, micro_batches, vpp), vpp)
     half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
-    shown = simulate(schedule, Costs(forward, half, half)).makespan
-    return shown + (micro_batches - schedule.micro_batches) * slowest
+
+    def shown(count: int) -> float:
+        return _steps(name, pp, count, vpp).makespan(forward, half, half)
+
+    first = 3 * pp + micro_batches % pp  # warm-up, one round of steady state, drain
+    if micro_batches <= first + pp:
+        return shown(micro_batches)
+    longer = shown(first + pp)
+    a_micro_batch = (longer - shown(first)) / pp
+    return longer + (micro_batches - first - pp) * max(a_micro_batch, slowest)
 
 
 def in_flight(parallel: Parallel) -> list[float]:
-    """Micro-batches, each through one virtual stage, whose activations each pipeline rank holds at its peak.
-
-    1F1B: min(p - r, m); interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473, section 2.2);
-    all-forward-all-backward: every one; others: counted on the schedule.
-    """
-    p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
-    if parallel.schedule == "afab":
-        return [m * v] * p
-    if parallel.schedule == "1f1b":
-        return [min(m, p - rank) for rank in range(p)]
-    if parallel.schedule == "interleaved":
-        return [min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) for rank in range(p)]
+    """Micro-batches, each through one virtual stage, whose activations each pipeline rank holds at its peak."""
     if parallel.schedule == TABLE:
         return list(peak_in_flight(schedule_of(parallel)))
-    return list(peak_in_flight(_schedule(parallel.schedule, p, _enough(p, m, v), v)))
+    p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
+    return [held_at_once(parallel.schedule, p, v, m, rank) for rank in range(p)]
+
+
+def held_at_once(schedule: str, p: int, v: int, m: int, rank: int) -> int:
+    """`in_flight` of one rank in closed form; equal to counting on the schedule (a test does).
+
+    1F1B: p - r; interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473, section 2.2); ZB-H1: p,
+    ZB-H2: 2p - 1, ZB-V: 2p half stages (arXiv 2401.10241); DualPipe: p + 1, DualPipeV: 2p + 1 half stages (arXiv
+    2412.19437), which each reach as far as micro-batches are there; all-forward-all-backward: every one.
+    """
+    if schedule == "afab":
+        return m * v
+    if schedule == "1f1b":
+        return min(m, p - rank)
+    if schedule == "interleaved":
+        return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
+    if schedule in ("zb_h1", "zb_h2"):
+        return min(m, p if schedule == "zb_h1" else 2 * p - 1)
+    if schedule in ("zbv", "dualpipev"):
+        return min(2 * p + (schedule == "dualpipev"), m + 1 + rank, 2 * m)
+    if schedule == "dualpipe":
+        return min(p + 1, m // 2 + 1 + min(rank, p - 1 - rank), m)
+    return int(peak_in_flight(build(schedule, p, m, v))[rank])

@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from orchestrator.plan.document import Axis, Model, Parallel, Train
+from orchestrator.plan.schedules import copies_of
 
 from .collective import Operation, sent_bytes
 from .model_math import dense_and_moe, embedding_params, layer_params, norm_params, samples_of_kinds
@@ -81,7 +82,8 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     held = rank_parameters(model, parallel)
     busiest = held.index(max(held, key=sum))
     stages = [stage_range(parallel, stage) for stage in rank_stages(parallel)[busiest]]
-    layers = sum(map(len, stages))
+    copies = copies_of(parallel)  # two copies of the model share the micro-batches
+    layers = sum(map(len, stages)) / copies
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     hidden_bytes = tokens * model.hidden * width
     passes = 3 if train.recompute == "full" else 2  # forward, (forward again,) backward
@@ -112,12 +114,12 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     add("cp", "p2p", 2 * key_values, ring_steps, "attention")
 
     if model.moe is not None:
-        moe_layers = sum(dense_and_moe(model, part.start, part.stop)[1] for part in stages)
+        moe_layers = sum(dense_and_moe(model, part.start, part.stop)[1] for part in stages) / copies
         routed = hidden_bytes * model.moe.top_k / (parallel.tp if parallel.sp else 1)
         add("ep", "all_to_all", routed, 2 * moe_layers * m * passes)
 
     boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
-    add("pp", "p2p", boundary, m * _sends(parallel))
+    add("pp", "p2p", boundary, m * sends_a_micro_batch(parallel))
 
     dense, experts = held[busiest]
     grad_width = WIDTH[train.grad_dtype]
@@ -126,7 +128,7 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     return result
 
 
-def _sends(parallel: Parallel) -> float:
+def sends_a_micro_batch(parallel: Parallel) -> float:
     """Messages a micro-batch from the rank that sends most: hidden states on, gradients back, never beyond an end."""
     held, last = rank_stages(parallel), parallel.pp * parallel.vpp - 1
     share = (last + 1) / sum(map(len, held))  # of the micro-batches: half where each direction has its own stages

@@ -1,0 +1,168 @@
+"""Best first: every legal layout is either costed exactly or known to cost more than one that was.
+
+Bounds (`bound`) come first, cheapest step first out of a heap; a spot opens into its choices, a choice is costed by the
+planner's own `solve`, and what is cheaper than every bound left is the answer. So the result is that of costing all
+layouts one by one (a test does), and the same on every run: equal times go to less memory, equal memory to the plainer
+layout.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from orchestrator.config.schema import Config
+from orchestrator.plan import document as doc
+from orchestrator.plan.schedules import SCHEDULES
+from orchestrator.planner import legality, memory
+from orchestrator.planner.degrees import make_case, make_parallel
+from orchestrator.planner.job import make_train
+from orchestrator.planner.model_math import resolve
+from orchestrator.planner.solve import Ground, Solution, solve
+from orchestrator.planner.topology import build_cluster
+
+from .best_paths import BestPaths
+from .bound import SpotBound
+from .shapes import Shape, shape_of
+from .space import RECOMPUTE, Choice, Space, Spot
+
+NEAR = 0.05  # layouts that take this much longer than the fastest are still worth a line when they need less memory
+
+
+class Found(NamedTuple):
+    """One layout, costed exactly."""
+
+    choice: Choice
+    solution: Solution
+    memory: doc.Memory  # of the fullest pipeline rank
+    config: Config  # with every open key filled in
+
+    @property
+    def step_s(self) -> float:
+        return self.solution.time.step_s
+
+
+class Effort(NamedTuple):
+    legal: int  # layouts of the space; each with every nesting order of its axes
+    costed: int  # of them exactly; all others are known to be slower, larger or both
+
+
+class Answer(NamedTuple):
+    """`front`: the fastest layout, then each that is slower by up to `NEAR` and needs less memory than all before."""
+
+    front: list[Found]
+    effort: Effort
+
+
+def preference(choice: Choice) -> tuple:
+    """Among equals the plainer layout."""
+    names = list(SCHEDULES)
+    rank = names.index(choice.schedule) if choice.schedule in names else len(names)
+    order = names.index("1f1b") if "1f1b" in names else 0
+    spot = choice.spot
+    return (
+        *(RECOMPUTE.index(choice.recompute) if choice.recompute in RECOMPUTE else 9, choice.zero),
+        *(rank != order, choice.vpp, rank, spot.ep, spot.cp, spot.tp, spot.pp, spot.micro_batch_size),
+    )
+
+
+class Search:
+    def __init__(self, config: Config):
+        cluster, model = build_cluster(config.cluster), resolve(config.model)
+        self.ground = Ground(cluster, model, make_train(config))
+        self.space = Space(config, self.ground)
+        self.best = BestPaths(self.ground.roads.fabric, confined=not config.parallel.allow_tp_across_nvlink)
+        self.capacity = cluster.gpu.memory_bytes
+        self.template: doc.Parallel | None = None
+        self._shapes: dict[tuple[str, int, int], Shape] = {}
+        self.balanced = config.parallel.stage_layers is None
+        self.legal = self.costed = 0
+
+    def run(self, near: float = NEAR) -> Answer:
+        """Raises OrchError where the configuration contradicts itself. An empty front: nothing legal fits."""
+        heap = [(bound.least_seconds(), 0, (number,), bound) for number, bound in enumerate(self._spots())]
+        heapq.heapify(heap)
+        serial, front = len(heap), []
+        while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
+            _, state, _, item = heapq.heappop(heap)
+            if state == 3:  # costed, and nothing left can be faster
+                if not front or item.memory.total < front[-1].memory.total:
+                    front.append(item)
+                continue
+            most = front[-1].memory.total if front else self.capacity
+            for seconds, below, key, opened in self._open(state, item, most):
+                serial += 1
+                heapq.heappush(heap, (seconds, below, key or (serial,), opened))
+        return Answer(front, Effort(self.legal, self.costed))
+
+    # -------------------------------------------------------------------------------------- bounds
+
+    def _spots(self) -> Iterator[SpotBound]:
+        for spot in self.space.spots():
+            count = self.space.count(spot)
+            if count:
+                self.legal += count
+                yield SpotBound(spot, self.ground, self.best, self._template(spot))
+
+    def _open(self, state: int, item: Any, most: int) -> Iterator[tuple[float, int, tuple, Any]]:
+        """What lies below a node and may need no more than `most` bytes: (seconds at least, state, key, item)."""
+        if state == 0:
+            for branch in item.branches(self.space.recompute, self.space.zeros(item.spot)):
+                size, seconds = branch.least(self.balanced)
+                if size <= most:
+                    yield seconds, 1, (), branch
+        elif state == 1:
+            spot = item.base.spot
+            for schedule, vpp in self.space.schedules(spot):
+                shape = self._shape(schedule, spot.pp, vpp, item.base.par)
+                size = item.bytes_of(shape, schedule, vpp)
+                if size <= most:
+                    choice = Choice(spot, item.recompute, item.zero, schedule, vpp)
+                    yield item.seconds_of(shape, schedule, vpp), 2, (), (choice, size)
+        else:
+            choice, size = item
+            found = self.cost(choice) if size <= most else None
+            if found is not None:
+                yield found.step_s, 3, (found.memory.total, preference(choice)), found
+
+    def _template(self, spot: Spot) -> doc.Parallel:
+        if self.template is None:
+            choice = next(iter(self.space.choices(spot)))
+            config = self.space.fixed(choice)
+            self.template = make_parallel(config, self._case(config))
+        return self.template
+
+    def _case(self, config: Config) -> legality.Case:
+        return make_case(config, self.ground.cluster, self.ground.model)
+
+    def _shape(self, schedule: str, pp: int, vpp: int, par: doc.Parallel) -> Shape:
+        place = "loop" if schedule in ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2") else schedule
+        key = place, pp, vpp
+        if key not in self._shapes:
+            layers = self.space.stage_layers(pp * vpp)
+            piped = structs.replace(par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
+            self._shapes[key] = shape_of(self.ground.model, piped)
+        return self._shapes[key]
+
+    # -------------------------------------------------------------------------------------- costs
+
+    def cost(self, choice: Choice) -> Found | None:
+        """A layout exactly as `build_plan` costs it; None when it breaks a rule or does not fit."""
+        self.costed += 1
+        config = self.space.fixed(choice)
+        case = self._case(config)
+        if legality.broken(case) is not None:
+            return None
+        train = structs.replace(self.ground.train, recompute=choice.recompute)
+        parallel = make_parallel(config, case)
+        accounts = memory.accounts(self.ground.cluster, self.ground.model, parallel, train)
+        worst = max(accounts, key=lambda account: account.total)
+        if worst.total > worst.capacity:
+            return None
+        solution = solve(self.ground, parallel, config.parallel.order, train)
+        if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
+            return None  # an order that was given puts it there
+        return Found(choice, solution, worst, config)

@@ -1,0 +1,174 @@
+"""What `parallel=auto` may choose: every legal layout of a configuration, in two parts.
+
+A `Spot` is how the ranks are cut up: tp, cp, ep, pp, dp and the micro-batch. A `Choice` adds what each spot leaves
+open: recomputation, ZeRO, pipeline schedule and virtual stages. What the configuration gives is kept. Sequence
+parallelism follows tensor parallelism unless it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.schedules import SCHEDULES, illegal
+from orchestrator.planner import legality
+from orchestrator.planner.degrees import global_batch
+from orchestrator.planner.layout import balance_stages
+from orchestrator.planner.legality import Case
+from orchestrator.planner.solve import Ground
+
+RECOMPUTE = ("none", "selective", "full")
+#: Rules that only a whole choice can break.
+_LATER = ("virtual_stages", "zero_group", "schedule")
+
+
+class Spot(NamedTuple):
+    tp: int
+    cp: int
+    ep: int
+    pp: int
+    dp: int
+    micro_batch_size: int
+    micro_batches: int
+    sp: bool
+
+
+class Choice(NamedTuple):
+    spot: Spot
+    recompute: str
+    zero: int
+    schedule: str
+    vpp: int
+
+
+class Space:
+    """The legal layouts of one configuration. `config.parallel` holds null for what is open."""
+
+    def __init__(self, config: Config, ground: Ground):
+        par = config.parallel
+        if par.schedule_file is not None:
+            raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
+        self.config, self.ground, self.par = config, ground, par
+        self.samples = global_batch(config)
+        self.gpus = len(ground.cluster.node_names) * ground.cluster.gpus_per_node
+        given = config.train.recompute
+        self.recompute = RECOMPUTE if given is None else (given,)
+        self.base = Case(
+            **{"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vpp": 1, "zero": 0, "sp": False, "schedule": None},
+            cp_method=par.cp_method,
+            zero_group=par.zero_group,
+            allow_tp_across_nvlink=par.allow_tp_across_nvlink,
+            micro_batch_size=1,
+            global_batch_samples=self.samples,
+            seq_len=config.train.seq_len,
+            model=ground.model,
+            cluster=ground.cluster,
+        )
+
+    # -------------------------------------------------------------------------------------- spots
+
+    def spots(self) -> Iterator[Spot]:
+        """Every way to cut up the ranks and the batch that keeps the rules, in a fixed order."""
+        moe, layers = self.ground.model.moe, self.ground.model.layers
+        for tp in self._degrees("tp", self.gpus, self.ground.model.heads):
+            for cp in self._degrees("cp", self.gpus // tp, self.config.train.seq_len):
+                for ep in self._degrees("ep", self.gpus // tp // cp, moe.experts if moe else 1):
+                    rest = self.gpus // (tp * cp * ep)
+                    for pp in self._degrees("pp", rest, layers):
+                        dp = rest // pp
+                        if self.par.dp in (None, dp):
+                            yield from self._batches(tp, cp, ep, pp, dp)
+
+    def _degrees(self, axis: str, gpus: int, most: int) -> list[int]:
+        """Degrees of an axis that divide the GPUs which the axes before it leave, and that keep its rules."""
+        given = getattr(self.par, axis)
+        if given is not None:
+            return [given] if gpus % given == 0 else []
+        found = [degree for degree in _divisors(gpus) if degree <= most]
+        return [degree for degree in found if axis == "pp" or self._keeps({axis: degree})]
+
+    def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Spot]:
+        share, rest = divmod(self.samples, dp * ep)
+        if rest or not share:
+            return
+        sp = tp > 1 and self.par.sp is not False
+        sizes = _divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
+        case = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "sp": sp}
+        if share % sizes[0] or not self._keeps(case | {"micro_batch_size": sizes[0]}):
+            return
+        for size in sizes:
+            if share % size == 0:
+                yield Spot(tp, cp, ep, pp, dp, size, share // size, sp)
+
+    def _keeps(self, degrees: dict[str, int]) -> bool:
+        """Whether the degrees keep every rule that they can be judged by (alone, an axis cannot fill the cluster)."""
+        case = structs.replace(self.base, **degrees)
+        alone = ("gpus", "batch") if len(degrees) == 1 else ()
+        rules = (rule for name, rule in legality.RULES.items() if name not in (*_LATER, *alone))
+        return not any(rule(case) for rule in rules)
+
+    # -------------------------------------------------------------------------------------- choices
+
+    def schedules(self, spot: Spot) -> list[tuple[str, int]]:
+        """(schedule, virtual stages) that the spot's pipeline can run. One stage knows one schedule, 1f1b."""
+        if spot.pp == 1:
+            given = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
+            stages = self.par.stage_layers is None or len(self.par.stage_layers) == 1
+            return [("1f1b", 1)] if given and stages else []
+        names = SCHEDULES if self.par.schedule is None else [self.par.schedule]
+        found = []
+        for name in names:
+            low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
+            most = self.ground.model.layers // spot.pp
+            most = most if high is None else min(high, most)
+            for vpp in range(low, most + 1):
+                if self.par.vpp not in (None, vpp) or self._other_stages(spot.pp * vpp):
+                    continue
+                if illegal(name, spot.pp, spot.micro_batches, vpp) is None:
+                    found.append((name, vpp))
+        return found
+
+    def _other_stages(self, stages: int) -> bool:
+        return self.par.stage_layers is not None and len(self.par.stage_layers) != stages
+
+    def stage_layers(self, stages: int) -> list[int]:
+        if self.par.stage_layers is not None:
+            return list(self.par.stage_layers)
+        return balance_stages(self.ground.model, stages, self.config.train.seq_len)
+
+    def zeros(self, spot: Spot) -> tuple[int, ...]:
+        """ZeRO stages. Without replicas there is nothing to shard."""
+        if self.par.zero is not None:
+            return (self.par.zero,)
+        return (0, 1, 2, 3) if spot.dp * spot.cp * spot.ep > 1 else (0,)
+
+    def choices(self, spot: Spot) -> Iterator[Choice]:
+        for recompute in self.recompute:
+            for zero in self.zeros(spot):
+                for schedule, vpp in self.schedules(spot):
+                    yield Choice(spot, recompute, zero, schedule, vpp)
+
+    def count(self, spot: Spot) -> int:
+        return len(self.recompute) * len(self.zeros(spot)) * len(self.schedules(spot))
+
+    def fixed(self, choice: Choice) -> Config:
+        """The configuration with everything open filled in by a choice."""
+        spot = choice.spot
+        parallel: ParallelSpec = structs.replace(
+            self.par,
+            auto=False,
+            **{name: getattr(spot, name) for name in ("tp", "cp", "ep", "pp", "dp", "sp", "micro_batch_size")},
+            **{name: getattr(choice, name) for name in ("zero", "schedule", "vpp")},
+        )
+        train = structs.replace(self.config.train, recompute=choice.recompute)
+        return structs.replace(self.config, parallel=parallel, train=train)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
