@@ -16,6 +16,10 @@ class Cell(Frozen):
     packed: bool = False  # every sample holds three documents that must not see each other
 
 
+#: In place of infinity and nan, which JSON does not have.
+HOPELESS = 1e300
+
+
 class Errors(Frozen):
     """The worst relative error of each quantity over all ranks, parameters and both optimizer steps."""
 
@@ -28,7 +32,9 @@ class Errors(Frozen):
 
     @property
     def largest(self) -> float:
-        return max(self.loss, self.grad, self.norm, self.weight)
+        """Infinite if one is not a number."""
+        found = (self.loss, self.grad, self.norm, self.weight)
+        return max(value if value == value else float("inf") for value in found)
 
 
 class Verdict(Frozen):
@@ -42,7 +48,6 @@ class Verdict(Frozen):
 
     @property
     def equal(self) -> bool:
-        """Nan is never equal."""
         found = self.errors.items()
         return bool(found) and all(errors.largest <= LIMITS[precision] for precision, errors in found)
 

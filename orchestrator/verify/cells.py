@@ -24,7 +24,8 @@ ACCUMULATION = 4
 
 
 def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
-    """A cell for each word of `parallel=word,word,...`; the other words hold for all. Raises OrchError."""
+    """A cell for each word of `parallel=word,word,...`; the other words hold for all. The model is `tiny` unless one is
+    named. Raises OrchError."""
     from orchestrator.config.compose import load
 
     rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
@@ -34,6 +35,8 @@ def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterato
             "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or --matrix"
         )
     given = {word.lstrip("+").split("=", 1)[0] for word in rest}
+    if not given & {"model"}:
+        rest = ["model=tiny", *rest]
     for name in [name.strip() for name in lists[-1].strip("[]").split(",")]:
         config = load([*rest, f"parallel={name}"], config_dir)
         if config.parallel.auto:
@@ -50,13 +53,20 @@ def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Itera
 
 
 def make(name: str, config: Config, packed: bool = False) -> Cell | Verdict:
-    """The cell, or the planner's refusal."""
+    """The cell, or the planner's refusal. Raises OrchError for a model too large to hold whole."""
     from orchestrator.planner.build import build_plan
 
     try:
-        return Cell(name=name, plan=build_plan(config), packed=packed)
+        plan = build_plan(config)
     except OrchError as error:
         return Verdict(name=name, refused=error.message)
+    if plan.model.parameters > MOST_PARAMETERS:
+        raise OrchError(
+            f"model {plan.model.name} has {plan.model.parameters / 1e6:,.0f} million parameters, verify holds several"
+            f" whole float64 copies: at most {MOST_PARAMETERS / 1e6:.0f} million; leave out model=, or shrink it with"
+            " model.layers and model.hidden"
+        )
+    return Cell(name=name, plan=plan, packed=packed)
 
 
 def of_entry(base: Config, entry: Entry) -> Config:
@@ -87,6 +97,8 @@ def small(config: Config, given: set[str]) -> Config:
         train = structs.replace(
             train, global_batch_samples=max(ACCUMULATION, par.pp) * size * dp * par.ep, global_batch_tokens=None
         )
+    # Precision is verify's own; a ramp only says how many samples a step has.
+    train = structs.replace(train, precision="fp32", grad_dtype="fp32", batch_ramp=None)
     # A full learning rate from the first of the two steps: weights that hardly move prove little.
     optim = structs.replace(config.optim, warmup_steps=0)
     return structs.replace(config, parallel=structs.replace(par, dp=dp), train=train, optim=optim)

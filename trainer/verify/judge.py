@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from orchestrator.plan import Plan
-from orchestrator.plan.parity import Cell, Errors, Verdict
+from orchestrator.plan.parity import HOPELESS, Cell, Errors, Verdict
 from trainer.parallel import legal
 
 from . import oracle
@@ -81,17 +81,17 @@ def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
 
 
 def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
-    """Over all ranks. A quantity that no rank compared counts as infinitely wrong: silence is not proof."""
+    """Over all ranks. A quantity that no rank compared counts as hopelessly wrong: silence is not proof."""
     worst: dict[str, float] = {}
     for found in ranks:
         for what, error in found.items():
-            worst[what] = max(worst.get(what, 0.0), error)
+            worst[what] = max(worst.get(what, 0.0), min(error, HOPELESS))
 
     def of_all(kind: str) -> tuple[float, str]:
-        return max((worst.get(f"{kind} {name}", float("inf")), name) for name in parameters)
+        return max((worst.get(f"{kind} {name}", HOPELESS), name) for name in parameters)
 
     (grad, worst_grad), (weight, worst_weight) = of_all("grad"), of_all("weight")
-    loss, norm = worst.get("loss", float("inf")), worst.get("norm", float("inf"))
+    loss, norm = worst.get("loss", HOPELESS), worst.get("norm", HOPELESS)
     return Errors(loss=loss, grad=grad, norm=norm, weight=weight, worst_grad=worst_grad, worst_weight=worst_weight)
 
 

@@ -1,0 +1,139 @@
+"""`python -m trainer.verify`: its oracle against the naive twins, its verdicts, its ways to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+import trainer.verify.judge as judging
+from orchestrator.cli.main import main as orch
+from orchestrator.plan.exits import Exit
+from orchestrator.plan.parity import HOPELESS, Cell, Verdict
+from tests.plans import make_plan, tiny_model
+from tests.reference import single
+from trainer.engine import Engine
+from trainer.verify import oracle
+from trainer.verify.compare import STEPS
+from trainer.verify.judge import judge, summary
+
+GPT = tiny_model(
+    **{"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True},
+    **{"kv_heads": 4, "tied_embeddings": True},
+)
+
+
+@pytest.mark.parametrize("model", [tiny_model(), GPT], ids=["gqa", "gpt"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_oracle_equals_the_naive_twin(model, packed):
+    """Two single processes that share the initial weights and nothing else: formulas by hand, and torch's pieces."""
+    plan = make_plan(model=model, micro_batches=3, clip_grad_norm=0.5)
+    twin = single.train(plan, STEPS, torch.float64, packed)
+    for ours, theirs in zip(oracle.train(plan, STEPS, packed), twin, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-12) and ours.norm == pytest.approx(theirs.norm, rel=1e-12)
+        for name, grad in theirs.grads.items():
+            assert (ours.grads[name] - grad).abs().max() < 1e-13
+            assert (ours.weights[name] - theirs.weights[name]).abs().max() < 1e-11
+
+
+def test_a_quantity_that_nobody_compared_is_hopelessly_wrong():
+    found = summary([{"loss": 0.0, "grad a": 1e-12, "weight a": 0.0}, {"norm": 0.0, "grad a": 1e-11}], {"a"})
+    assert (found.grad, found.worst_grad, found.largest) == (1e-11, "a", 1e-11)
+    assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0}], {"a"}).weight == HOPELESS
+    assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0}], {"a", "b"}).grad == HOPELESS
+
+
+def test_infinity_survives_json():
+    found = Verdict(name="x", errors={"fp64": summary([{"loss": float("inf"), "norm": 0.0}], {"a"})})
+    again = msgspec.json.decode(msgspec.json.encode(found), type=Verdict)
+    assert again == found and again.word == "DIFFERENT"
+
+
+@pytest.mark.process
+def test_cells_of_all_kinds_in_one_go():
+    cells = [
+        Cell(name="refused", plan=make_plan(model=tiny_model(dropout=0.1))),
+        Cell(name="too many", plan=make_plan(dp=32)),
+        Cell(name="one", plan=make_plan()),
+        Cell(name="dp2", plan=make_plan(dp=2), packed=True),
+        Cell(name="tp2", plan=make_plan(tp=2)),
+    ]
+    found = {verdict.name: verdict for verdict in judge(cells, together=2)}
+    assert {name: verdict.word for name, verdict in found.items()} == {
+        **{"refused": "refused", "too many": "refused"},
+        **{"one": "equal", "dp2": "equal", "tp2": "equal"},
+    }
+    assert set(found["dp2"].errors) == {"fp64", "fp32"} and "32 ranks" in found["too many"].refused
+
+
+@pytest.mark.process
+def test_a_cell_that_breaks_costs_its_neighbour_nothing(monkeypatch):
+    original = Engine.gradients
+
+    def gradients(self, batches, tokens):
+        if self.plan.parallel.tp == 2 and self.mesh.rank == 1:
+            raise ZeroDivisionError("seeded")
+        return original(self, batches, tokens)
+
+    monkeypatch.setattr(Engine, "gradients", gradients)
+    cells = [Cell(name="dp2", plan=make_plan(dp=2)), Cell(name="tp2", plan=make_plan(tp=2))]
+    found = {verdict.name: verdict for verdict in judge(cells, ["fp64"], together=2)}
+    assert found["dp2"].word == "equal"
+    assert found["tp2"].word == "failed" and "ZeroDivisionError: seeded" in found["tp2"].failed
+
+
+@pytest.mark.process
+def test_ranks_that_hang_are_a_failure(monkeypatch):
+    original = Engine.gradients
+
+    def gradients(self, batches, tokens):
+        if self.mesh.rank == 1:
+            import time
+
+            time.sleep(60)
+        return original(self, batches, tokens)
+
+    monkeypatch.setattr(Engine, "gradients", gradients)
+    monkeypatch.setattr(judging, "START_S", 3.0)
+    monkeypatch.setattr(judging, "CELL_S", 0.0)
+    (verdict,) = judge([Cell(name="dp2", plan=make_plan(dp=2))], ["fp64"])
+    assert verdict.word == "failed"
+
+
+@pytest.mark.process
+def test_the_program_reads_lines_and_writes_lines(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    path.write_bytes(msgspec.json.encode(Cell(name="one", plan=make_plan())) + b"\n")
+    command = [sys.executable, "-m", "trainer.verify", str(path), "--precisions", "fp64"]
+    done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (line,) = done.stdout.splitlines()
+    assert done.returncode == Exit.DONE and msgspec.json.decode(line, type=Verdict).equal
+    path.write_text('{"name": "x"}\n')
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == Exit.CONFIG and "missing required field `plan`" in done.stderr
+
+
+@pytest.mark.process
+def test_the_verb_ends_with_0_or_65_and_speaks_json(capsys):
+    assert orch(["verify", "parallel=dp2", "--json"]) == Exit.DONE
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["verdict"] == "equal"
+    assert orch(["verify", "parallel=tp16"]) == Exit.CONFIG
+    assert "refused" in capsys.readouterr().out
+    assert orch(["verify"]) == Exit.USAGE
+    assert orch(["verify", "--matrix", "quick", "parallel=dp2"]) == Exit.USAGE
+    assert orch(["verify", "parallel=dp2", "--out", "x.md"]) == Exit.USAGE
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_quick_matrix_is_equal(tmp_path, capsys):
+    page = tmp_path / "parity.md"
+    code = orch(["verify", "--matrix", "quick", "--out", str(page)])
+    assert code == Exit.DONE, capsys.readouterr().out
+    assert "DIFFERENT" not in page.read_text() and "failed" not in page.read_text()

@@ -1,0 +1,95 @@
+"""The matrix holds what it promises: every technique, every pair, every triple, every variation."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.plan.parity import Cell
+from orchestrator.verify import matrix
+from orchestrator.verify.cells import of_entries
+from orchestrator.verify.cover import cover
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 3), st.integers(2, 4))
+def test_every_legal_combination_is_covered(levels, strength, most_used):
+    def legal(row):
+        return sum(map(bool, row)) <= most_used and row[:2] != (1, 1)
+
+    rows = cover(levels, strength, legal)
+    assert all(map(legal, rows))
+    used = [{(axis, choice) for axis, choice in enumerate(row) if choice} for row in rows]
+    choices = [(axis, choice) for axis, count in enumerate(levels) for choice in range(1, count + 1)]
+    for wanted in combinations(choices, strength):
+        if len({axis for axis, _ in wanted}) < strength:
+            continue
+        alone = tuple(dict(wanted).get(axis, 0) for axis in range(len(levels)))
+        assert legal(alone) == any(set(wanted) <= row for row in used)
+
+
+def test_a_covering_array_is_much_smaller_than_the_product():
+    assert len(cover([4, 4, 4, 4, 4], 2, lambda row: True)) <= 24 < 4**2 * 10 / 6  # 16 is the least possible
+
+
+def techniques_of(part: str) -> list[set[str]]:
+    return [{technique.name for technique in entry.techniques} for entry in matrix.full() if entry.part == part]
+
+
+ALL = [(axis, technique) for axis, techniques in matrix.AXES.items() for technique in techniques]
+
+
+def test_every_technique_is_there_alone():
+    assert {technique.name for _, technique in ALL} == set().union(*techniques_of("alone"))
+
+
+def test_every_pair_of_two_axes_is_there():
+    pairs = techniques_of("pair")
+    for (axis, one), (other_axis, other) in combinations(ALL, 2):
+        if axis != other_axis and not (one.wide or other.wide):
+            assert {one.name, other.name} in pairs
+
+
+def test_every_triple_of_deep_techniques_that_fits_is_there():
+    products = techniques_of("product")
+    deep = [(axis, technique) for axis, technique in ALL if technique.deep]
+    for three in combinations(deep, 3):
+        if len({axis for axis, _ in three}) == 3:
+            techniques = tuple(technique for _, technique in three)
+            refused = any((one.name, other.name) in matrix.REFUSED for one, other in combinations(techniques, 2))
+            assert any({technique.name for technique in techniques} <= one for one in products) != refused
+
+
+def test_products_of_four_dimensions_on_eight_processes_are_there():
+    whole = [entry for entry in matrix.full() if entry.processes == 8 and len(entry.techniques) == 5]
+    assert len(whole) >= 10 and max(entry.processes for entry in matrix.full()) == matrix.MOST_PROCESSES
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_technique_of_a_pair_meets_every_variation(part):
+    met: dict[str, set] = {}
+    for entry in matrix.full():
+        for technique in entry.techniques:
+            met.setdefault(technique.name, set()).add(entry.variation[part])
+    choices = {variation[part] for variation in matrix.VARIATIONS}
+    assert all(found == choices for name, found in met.items() if not dict((t.name, t) for _, t in ALL)[name].wide)
+
+
+def test_names_are_unique_and_the_planner_takes_every_cell():
+    entries = matrix.full()
+    assert len({entry.name for entry in entries}) == len(entries)
+    for entry, cell in zip(entries, of_entries(entries, None), strict=True):
+        assert isinstance(cell, Cell), cell
+        assert cell.plan.parallel.world_size == entry.processes
+        assert cell.plan.parallel.micro_batches == entry.accumulation
+        assert cell.plan.model.vocab % 2 == 1
+
+
+def test_quick_holds_every_deep_technique_and_is_small():
+    entries = matrix.quick()
+    assert len({entry.name for entry in entries}) == len(entries) <= 30
+    assert {t.name for entry in entries for t in entry.techniques} == {t.name for _, t in ALL if t.deep}
+    assert sum(len(entry.techniques) > 2 for entry in entries) >= 3
