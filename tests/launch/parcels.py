@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.config.schema import BackendSpec
-from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.local import LocalBackend, read_record
+from orchestrator.launch.processes import Identity, send_signal
 from orchestrator.launch.request import Code, Parcel, Site, make_request
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import RunState, true_state
@@ -60,6 +62,14 @@ def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
     parcel = make_parcel(plan, runs, **options)
     LocalBackend().submit(parcel, os.environ)
     return RunFolder(Path(parcel.request.run_dir))
+
+
+def kill_runs(runs: Path) -> None:
+    """End whatever a failed test leaves alive, by its own pids: without its supervisor a run saves and stops."""
+    for run in runs.glob("*"):
+        record = read_record(RunFolder(run))
+        if record:
+            send_signal(Identity(*record.supervisor), signal.SIGKILL)
 
 
 def wait_for(condition, timeout_s: float = 30.0, what: str = "condition"):

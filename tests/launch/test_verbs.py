@@ -15,7 +15,7 @@ import pytest
 from orchestrator.cli.main import main
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
-from tests.launch.parcels import wait_end, wait_for
+from tests.launch.parcels import kill_runs, wait_end, wait_for
 
 SMALL = ["cluster=local", "cluster.nodes=2", "cluster.gpus_per_node=2", "parallel=tp1", "backend.max_restarts=0"]
 
@@ -27,7 +27,8 @@ def home(tmp_path, monkeypatch):
     project = tmp_path / "project"
     project.mkdir()
     monkeypatch.chdir(project)
-    return tmp_path / "home"
+    yield tmp_path / "home"
+    kill_runs(tmp_path / "home" / "runs")
 
 
 def program(text: str, name: str = "my_train.py") -> str:

@@ -1,0 +1,83 @@
+"""The bundled trainer under its agents: killed, restarted from a checkpoint, cancelled, resumed, and the same loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.request import from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.plan import Plan
+from tests.launch.parcels import kill_runs, make_parcel, wait_end, wait_for, wait_step
+from tests.plans import make_plan
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
+    yield text
+    kill_runs(tmp_path / "runs")
+
+
+def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
+    more = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 5}
+    return make_plan(dp=2, nodes=2, zero=1, steps=steps, seq_len=32, **{**more, **fields})
+
+
+def start(tmp_path, plan: Plan, run_id: str, **backend) -> RunFolder:
+    parcel = make_parcel(plan, tmp_path / "runs", run_id=run_id, command=(), backend={"grace_s": 30, **backend})
+    LocalBackend().submit(parcel, os.environ)
+    return RunFolder(tmp_path / "runs" / run_id)
+
+
+def losses(folder: RunFolder) -> dict[int, float]:
+    """The loss of every step, the last telling of it."""
+    found = {}
+    for path in sorted((folder.path / "metrics").glob("*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line.get("loss") is not None:
+                found[line["step"]] = line["loss"]
+    return found
+
+
+def events(folder: RunFolder, name: str) -> list[dict]:
+    paths = sorted((folder.path / "events").glob("*.jsonl"))
+    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
+
+
+def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus):
+    steps = 100
+    spec = plan(corpus, tmp_path, steps)
+    whole = start(tmp_path, spec, "whole")
+    assert wait_end(whole, 150).state == "done", whole.rank_log(0).read_text()
+
+    broken = start(tmp_path, spec, "broken", max_restarts=1)
+    wait_step(broken, 12, workers=2, timeout_s=100)
+    pids = json.loads(broken.backend.read_text())["agents"]
+    victim = next(pid for pid in children_of(children_of(pids["node1"])[0]))
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), 100, "resuming")
+    wait_for(lambda: max(losses(broken), default=0) > 30, 100, "progress")
+    LocalBackend().cancel(broken, force=False)
+    state = wait_end(broken, 90)
+    assert (state.state, state.reason) == ("cancelled", "cancelled by the user")
+    assert state.epochs[0].cause.code == -9 and state.epochs[0].cause.node == "node1"
+    LocalBackend().resume(broken, from_bytes(broken.request.read_bytes()), os.environ)
+    state = wait_end(broken, 150)
+    assert (state.state, state.epoch) == ("done", 2), broken.rank_log(0).read_text()
+    assert losses(broken) == losses(whole)  # to the bit, over a crash and a cancel
+    report = json.loads(broken.report.read_text())
+    assert report["steps"]["completed"] == steps and report["memory"]["params"]["measured"] > 0
+
+
+def children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
