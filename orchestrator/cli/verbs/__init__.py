@@ -26,6 +26,7 @@ VERBS: dict[str, Verb] = {
     "resume": Verb("continue a stopped run from its last checkpoint"),
     "demo": Verb("train a tiny model on this machine, and show what there is to see"),
     "config": Verb("the resolved configuration, or the choices of every group", overrides=True),
+    "topology": Verb("the network of a cluster: show it, import it from what the site has, compare two"),
     "completion": Verb("a completion script for bash, zsh or fish"),
     "version": Verb("versions of orch and of what it stands on"),
 }

@@ -1,0 +1,107 @@
+"""`orch topology show|import|diff`: what the network looks like, from whatever describes it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.topology.model import Topology
+
+HELP = "the network of a cluster: show it, import it from what the site has, compare two"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("show", "import", "diff"))
+    files = (
+        "Slurm topology.conf or .yaml, `scontrol show topology` or `nodes`, `kubectl get nodes -o json`, ibnetdiscover"
+    )
+    files += ", or our own; several files describe one cluster (diff: exactly two)"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
+    parser.add_argument("--format", metavar="NAME", help="of the files, where it cannot be recognised")
+    parser.add_argument(
+        "--name", metavar="NAME", help="which topology of a file that holds several; its name on import"
+    )
+    parser.add_argument("--profile", metavar="NAME", default="auto", help="family of Kubernetes labels")
+    parser.add_argument("--levels", metavar="T=LABEL,...", help="your own Kubernetes labels, coarse to fine")
+    parser.add_argument("--to", metavar="FORMAT", help="conf, yaml, block (Slurm), orch, svg or text")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write there instead of standard output")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    from orchestrator.topology.read import merge
+
+    if args.action == "diff":
+        return _diff(args)
+    topology = merge([_read(args, path) for path in args.files])
+    if args.json:
+        _write(args, _as_json(topology))
+        return Exit.DONE
+    from orchestrator.suggest import did_you_mean
+    from orchestrator.topology.export import FORMATS, export
+
+    wanted = args.to or ("orch" if args.action == "import" else "text")
+    if wanted not in FORMATS:
+        raise OrchError(f"--to {wanted}: {did_you_mean(wanted, FORMATS)}", Exit.USAGE)
+    text = export(topology, wanted)
+    if args.action == "show" and wanted == "text":
+        text = f"{summary(topology)}\n{text}"
+    _write(args, text)
+    return Exit.DONE
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from orchestrator.topology.diff import diff
+
+    if len(args.files) != 2:
+        raise OrchError("`orch topology diff` compares exactly two files", Exit.USAGE)
+    lines = diff(*(_read(args, path) for path in args.files))
+    if args.json:
+        import json
+
+        _write(args, json.dumps({"changes": lines}))
+    else:
+        _write(args, "\n".join(lines) or "no difference")
+    return Exit.DONE
+
+
+def _read(args: argparse.Namespace, path: Path) -> Topology:
+    from orchestrator.topology.kubernetes import profile_of
+    from orchestrator.topology.read import read
+
+    return read(path, args.format, args.name, profile_of(args.levels) if args.levels else args.profile)
+
+
+def summary(topology: Topology) -> str:
+    """One line: nodes, who is out of service, tiers with their switches and sizes."""
+    nodes, free = topology.nodes, topology.free
+    parts = [f"{len(nodes)} nodes" + (f", {len(nodes) - len(free)} out of service" if len(free) < len(nodes) else "")]
+    for tier in topology.tiers:
+        sizes = sorted({len(members) for members in tier.switches.values()})
+        span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        rate = f", {tier.gbit_per_s:g} Gb/s" if tier.gbit_per_s else ""
+        over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
+        parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
+    gpus = {machine.gpus for machine in topology.machines.values() if machine.gpus}
+    if gpus:
+        parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
+    return "; ".join(parts)
+
+
+def _as_json(topology: Topology) -> str:
+    import msgspec
+
+    return msgspec.json.encode({"topology": topology, "nodes": topology.nodes, "free": topology.free}).decode()
+
+
+def _write(args: argparse.Namespace, text: str) -> None:
+    if args.out is None:
+        print(text.rstrip("\n"))
+        return
+    from orchestrator.cli.verbs.plan import write
+
+    write(args.out, (text.rstrip("\n") + "\n").encode(), "--out")

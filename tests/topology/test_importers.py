@@ -1,0 +1,264 @@
+"""Every spelling becomes the same model, and broken input one line that names the place."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.errors import OrchError
+from orchestrator.topology.diff import diff
+from orchestrator.topology.document import parse_document, to_document
+from orchestrator.topology.export import export, slurm_block, slurm_conf, slurm_yaml
+from orchestrator.topology.gpus import parse_topo
+from orchestrator.topology.infiniband import parse_ibnetdiscover
+from orchestrator.topology.kubernetes import parse_nodes, profile_of, profiles
+from orchestrator.topology.model import Machine, Tier, Topology
+from orchestrator.topology.read import merge, parse, recognise
+from orchestrator.topology.slurm import parse_topology
+
+from . import samples
+
+
+def sizes(topology: Topology) -> list[list[int]]:
+    return [sorted(len(nodes) for nodes in tier.switches.values()) for tier in topology.tiers]
+
+
+# ---------------------------------------------------------------------------------------- InfiniBand
+
+
+def test_rails_make_one_leaf_group():
+    found = parse_ibnetdiscover(samples.ibnetdiscover(1, [3, 2], rails=4))
+    assert sizes(found) == [[2, 3], [5]]
+    assert [tier.name for tier in found.tiers] == ["leaf", "spine"]
+    assert found.tiers[0].switches["leaf-0-0-0"] == ("node0", "node1", "node2")
+    assert found.tiers[0].gbit_per_s == 400
+    assert found.tiers[0].oversubscription == 5 / 4  # 5 nodes x 4 rails below, 2 groups x 4 rails x 2 spines upwards
+    assert found.machines["node4"] == Machine(nics=4)
+
+
+def test_three_levels_and_a_cut_rail():
+    text = samples.ibnetdiscover(2, [2, 2])
+    assert sizes(parse_ibnetdiscover(text)) == [[2, 2, 2, 2], [4, 4], [8]]
+    gone = "H-0000000000030001"
+    records = [record for record in text.split("\n\n") if f'Ca\t1 "{gone}"' not in record]
+    cut = "\n".join(line for line in "\n\n".join(records).splitlines() if gone not in line)
+    found = parse_ibnetdiscover(cut)
+    assert sizes(found) == [[2, 2, 2, 2], [4, 4], [8]], "one rail of one node may be missing"
+    assert found.machines["node3"].nics == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[1]\t"H-1"[1]', "line 1"),
+        ('Switch\t2 "S-1"\t# "a"\n[1]\tnonsense', "line 2"),
+        ('Switch\t2 "S-1"\t# "a"\n\nSwitch\t2 "S-1"\t# "a"', "line 3: S-1 stands there twice"),
+        ('Switch\t2 "S-1"\t# "a"\n[1]\t"S-2"[1]', "link to S-2"),
+    ],
+)
+def test_broken_fabric(text, said):
+    with pytest.raises(OrchError) as refused:
+        parse_ibnetdiscover(text)
+    assert said in refused.value.message and "\n" not in refused.value.message
+
+
+# ---------------------------------------------------------------------------------------- Kubernetes
+
+
+@pytest.mark.parametrize("name", [n for n, p in profiles().items() if p.levels])
+def test_every_family_of_labels(name):
+    """Each shipped profile is recognised by itself and gives its tiers, fine to coarse."""
+    profile = profiles()[name]
+    keys = [keys[0] for keys in profile.levels.values()]
+    labels = {}
+    for i in range(8):
+        path = [f"v{i >> (len(keys) - depth)}" for depth in range(len(keys))]
+        labels[f"n{i}"] = {**dict(zip(keys, path, strict=True)), "kubernetes.io/hostname": f"n{i}"}
+        labels[f"n{i}"] |= {"topology.kubernetes.io/zone": "z"} if name != "generic" else {}
+    found = parse_nodes(samples.kubernetes(labels))
+    assert [tier.name for tier in found.tiers] == [
+        tier for depth, tier in reversed(list(enumerate(profile.levels))) if 2 ** (len(keys) - depth) > 1
+    ]
+    assert found.machines["n3"] == Machine(gpus=8, nics=8)
+
+
+def test_ragged_drained_and_unlabelled_nodes():
+    labels = {f"n{i}": {"example.org/rack": f"r{i // 3}"} for i in range(7)} | {"n9": {}}
+    text = samples.kubernetes(
+        labels,
+        n1={"spec": {"unschedulable": True}},
+        n2={"spec": {"taints": [{"key": "broken", "effect": "NoSchedule"}]}},
+        n3={"spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}},
+        n4={"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}},
+    )
+    found = parse_nodes(text, profile_of("rack=example.org/rack"))
+    assert sizes(found) == [[1, 3, 3]]
+    assert found.free == ["n0", "n3", "n5", "n6", "n9"]
+    assert (found.machines["n1"].reason, found.machines["n2"].reason) == ("cordoned", "taint broken")
+
+
+def test_nvlink_racks_and_slinky():
+    labels = {f"n{i}": {"nvidia.com/gpu.clique": f"uuid.{i // 4}"} for i in range(8)}
+    found = parse_nodes(samples.kubernetes(labels))
+    assert (found.kind, sorted(map(len, found.domains.values()))) == ("flat", [4, 4])
+    note = "topology.slinky.slurm.net/spec"
+    extra = {
+        f"n{i}": {"metadata": {"name": f"n{i}", "annotations": {note: f"tree:top:leaf{i // 2}"}}} for i in range(4)
+    }
+    found = parse_nodes(samples.kubernetes({f"n{i}": {} for i in range(4)}, **extra))
+    assert sizes(found) == [[2, 2], [4]]
+
+
+def test_one_rack_name_in_two_zones_is_two_racks():
+    labels = {f"n{i}": {"z": f"zone{i // 4}", "r": f"rack{i // 2 % 2}"} for i in range(8)}
+    found = parse_nodes(samples.kubernetes(labels), profile_of("zone=z,rack=r"))
+    assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"kind": "List", "items": 3}', "items"), ('{"items": []}', "none"), ("{", "Kubernetes nodes"),
+     (samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadata": {"name": "a"}}, '), "items[1]")],
+)  # fmt: skip
+def test_broken_nodes(text, said):
+    with pytest.raises(OrchError) as refused:
+        parse_nodes(text)
+    assert said in refused.value.message
+
+
+def test_unknown_profile_has_a_suggestion():
+    with pytest.raises(OrchError, match="coreweave"):
+        parse_nodes(samples.kubernetes({"a": {}}), "coreweve")
+
+
+# ---------------------------------------------------------------------------------------- one node
+
+
+def test_topo_matrix_of_an_h100_machine():
+    found = parse_topo(samples.TOPO_H100)
+    assert (found.gpus, len(found.nics)) == (8, 9)
+    assert found.nics[:3] == ("mlx5_0", "mlx5_bond_0", "mlx5_1")
+    assert found.islands == [list(range(8))] and found.nvlinks[0][1] == 18
+    assert found.nic_of == [0, 2, 3, 4, 5, 6, 7, 8], "NIC1 is the storage network's: near to no GPU"
+    assert found.nearest_nics[1] == [2] and found.numa == (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def test_topo_without_nvlink_or_nics():
+    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-7\t0\nGPU1\tSYS\t X \t8-15\t1\n"
+    found = parse_topo(text)
+    assert found.islands == [[0], [1]] and found.nic_of is None and found.nearest_nics == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("GPU3\tNV18", "GPU3\tNVX", "'NVX'"), ("\nGPU7", "\nGPU8", "GPU7 is missing"), 
+     ("GPU2\tNV18\t", "GPU2\t", "row GPU2"), ("GPU0\tGPU1", "GPU1\tGPU0", "GPU0")],
+)  # fmt: skip
+def test_broken_matrix(old, new, said):
+    with pytest.raises(OrchError) as refused:
+        parse_topo(samples.TOPO_H100.replace(old, new, 1))
+    assert said in refused.value.message
+
+
+# ---------------------------------------------------------------------------------------- Slurm, hostile
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("SwitchName=a Nodes=n1\nSwitchName=a Nodes=n2", "line 2: SwitchName=a stands on line 1 already"),
+        ("# x\nSwitchName=a Nodes=n[1-", "line 2"),
+        ("SwitchName=l Nodes=n1\nSwitchName=a Switches=b\nSwitchName=b Switches=a", "own ancestor"),
+        ("BlockName=a Nodes=n1\nBlockName=b Nodes=n1\nBlockSizes=1", "node n1 is in two blocks, a and b"),
+        ("SwitchName=a Nodes=n1\n\nBlockName=b Nodes=n2", "line 3"),
+        ("BlockName=b Nodes=n2\nBlockSizes=0,1", "BlockSizes"),
+        ("- topology: t\n  tree:\n    switches: [{switch: a, nodes: [1]}]", "'nodes'"),
+        ("- topology: t\n  tree:\n    switches: [{nodes: n1}]", "switches[0]"),
+    ],
+)
+def test_slurm_refusals_name_the_place(text, said):
+    with pytest.raises(OrchError) as refused:
+        parse_topology(text)
+    assert said in refused.value.message and "\n" not in refused.value.message
+
+
+def test_a_chain_of_switches_is_refused_quickly():
+    """Walking every switch to its top would take 10^10 steps."""
+    lines = ["SwitchName=s0 Nodes=n0", *(f"SwitchName=s{i} Switches=s{i - 1}" for i in range(1, 100_000))]
+    with pytest.raises(OrchError, match="more than 64"):
+        parse_topology("\n".join(lines))
+
+
+@given(st.text(alphabet="SwitchNameBlock=[]0123456789-,\n :{}\"'#\\", max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_text_is_read_or_refused(text):
+    for format in ("slurm", "slurm-nodes", "kubernetes", "ibnetdiscover", "orch"):
+        try:
+            parse(text, format)
+        except OrchError as error:
+            assert "\n" not in error.message
+
+
+# ---------------------------------------------------------------------------------------- there and back
+
+
+@st.composite
+def topologies(draw):
+    leaves = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    owner = [leaf for leaf, size in enumerate(leaves) for _ in range(size)]
+    group = draw(st.integers(1, 3))
+    tiers = [("leaf", 1), ("spine", group), ("core", 10**6)]
+    made = []
+    for name, width in tiers:
+        switches: dict[str, list[str]] = {}
+        for node, leaf in enumerate(owner):
+            switches.setdefault(f"{name}{leaf // width}", []).append(f"n{node}")
+        made.append(Tier(name, {k: tuple(v) for k, v in switches.items()}))
+    out = draw(st.sets(st.integers(0, len(owner) - 1)))
+    machines = {
+        f"n{i}": Machine(gpus=8, free=i not in out, reason="bad" if i in out else "") for i in range(len(owner))
+    }
+    return Topology("tree", tuple(made), name="c", machines=machines)
+
+
+def members(topology: Topology) -> list[set[frozenset[str]]]:
+    return [{frozenset(nodes) for nodes in tier.switches.values()} for tier in topology.tiers]
+
+
+@given(topologies())
+@settings(max_examples=60, deadline=None)
+def test_exports_read_back(topology):
+    for text in (slurm_conf(topology), slurm_yaml(topology)):
+        assert recognise(text) == "slurm"
+        assert members(parse(text)) == members(topology)
+    assert parse_document(to_document([topology])) == topology
+    assert diff(topology, parse_document(to_document([topology]))) == []
+    blocks = parse_topology(slurm_block(topology))
+    assert {frozenset(n) for n in blocks.tiers[0].switches.values()} == members(topology)[0]
+    picture = export(topology, "svg")
+    import xml.etree.ElementTree as xml
+
+    drawn = [e for e in xml.fromstring(picture).iter() if e.tag.endswith("rect")]
+    assert len(drawn) == len(topology.nodes) + sum(len(tier.switches) for tier in topology.tiers)
+
+
+def test_diff_in_words():
+    old = parse_topology("SwitchName=a Nodes=n[0-3]\nSwitchName=b Nodes=n[4-7]\nSwitchName=s Switches=a,b")
+    new = parse_topology("SwitchName=a2 Nodes=n[0-2,4]\nSwitchName=b Nodes=n[5-8]\nSwitchName=s Switches=a2,b")
+    assert diff(old, new) == ["nodes gone: n3", "nodes new: n8", "leaf: moved from b to a2: n4"]
+    a = merge([old, Topology("flat", (), machines={"n0": Machine(gpus=8)})])
+    b = merge([old, Topology("flat", (), machines={"n0": Machine(gpus=7, free=False, reason="ECC")})])
+    assert diff(a, b) == ["gpus: 8 before, 7 now: n0", "out of service (ECC): n0"]
+
+
+def test_several_clusters_in_one_file():
+    one, two = parse_topology("SwitchName=a Nodes=n[0-3]"), parse_topology("SwitchName=b Nodes=m[0-1]")
+    from msgspec import structs
+
+    text = to_document([structs.replace(one, name="one"), structs.replace(two, name="two")])
+    assert parse_document(text, "two").nodes == ["m0", "m1"]
+    with pytest.raises(OrchError, match="one, two"):
+        parse_document(text)
+    with pytest.raises(OrchError, match="two"):
+        parse_document(text, "tow")
