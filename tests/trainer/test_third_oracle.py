@@ -1,0 +1,201 @@
+"""The third oracle: torch's own parallelism, where it is right, on the same model, tokens and ranks.
+
+torch averages gradients over ranks, so its local losses are multiplied by their number. Two steps in float64; loss,
+every gradient, norm and weights as in the other proofs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.plan import Plan
+from orchestrator.plan.schedules import schedule_of
+from tests.plans import make_plan, tiny_model
+from trainer.data.batch import IGNORED, MicroBatch
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.model.init import init_stage
+from trainer.model.loss import cross_entropy_sum
+from trainer.model.stage import Stage
+from trainer.optim.lr import learning_rate
+from trainer.optim.precision import FP64
+from trainer.parallel.mesh import Mesh
+from trainer.pipeline.runtime import stage_indices
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+STEPS, LIMIT = 2, 1e-10
+TIED = tiny_model(tied_embeddings=True)
+
+
+def whole_batches(plan: Plan, step: int, rank: int) -> tuple[list[MicroBatch], int]:
+    """This rank's micro-batches of a step, and the global number of valid tokens."""
+    size = plan.parallel.global_batch_samples
+    consumed = step * size
+    valid = int((micro_batch(plan, list(range(consumed, consumed + size))).targets != IGNORED).sum())
+    places = samples_of_step(plan.parallel, plan.ranks[rank].coord, consumed)
+    return [micro_batch(plan, one) for one in places], valid
+
+
+def new_stage(plan: Plan, index: int, count: int) -> Stage:
+    begin = sum(plan.parallel.stage_layers[:index])
+    layers = range(begin, begin + plan.parallel.stage_layers[index])
+    stage = Stage(plan.model, layers, first=index == 0, last=index == count - 1).double()
+    init_stage(stage, plan.model, plan.job.train.seed)
+    return stage
+
+
+def adamw(plan: Plan, params: list[nn.Parameter]) -> torch.optim.AdamW:
+    optim = plan.job.optim
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+
+
+def set_lr(plan: Plan, optimizer: torch.optim.Optimizer, step: int) -> float:
+    lr = learning_rate(step + 1, plan.job.optim, plan.job.train.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+class Compared:
+    """The worst relative difference of each quantity."""
+
+    def __init__(self):
+        self.worst: dict[str, float] = {}
+
+    def __call__(self, what: str, ours: Tensor, theirs: Tensor) -> None:
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        self.worst[what] = max(self.worst.get(what, 0.0), error)
+
+
+def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
+    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+    model: nn.Module = new_stage(plan, 0, 1)
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.layers.values():
+            fully_shard(block)
+        theirs = fully_shard(model)
+    else:
+        theirs = nn.parallel.DistributedDataParallel(model)
+    optimizer, compared = adamw(plan, list(model.parameters())), Compared()
+    for step in range(STEPS):
+        batches, valid = whole_batches(plan, step, rank)
+        loss_sum, norm = engine.gradients(batches, valid)
+        optimizer.zero_grad()
+        losses = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            one = cross_entropy_sum(theirs(None, batch), batch.targets)
+            (one * plan.parallel.dp / valid).backward()
+            losses += one.detach()
+        compared("loss", loss_sum, losses)
+        grads = {name: full(param.grad) for name, param in model.named_parameters()}
+        for name, grad in engine.buckets.full_grads().items():
+            compared(f"grad {name}", grad, grads[name])
+        theirs_norm = nn.utils.clip_grad_norm_(model.parameters(), plan.job.train.clip_grad_norm)
+        compared("norm", norm, full(theirs_norm))
+        engine.update(norm, set_lr(plan, optimizer, step))
+        optimizer.step()
+        engine.buckets.wait_params()
+        weights = {name: full(param) for name, param in model.named_parameters()}
+        for info, param in engine.buckets.full_params():
+            compared(f"weight {info.name}", param, weights[info.name])
+    return compared.worst
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", [tiny_model(), TIED], ids=["untied", "tied"])
+def test_data_parallelism_and_zero_equal_torchs(kind, zero, model):
+    plan = make_plan(dp=2, zero=zero, micro_batches=2, model=model, bucket_bytes=1 << 12)
+    for worst in run_ranks(data_parallel, 2, plan, kind):
+        assert len(worst) > 2 * len(new_stage(plan, 0, 1).state_dict()) - 2 and max(worst.values()) < LIMIT, worst
+
+
+# ------------------------------------------------------------------------------------------- pipelines
+
+
+class Plain(nn.Module):
+    """A stage as torch's pipelines call it: tokens or hidden states in, hidden states or logits out."""
+
+    def __init__(self, stage: Stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+        batch = MicroBatch(x if self.stage.first else positions, positions, positions, None)
+        return self.stage(None if self.stage.first else x, batch)
+
+
+def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import schedules as torchs
+
+    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+    par, count = plan.parallel, plan.parallel.pp * plan.parallel.vpp
+    stages = {index: new_stage(plan, index, count) for index in stage_indices(plan, rank)}
+    held = [PipelineStage(Plain(stage), index, count, torch.device("cpu")) for index, stage in stages.items()]
+    make, compared = getattr(torchs, schedule), Compared()
+    several = issubclass(make, torchs.PipelineScheduleMulti)
+    for step in range(STEPS):  # weights are compared elsewhere: an optimizer knows nothing of pipelines
+        batches, valid = whole_batches(plan, step, rank)
+        loss_sum, _ = engine.gradients(batches, valid)
+        for stage in stages.values():
+            stage.zero_grad()
+        runner = make(
+            held if several else held[0],
+            n_microbatches=par.micro_batches,
+            loss_fn=lambda logits, targets, valid=valid: cross_entropy_sum(logits, targets) / valid,
+            scale_grads=False,
+        )
+        tokens, targets = (torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets"))
+        losses: list[Tensor] = []
+        more = {"target": targets, "losses": losses} if count - 1 in stages else {}
+        runner.step(*([tokens] if 0 in stages else []), **more)
+        if losses:
+            compared("loss", loss_sum / valid, sum(losses))
+        theirs = {name: p.grad for stage in stages.values() for name, p in stage.named_parameters()}
+        for name, grad in engine.buckets.full_grads().items():
+            compared(f"grad {name}", grad, theirs[name])
+    return compared.worst
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "layout"),
+    [
+        ("afab", "ScheduleGPipe", {"pp": 2}),
+        ("1f1b", "Schedule1F1B", {"pp": 2}),
+        ("1f1b", "Schedule1F1B", {"pp": 4}),
+        ("interleaved", "ScheduleInterleaved1F1B", {"pp": 2, "vpp": 2}),
+        ("zbv", "ScheduleZBVZeroBubble", {"pp": 2, "vpp": 2}),
+    ],
+)
+def test_pipelines_equal_torchs(ours, torchs, layout):
+    plan = make_plan(**layout, schedule=ours, micro_batches=4)
+    assert schedule_of(plan.parallel).name == ours
+    answers = run_ranks(pipelined, plan.parallel.pp, plan, torchs)
+    found = set().union(*answers)
+    assert "loss" in found and len(found) == len(dict(new_stage(make_plan(), 0, 1).named_parameters())) + 1
+    worst = {what: error for answer in answers for what, error in answer.items()}
+    assert max(worst.values()) < LIMIT, worst
+
+
+def test_torch_is_asked_for_something_that_can_differ():
+    """A tenth of a percent on one weight's gradient is seen: the comparison itself is not vacuous."""
+    compared = Compared()
+    compared("grad", torch.ones(3, dtype=torch.float64) * 1.001, torch.ones(3, dtype=torch.float64))
+    assert compared.worst["grad"] > LIMIT and not dist.is_initialized()
