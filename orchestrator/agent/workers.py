@@ -73,16 +73,19 @@ class Workers:
             import fcntl
 
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._alive[rank] = 0
-        self._pipes[rank] = ReportPipe(read, lambda line: self._on_line(rank, line))
+        pipe = ReportPipe(read, lambda line: self._on_line(rank, line))
         order = {
             **{"do": "start", "rank": rank, "argv": list(argv), "environment": dict(environment)},
             **{"cwd": cwd, "log": str(log), "banner": banner},
         }
         try:
             self._order(order, [write])
+        except ValueError:
+            pipe.close()
+            raise
         finally:
             os.close(write)
+        self._alive[rank], self._pipes[rank] = 0, pipe
 
     def signal(self, signum: int) -> None:
         """Pass a signal on to every worker, to the worker itself and not to what it started."""

@@ -172,3 +172,21 @@ def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
         LocalBackend().submit(parcel, os.environ)
     assert refused.value.exit == 64
     assert sys.executable in parcel.request.agents[0].argv
+
+
+def test_golden():
+    """The whole request of a small plan, as it was last agreed on. Delete the file to have it written anew."""
+    golden = Path(__file__).with_name("golden") / "request.json"
+    code = Code(kind="git", root="/home/user/project", subfolder="sub", commit="c" * 40)
+    plan = make_plan(tp=2, dp=2, nodes=2)
+    parcel = make_parcel(plan, RUNS, run_id="tiny-1", command=["python", "my_train.py"], code=code)
+    found = to_bytes(parcel.request).decode().replace(sys.executable, "/venv/bin/python")
+    found = found.replace(str(Path(sys.executable).parent), "/venv/bin").replace(plan.hash, "<plan hash>")
+    for file in parcel.request.files:
+        if file.sha256:
+            found = found.replace(file.sha256, f"<sha256 of {file.path}>").replace(f'"size": {file.size}', '"size": 0')
+    if not golden.exists():
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(found)
+        pytest.fail(f"{golden} was written anew: look at it, and run again")
+    assert found == golden.read_text()

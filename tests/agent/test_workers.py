@@ -1,0 +1,241 @@
+"""The agent's side of its workers, with a real warden and small real programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from orchestrator.agent.workers import Workers
+from orchestrator.launch.processes import identity, is_alive
+
+pytestmark = pytest.mark.process
+
+
+class Harness:
+    def __init__(self, tmp_path):
+        self.tmp_path = tmp_path
+        self.ended: dict[int, tuple[int, bool]] = {}
+        self.lines: list[tuple[int, bytes]] = []
+        self.empty = asyncio.Event()
+        self.workers = Workers(self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)))
+
+    def _exit(self, rank, code, asked):
+        assert rank not in self.ended, "told twice"
+        self.ended[rank] = (code, asked)
+
+    def start(self, code: str, rank: int = 0, environment=(), argv=None):
+        argv = argv or [sys.executable, "-S", "-c", code]
+        self.workers.start(rank, argv, dict(environment), str(self.tmp_path), self.log(rank))
+
+    def log(self, rank: int = 0):
+        return self.tmp_path / f"rank-{rank}.log"
+
+    async def until_empty(self, timeout_s=15.0):
+        await asyncio.wait_for(self.empty.wait(), timeout_s)
+        self.empty.clear()
+
+    async def until_logged(self, text: str, rank: int = 0):
+        for _ in range(1500):
+            if self.log(rank).exists() and text in self.log(rank).read_text():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{text!r} never came: {self.log(rank).read_text()}")
+
+
+def run(scenario, tmp_path):
+    async def main():
+        harness = Harness(tmp_path)
+        try:
+            await scenario(harness)
+        finally:
+            harness.workers.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(tmp_path):
+    code = """
+import os, signal, sys
+print(sorted(map(int, os.listdir('/proc/self/fd')))[:5], os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
+print([s.name for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGPIPE) if s not in ()
+       and int(next(l for l in open('/proc/self/status') if l.startswith('SigIgn')).split()[1], 16) >> (s - 1) & 1])
+"""
+
+    async def scenario(h):
+        h.start(code, argv=[sys.executable, "-S", "-c", code])
+        await h.until_empty()
+        # descriptor 4 is the listing itself; Python ignores SIGPIPE by itself
+        assert h.log().read_text() == "[0, 1, 2, 3, 4] True ''\n['SIGPIPE']\n"
+        assert h.ended == {0: (0, False)}
+
+    run(scenario, tmp_path)
+
+
+def test_reports_arrive_whole_and_the_last_ones_before_the_exit(tmp_path):
+    code = "import os\nfor i in range(2000): os.write(3, b'line %d\\n' % i)\nos.write(3, b'no end')"
+
+    async def scenario(h):
+        h.start(code)
+        await h.until_empty()
+        assert h.lines == [(0, b"line %d" % i) for i in range(2000)]
+
+    run(scenario, tmp_path)
+
+
+def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(tmp_path):
+    """Nobody reads while the loop sleeps; the writes fail instead of waiting."""
+    code = """
+import os
+lost = 0
+for i in range(100_000):
+    try: os.write(3, b'x' * 100 + b'\\n')
+    except BlockingIOError: lost += 1
+print('lost', lost > 0, flush=True)
+"""
+
+    async def scenario(h):
+        h.start(code)
+        await asyncio.sleep(0.2)
+        time.sleep(2)  # the agent is stuck for two seconds
+        await h.until_empty()
+        assert h.log().read_text() == "lost True\n"
+
+    run(scenario, tmp_path)
+
+
+def test_asked_and_unasked_ends_are_told_apart(tmp_path):
+    async def scenario(h):
+        h.start("import sys; sys.exit(7)", rank=0)
+        h.start("import time; print('up', flush=True); time.sleep(60)", rank=1)
+        await h.until_logged("up", 1)
+        while 0 not in h.ended:
+            await asyncio.sleep(0.01)
+        h.workers.stop(signal.SIGTERM, 5.0)
+        await h.until_empty()
+        assert h.ended == {0: (7, False), 1: (-15, True)}
+        h.ended.clear()
+        h.start("import sys; sys.exit(3)")  # the next life starts unasked
+        await h.until_empty()
+        assert h.ended == {0: (3, False)}
+
+    run(scenario, tmp_path)
+
+
+def test_a_kill_of_nothing_does_not_colour_the_next_life(tmp_path):
+    async def scenario(h):
+        h.workers.kill()
+        h.workers.stop(signal.SIGTERM, 0.0)
+        h.start("import sys; sys.exit(3)")
+        await h.until_empty()
+        assert h.ended == {0: (3, False)}
+
+    run(scenario, tmp_path)
+
+
+def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(tmp_path):
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    polite = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
+    )
+
+    async def scenario(h):
+        h.start(deaf, rank=0)
+        h.start(polite, rank=1)
+        for rank in (0, 1):
+            await h.until_logged("up", rank)
+        os.kill(h.workers.pids[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        h.workers.stop(signal.SIGTERM, 0.5)
+        await h.until_empty()
+        assert h.ended == {0: (-9, True), 1: (75, True)}
+        assert time.monotonic() - begun >= 0.5
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_signals_reach_the_worker_and_not_what_it_started(tmp_path, signum):
+    code = f"""
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])
+def heard(number, frame):
+    time.sleep(0.2)
+    print('heard', number, 'child', child.poll(), flush=True)
+    sys.exit(0)
+signal.signal({int(signum)}, heard)
+print('up', flush=True)
+time.sleep(60)
+"""
+
+    async def scenario(h):
+        h.start(code)
+        await h.until_logged("up")
+        h.workers.signal(signum)
+        await h.until_empty()
+        assert f"heard {int(signum)} child None" in h.log().read_text()
+
+    run(scenario, tmp_path)
+
+
+def test_what_a_worker_leaves_behind_is_gone_when_all_have_ended(tmp_path):
+    """A double fork with setsid, as daemons do it: only a subreaper still finds it."""
+    code = f"""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({str(tmp_path / "daemon")!r}, 'w').write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+while not os.path.exists({str(tmp_path / "daemon")!r}) or not open({str(tmp_path / "daemon")!r}).read():
+    time.sleep(0.01)
+"""
+
+    async def scenario(h):
+        h.start(code)
+        while not (tmp_path / "daemon").exists() or not (tmp_path / "daemon").read_text():
+            await asyncio.sleep(0.005)
+        daemon = identity(int((tmp_path / "daemon").read_text()))
+        await h.until_empty()
+        assert h.ended == {0: (0, False)}
+        assert daemon is None or not is_alive(daemon)
+
+    run(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("argv", [["no-such-program"], ["/no/such/program"], ["./relative"]])
+def test_a_program_that_is_not_there_ends_with_64_and_a_line(tmp_path, argv):
+    async def scenario(h):
+        h.start("", rank=0, argv=argv)
+        h.start("print('fine')", rank=1)
+        await h.until_empty()
+        assert h.ended == {0: (64, False), 1: (0, False)}
+        assert "is not on PATH or not executable" in h.log(0).read_text()
+
+    run(scenario, tmp_path)
+
+
+def test_words_and_values_arrive_byte_exact(tmp_path):
+    words = ["a b", "new\nline", "quote'\"", "$(id)", "ü\udcff", ""]
+    code = "import os, sys; os.write(1, repr((sys.argv[1:], os.environ['WORD'])).encode(errors='backslashreplace'))"
+
+    async def scenario(h):
+        h.start("", argv=[sys.executable, "-c", code, *words], environment={"WORD": words[-2]})
+        await h.until_empty()
+        assert h.log().read_text() == repr((words, words[-2])), h.log().read_text()
+
+    run(scenario, tmp_path)
+
+
+def test_an_environment_that_is_too_large_is_an_error_not_a_hang(tmp_path):
+    async def scenario(h):
+        with pytest.raises(ValueError, match=r"take \d+ bytes, over"):
+            h.start("", environment={"X": "x" * 200_000})
+        assert h.workers.pids == {}
+
+    run(scenario, tmp_path)
