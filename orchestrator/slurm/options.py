@@ -67,7 +67,7 @@ class SlurmOptions(Frozen):
     requeue: bool = True
     max_requeues: Annotated[int, Meta(ge=0)] = 50  # of all kinds together: preemption, time limit, lost nodes
     max_node_faults: Annotated[int, Meta(ge=0)] = 3  # of them, after a lost or sick node (exit 74, 76)
-    no_kill: bool = True  # a lost node does not end the job: the agents decide
+    no_kill: bool = False  # keep the other nodes when one is lost; without it Slurm requeues the whole job
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
     begin: Annotated[str, Meta(max_length=64)] | None = None
     # who and why

@@ -134,7 +134,8 @@ def _container_flags(job: JobScript) -> Sequence[str]:
 #: A notice reaches the steps as SIGTERM, as in a preemption: workers save at the next step boundary and leave with 75.
 #: Coming back is decided once, here. A job that is being cancelled is no longer RUNNING, and `scontrol requeue` would
 #: bring it back to life: so the state is asked first. Both questions outlive a restart of the controller. A lost or
-#: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times.
+#: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times. A requeue and what the
+#: next life must avoid are said in one breath, since the requeue ends the script.
 _LIFE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 say() {{ printf '%s orch: job %s life %s: %s\\n' "$(date -u +%FT%TZ)" "$SLURM_JOB_ID" "$times" "$*" >&2; }}
@@ -151,6 +152,10 @@ trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
 leave() {{ say "code $1$2"; exit "$1"; }}
+requeue() {{
+  {{ echo "requeue $SLURM_JOB_ID"; [ -z "$without" ] || echo "update JobId=$SLURM_JOB_ID ExcNodeList=$without"; }} |
+    scontrol --quiet >/dev/null
+}}
 
 finish() {{
   trap '' USR1 TERM
@@ -166,8 +171,9 @@ finish() {{
   [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
   state=$(retry squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
   [ "$state" = RUNNING ] || leave $1 ", ended by Slurm ($state)"
-  say "code $1, comes back"
-  retry scontrol requeue "$SLURM_JOB_ID" || leave $1 ", and the requeue failed"
+  without=$(cat "$run/slurm/exclude" 2>/dev/null)
+  say "code $1, comes back${{without:+ without $without}}"
+  retry requeue || leave $1 ", and the requeue failed"
   trap - TERM
   sleep 300
 }}""".splitlines()  # the last line waits to be ended by the requeue

@@ -45,11 +45,15 @@ class LiveWatcher(InfoWatcher):
         return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
 
     def look(self, ids: list[str]) -> dict[str, Job]:
-        """Everything known of these jobs and our others, at most `delay_s` old."""
-        for id_ in ids:
-            if id_ not in self._registered:
-                self.register_job(id_)
-        self.update_if_long_enough("standard")
+        """Everything known of these jobs and our others, at most `delay_s` old.
+
+        One question serves all runs: squeue names every job of this user, so a job that the last answer held needs no
+        call of its own.
+        """
+        fresh = time.time() - self._last_status_check < self._delay_s
+        self._registered.update(ids)
+        if not fresh or any(id_ not in self.jobs for id_ in ids):
+            self.update()
         return self.jobs
 
 

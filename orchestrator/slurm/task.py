@@ -21,7 +21,7 @@ import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.request import LaunchRequest, from_bytes
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import Cause, read_state, write_state
 from orchestrator.plan import Exit, PlanError, load_plan, meaning
 
@@ -146,8 +146,22 @@ def _outcome(folder: RunFolder, code: int) -> int:
     """The coordinator's word, or ours when it was killed before it could speak."""
     state = read_state(folder)
     if state.is_final:
+        if state.exit_code == Exit.NODE and state.cause and state.cause.node:
+            _exclude(folder, state.cause.node)
         return state.exit_code or 0
     return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
+
+
+def _exclude(folder: RunFolder, node: str) -> None:
+    """Write down what the next life must avoid: the nodes that were found sick, and those that the user had named."""
+    from .hostlist import compress, expand
+    from .options import read_options
+
+    options = read_options(from_bytes(folder.request.read_bytes()).backend_options)
+    path = folder.path / "slurm" / "exclude"
+    known = [name for text in options.exclude for name in expand(text)]
+    known += expand(path.read_text()) if path.exists() else []
+    write_private(path, compress([*known, node]).encode() + b"\n")
 
 
 def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:

@@ -95,10 +95,17 @@ class Cluster:
         self._daemon("slurmd", "-D", "-N", name, "-f", str(self.home / "slurm.conf"), key=f"slurmd-{name}")
 
     def kill_node(self, name: str) -> None:
-        """The node vanishes: its slurmd and every process of its job steps get SIGKILL, as when power is cut."""
+        """The node vanishes, as when its power is cut: slurmd, step managers and job processes, none can say goodbye.
+
+        All are stopped before the first is killed. A step manager is known as the parent of a process of its job.
+        """
+        mine = self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0")
+        managers = {parent for pid in mine if (parent := _parent(pid)) and _name(parent) == "slurmstepd"}
+        everything = [self.pids[f"slurmd-{name}"], *managers, *mine]
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in everything:
+                _signal(pid, how)
         self._end(f"slurmd-{name}", signal.SIGKILL)
-        for pid in self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"):
-            _signal(pid, signal.SIGKILL)
 
     def reset(self) -> None:
         """Back to an empty cluster: no jobs, every daemon up, every node idle."""
@@ -226,6 +233,20 @@ def _environments() -> Iterator[tuple[int, bytes]]:
                 yield int(entry.name), (entry / "environ").read_bytes()
             except OSError:
                 continue
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")[0]
+    except OSError:
+        return ""
 
 
 def _signal(pid: int, how: signal.Signals) -> None:

@@ -144,7 +144,9 @@ echo "$RANK $SLURMD_NODENAME $SLURM_TOPOLOGY_ADDR" > "$ORCH_RUN_DIR/seen-$RANK"
 @pytest.mark.slow
 def test_trains_for_real_across_the_leaves(orch):
     """16 gloo workers on text, tensor-parallel inside nodes, pipelines and data-parallel across: the loss falls."""
-    run = orch.submit("cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=12", program=None)
+    run = orch.submit(
+        "cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=12", "train.log_every_steps=1", program=None
+    )
     assert run.wait("done", seconds=300).exit_code == 0
     lines = [line for path in (run.folder / "metrics").glob("*.jsonl") for line in path.read_text().splitlines()]
     losses = {found["step"]: found["loss"] for line in lines if (found := json.loads(line)).get("loss") is not None}

@@ -1,0 +1,201 @@
+"""What schedulers do to runs, done for real: preemption, time limits, scancel, lost nodes, a restarted controller.
+
+The workers are the stand-in of tests/launch: on SIGTERM it saves its step and leaves with 75, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from orchestrator.plan.exits import Exit
+
+from .runs import Orch, Run
+from .test_runs import two_nodes
+
+pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
+#: Long enough to be interrupted, and over in seconds once it comes back.
+LONG = {"STEPS": 120, "STEP_S": 0.1, "SAVE": 1}
+
+
+def saved(run: Run) -> list[int]:
+    return [int((run.folder / f"saved-{rank}").read_text()) for rank in range(4)]
+
+
+def start_of(run: Run, epoch: int) -> int:
+    """The step after which rank 0 began that life of the workers."""
+    text = (run.folder / "logs" / "rank-00000.log").read_text()
+    return int(re.findall(r"starts after step (\d+)", text)[epoch])
+
+
+def lives(run: Run) -> int:
+    return len(list((run.folder / "slurm").glob("*.placement.json")))
+
+
+def test_preempted_saved_requeued_once_and_done(orch: Orch):
+    run = orch.submit(*two_nodes(), wishes=LONG)
+    run.step(5)
+    urgent = orch.cluster.run("sbatch", "--parsable", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null",
+                              "--wrap", "sleep 2").strip()  # fmt: skip
+    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING")
+    state = run.state()
+    assert (state.state == "pending" and "requeued" in state.reason) or "BeginTime" in state.reason
+    steps = saved(run)
+    assert min(steps) >= 5
+    run.until("urgent job is done", lambda: orch.cluster.job_state(urgent) == "COMPLETED")
+    run.come_back()
+    state = run.wait("done", seconds=90)
+    assert state.exit_code == 0 and state.epoch == 1 and run.restarts == 1 == lives(run) - 1
+    assert start_of(run, 1) == steps[0], "it goes on where it had saved"
+    assert [epoch.outcome for epoch in state.epochs] == ["stopped", "done"]
+    assert not state.epochs[0].counted
+
+
+def test_the_number_of_requeues_is_capped(orch: Orch):
+    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), wishes=LONG)
+    run.step(3)
+    orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
+    state = run.wait("stopped")
+    assert state.exit_code == Exit.RESTART and run.restarts == 0
+    assert "come back 0 times: no more" in run.logs()
+    again = orch("resume", "--json", run.id)
+    assert json.loads(again.stdout)["run_id"] == run.id
+    assert run.wait("done", seconds=90).epoch == 1 and start_of(run, 1) == saved(run)[0]
+
+
+def test_time_limit_chains_itself(orch: Orch):
+    """Partition `short` ends jobs after a minute; the notice may come up to a minute early, never too late."""
+    words = two_nodes("backend.options.partition=short", "backend.options.notice_s=40")
+    run = orch.submit(*words, wishes=LONG | {"STEPS": 1000})
+    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING" and lives(run) == 1, 120)
+    assert "notice (USR1)" in run.logs() and min(saved(run)) > 0
+    orch("cancel", run.id)
+    assert run.state().state == "cancelled"
+
+
+def test_scancel_saves_and_stays_cancelled(orch: Orch):
+    """A plain scancel by hand: KillWait is the notice, and our requeue must not bring the job back to life."""
+    run = orch.submit(*two_nodes(), wishes=LONG)
+    run.step(3)
+    orch.cluster.run("scancel", run.job)
+    state = run.wait("cancelled")
+    assert state.exit_code == Exit.RESTART and min(saved(run)) >= 3
+    assert orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
+
+
+def test_cancel_saves_first(orch: Orch):
+    run = orch.submit(*two_nodes(), wishes=LONG)
+    run.step(3)
+    orch("cancel", run.id)
+    state = run.state()
+    assert (state.state, state.exit_code) == ("cancelled", Exit.RESTART)
+    assert min(saved(run)) >= 3 and orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
+    orch("resume", run.id)
+    state = run.wait("done", seconds=90)
+    assert state.epoch == 1 and start_of(run, 1) == saved(run)[0]
+    orch("cancel", run.id, code=Exit.USAGE)
+
+
+def test_cancel_before_the_start_and_by_force(orch: Orch):
+    waiting = orch.submit(*two_nodes("backend.options.begin=now+1hour"), wishes=LONG)
+    state = waiting.state()
+    assert state.state == "pending" and "begin time has not come" in state.reason
+    orch("cancel", waiting.id)
+    assert waiting.state().state == "cancelled"
+    running = orch.submit(*two_nodes(), wishes=LONG | {"DEAF": 1})
+    running.step(2)
+    orch("cancel", "--force", running.id)
+    assert running.state().state == "cancelled"
+    assert not list(running.folder.glob("saved-*"))
+
+
+def test_a_lost_node_is_replaced(orch: Orch):
+    run = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), wishes=LONG | {"STEPS": 60})
+    run.step(3)
+    lost = run.placement["nodes"][1]  # not the one that the script runs on
+    orch.cluster.kill_node(lost)
+    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING", 90)
+    assert json.loads((run.folder / "state.json").read_text())["cause"]["node"] == lost
+    run.until("Slurm notices", lambda: "down" in orch.cluster.run("sinfo", "-h", "-n", lost, "-o", "%T"))
+    state = run.finish()
+    assert state.exit_code == 0 and lost not in run.placement["nodes"]
+    assert [epoch.cause.kind for epoch in state.epochs if epoch.cause] == ["node_lost"]
+    assert start_of(run, 1) > 0
+
+
+def test_a_lost_first_node_is_replaced_too(orch: Orch):
+    """The node of the script and of the coordinator: Slurm itself requeues the job."""
+    run = orch.submit(*two_nodes(), wishes=LONG | {"STEPS": 60})
+    run.step(3)
+    lost = run.placement["nodes"][0]
+    orch.cluster.kill_node(lost)
+    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING", 120)
+    state = run.finish()
+    assert state.exit_code == 0 and state.epoch == 1 and lost not in run.placement["nodes"]
+
+
+def test_a_sick_node_is_left_out(orch: Orch):
+    """A worker that leaves with 74 says that its node is unhealthy: the job comes back on others."""
+    run = orch.submit(*two_nodes("backend.options.exclude=[n7]"), wishes=LONG | {"STEPS": 20, "DIE": "2:2:74:0"})
+    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING")
+    sick = json.loads((run.folder / "state.json").read_text())["cause"]["node"]
+    run.come_back()
+    assert run.wait("done", seconds=90).exit_code == 0
+    assert not {sick, "n7"} & set(run.placement["nodes"])
+
+
+def test_node_faults_are_counted(orch: Orch):
+    run = orch.submit(*two_nodes("backend.options.max_node_faults=0"), wishes={"DIE": "2:1:74"})
+    state = run.wait("failed")
+    assert state.exit_code == Exit.NODE and run.restarts == 0
+    assert "after 0 of its kind: no more" in run.logs()
+
+
+def test_the_controller_is_restarted_during_a_run(orch: Orch):
+    run = orch.submit(*two_nodes(), wishes=LONG | {"STEPS": 300})
+    run.step(3)
+    orch.cluster.stop_controller()
+    state = run.state()
+    assert state.state == "running" and "scontrol ping" in (state.reason or ""), "the run folder still answers"
+    orch.cluster.start_controller()
+    assert run.wait("done", seconds=90).exit_code == 0
+    assert run.restarts == 0
+
+
+def test_notice_while_the_controller_is_away(orch: Orch):
+    """The steps get their SIGTERM, the run saves, and the requeue waits until the controller is back."""
+    run = orch.submit(*two_nodes(), wishes=LONG)
+    run.step(3)
+    orch.cluster.stop_controller()
+    node = run.placement["nodes"][0]
+    state = json.loads((run.folder / "state.json").read_text())
+    os.kill(state["nodes"][node]["pid"], signal.SIGTERM)
+    run.until("saved", lambda: len(list(run.folder.glob("saved-*"))) == 4)
+    orch.cluster.start_controller()
+    run.come_back(seconds=90)
+    assert run.wait("done", seconds=90).epoch == 1
+
+
+def test_nodes_never_end_drained_by_our_doing(orch: Orch):
+    run = orch.submit(*two_nodes(), wishes=LONG | {"DEAF": 1, "SPAWN": 1})
+    run.step(2)
+    orch("cancel", "--force", run.id)
+    orch.cluster.wait(lambda: orch.cluster.idle() == 8, 60, "idle nodes, none drained")
+
+
+def test_one_question_for_all_runs(orch: Orch, tmp_path):
+    """`orch list` asks squeue once, however many runs there are."""
+    runs = [orch.submit(*two_nodes("backend.options.begin=now+1hour"), wishes=LONG) for _ in range(4)]
+    calls = tmp_path / "calls"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "squeue").write_text(f'#!/bin/sh\necho x >> {calls}\nexec /usr/bin/squeue "$@"\n')
+    (tools / "squeue").chmod(0o755)
+    done = orch("list", "--json", env={"PATH": f"{tools}:{orch.cluster.env['PATH']}"})
+    assert {row["state"]["run_id"] for row in json.loads(done.stdout)} == {run.id for run in runs}
+    assert {row["state"]["state"] for row in json.loads(done.stdout)} == {"pending"}
+    assert calls.read_text() == "x\n"
