@@ -53,6 +53,12 @@ class Space:
         par = config.parallel
         if par.schedule_file is not None:
             raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
+        if config.train.recompute not in (None, *RECOMPUTE):
+            raise OrchError(
+                f"train.recompute={config.train.recompute} is not searched; with parallel=auto leave it out, or give"
+                f" one of {', '.join(RECOMPUTE)}",
+                Exit.CONFIG,
+            )
         self.config, self.ground, self.par = config, ground, par
         self.samples = global_batch(config)
         self.gpus = len(ground.cluster.node_names) * ground.cluster.gpus_per_node

@@ -1,0 +1,90 @@
+"""`orch tune`: the fastest legal layout that fits, and those that are nearly as fast and need less memory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestrator.planner.search.search import Answer, Found
+
+HELP = "search every legal layout: the fastest that fits, and near-ties that need less memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--near", metavar="PERCENT", type=float, default=5.0, help="how much slower is near (5)")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    from orchestrator.config.compose import load
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+    from orchestrator.planner.auto import search
+
+    if not 0 <= args.near <= 1000:
+        raise OrchError(f"--near {args.near}: a share of the fastest step, 0 to 1000 percent", Exit.USAGE)
+    if not any(word.lstrip("+").startswith("parallel=") for word in overrides):
+        overrides = ["parallel=auto", *overrides]
+    config = load(overrides, args.config_dir)
+    answer = search(config, args.near / 100)
+    if args.json:
+        import json
+
+        print(json.dumps({"legal": answer.effort.legal, "costed": answer.effort.costed, "front": rows(answer)}))
+        return Exit.DONE
+    print(page(answer, [word for word in overrides if not word.lstrip("+").startswith("parallel")]))
+    return Exit.DONE
+
+
+def rows(answer: Answer) -> list[dict[str, object]]:
+    return [
+        {
+            "overrides": words(found),
+            "step_s": found.step_s,
+            "tokens_per_s_per_gpu": _tokens(found),
+            "memory_bytes": found.memory.total,
+            "order": list(found.solution.parallel.order),
+            "limited_by": found.solution.time.limited_by,
+        }
+        for found in answer.front
+    ]
+
+
+def words(found: Found) -> list[str]:
+    """What to type to get this layout."""
+    from orchestrator.config.grammar import canonical
+
+    par, choice = found.config.parallel, found.choice
+    degrees = {name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1}
+    degrees |= {"zero": par.zero} if par.zero else {}
+    degrees |= {"sp": 0} if choice.spot.tp > 1 and not choice.spot.sp else {}
+    told = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
+    if par.schedule not in ("1f1b", "interleaved"):
+        told.append(f"parallel.schedule={par.schedule}")
+    return [*told, f"train.recompute={choice.recompute}"]
+
+
+def _tokens(found: Found) -> float:
+    par = found.solution.parallel
+    return par.global_batch_tokens / found.step_s / par.world_size
+
+
+def page(answer: Answer, rest: list[str]) -> str:
+    best = answer.front[0]
+    lines = [f"{'step':>9}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
+    for found in answer.front:
+        told = " ".join(words(found))
+        lines.append(
+            f"{found.step_s:>7.4g} s  {found.step_s / best.step_s - 1:>6.1%}  {_tokens(found):>12,.0f}"
+            f"  {found.memory.total / 2**30:>5.3g} GiB  {told}"
+        )
+    time = best.solution.time
+    lines += [
+        "",
+        f"The first is the fastest of {answer.effort.legal:,} legal layouts (times every nesting order) that fits"
+        f" {best.memory.capacity / 2**30:.1f} GiB: {answer.effort.costed:,} costed in full, the rest ruled out by"
+        " bounds. The others are slower and need less memory.",
+        f"It is limited by {time.limited_by}.",
+        f"See it: orch plan {' '.join([*rest, *words(best)])}",
+    ]
+    return "\n".join(lines)
