@@ -18,14 +18,15 @@ class Mutation(NamedTuple):
     name: str
     layout: dict[str, Any]  # arguments of tests.plans.make_plan, and "packed"
     patch: Patch
+    caught: str  # the verdict that it must get
 
 
 class Mutations(list[Mutation]):
     """Filled by `@mutations(name, **layout)` on functions that patch."""
 
-    def __call__(self, name: str, **layout: Any) -> Callable[[Patch], Patch]:
+    def __call__(self, name: str, caught: str = "DIFFERENT", **layout: Any) -> Callable[[Patch], Patch]:
         def add(patch: Patch) -> Patch:
-            self.append(Mutation(name, layout, patch))
+            self.append(Mutation(name, layout, patch, caught))
             return patch
 
         return add

@@ -12,7 +12,6 @@ import trainer.parallel.data.buckets as buckets
 import trainer.parallel.data.zero2 as zero2
 import trainer.parallel.recompute as recompute
 import trainer.verify.compare as compare
-from tests.plans import tiny_model
 from trainer.data.batch import IGNORED, MicroBatch
 from trainer.metrics.comm import Handle
 from trainer.optim.adamw import ShardedAdamW
@@ -22,7 +21,6 @@ from trainer.pipeline.runtime import Pipeline
 from .base import Mutations, after
 
 DATA = Mutations()
-TIED = tiny_model(tied_embeddings=True)
 
 
 @DATA("gradient divided by the number of ranks: torch's mean on top of a loss already divided", dp=2)
@@ -56,7 +54,7 @@ def _(patch):
     patch.setattr(buckets.GradBuckets, "_launch", launch)
 
 
-@DATA("a bucket leaves before its last gradient", dp=2)
+@DATA("a bucket leaves before its last gradient: the late one is refused", caught="failed", dp=2)
 def _(patch):
     def early(self, passes):
         for bucket in self.buckets:
