@@ -1,0 +1,65 @@
+"""Rows -> predictions, by the same functions that plan a job, with axes nested in the default order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.plan.document import AXES
+from orchestrator.planner import memory
+from orchestrator.planner.solve import Ground, solve
+
+from .rows import Job, RowError, read_row
+
+GIB = 1 << 30
+COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed")
+
+
+class Prediction(NamedTuple):
+    """One row of the result. `status`: ok, oom, or "error: <column and why>" with the numbers left empty."""
+
+    id: str
+    step_time_s: float | None
+    tokens_per_s_per_gpu: float | None
+    peak_mem_gib: float | None
+    status: str
+    assumed: str
+
+    def cells(self) -> list[str]:
+        return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in self]
+
+
+def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
+    """A prediction for each row, in order. Rows on the same hardware share what was computed for it."""
+    grounds: dict[tuple, Ground] = {}
+    for number, cells in enumerate(rows, 1):
+        name = (cells.get("id") or "").strip() or str(number)
+        try:
+            job = read_row(cells)
+            yield _one(name, job, grounds)
+        except RowError as error:
+            yield Prediction(name, None, None, None, f"error: {error}", "")
+
+
+def _one(name: str, job: Job, grounds: dict[tuple, Ground]) -> Prediction:
+    par = job.parallel
+    key = id(job.cluster), job.train.precision, job.matmul
+    if key not in grounds:  # roads and rates are the cluster's; the model is set for each row
+        grounds[key] = Ground(job.cluster, job.model, job.train)
+        grounds[key].rate = _rate(grounds[key], job.matmul)
+    ground = grounds[key]
+    ground.model, ground.train = job.model, job.train
+    solution = solve(ground, par, AXES)
+    worst = max(account.total for account in memory.accounts(job.cluster, job.model, par, job.train))
+    tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
+    status = "oom" if worst > job.cluster.gpu.memory_bytes else "ok"
+    return Prediction(name, solution.time.step_s, tokens, worst / GIB, status, "; ".join(job.assumed))
+
+
+def _rate(ground: Ground, matmul: str):
+    """Rates of the 16-bit precision, with matrix products at that of `matmul`."""
+    peak = ground.cluster.gpu.peak_flops[matmul]
+    reached = ground.profile.gemm.get(matmul, ground.profile.gemm_default)
+    return structs.replace(ground.rate, matmul=peak * reached)

@@ -1,0 +1,117 @@
+"""How far predictions are off, where a table has measured columns: by group, in order of layouts, and fits/OOM."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .predict import Prediction
+
+#: Rows that agree in these differ in layout only.
+SWEEP = ("model", "layers", "hidden", "seq_len", "gpu", "num_gpus", "global_batch", "precision", "framework")
+
+
+class Errors(NamedTuple):
+    """Of (predicted - measured) / measured."""
+
+    group: str
+    rows: int
+    mean: float  # of the absolute error
+    p90: float
+    bias: float  # mean with its sign
+
+
+class Order(NamedTuple):
+    group: str
+    sweeps: int  # with at least three layouts
+    rows: int
+    spearman: float  # mean over sweeps
+    regret: float  # mean: how much slower the layout predicted fastest is than the fastest
+    worst: float
+
+
+class Score(NamedTuple):
+    time: list[Errors]
+    memory: list[Errors]
+    order: list[Order]
+    fits: dict[tuple[str, str], int]  # (measured, predicted) -> rows
+
+
+def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) -> Score:
+    pairs = list(zip(rows, predictions, strict=True))
+    time, memory = defaultdict(list), defaultdict(list)
+    sweeps: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
+    fits: dict[tuple[str, str], int] = defaultdict(int)
+    for row, got in pairs:
+        if got.step_time_s is None:
+            continue
+        group, measured, peak = group_of(row), _number(row, "step_time_s"), _number(row, "peak_mem_gib")
+        if measured:
+            time[group].append(got.step_time_s / measured - 1)
+            sweeps[(group, *(row.get(name, "") for name in SWEEP))].append((measured, got.step_time_s))
+        if peak:
+            memory[group].append(got.peak_mem_gib / peak - 1)
+        if row.get("status") in ("ok", "oom"):
+            fits[row["status"], got.status] += 1
+    return Score(_errors(time), _errors(memory), _orders(sweeps), dict(fits))
+
+
+def group_of(row: Mapping[str, str]) -> str:
+    """The table that a row comes from: its id without the number."""
+    return (row.get("id") or "").rpartition("-")[0] or "all"
+
+
+def _number(row: Mapping[str, str], name: str) -> float | None:
+    try:
+        value = float(row.get(name) or "")
+    except ValueError:
+        return None
+    return value if value > 0 else None
+
+
+def _errors(found: Mapping[str, list[float]]) -> list[Errors]:
+    result = [_summary(group, errors) for group, errors in sorted(found.items())]
+    everything = [error for errors in found.values() for error in errors]
+    return [*result, _summary("all", everything)] if everything else []
+
+
+def _summary(group: str, errors: list[float]) -> Errors:
+    sizes = sorted(map(abs, errors))
+    p90 = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+    return Errors(group, len(errors), sum(sizes) / len(sizes), p90, sum(errors) / len(errors))
+
+
+def _orders(sweeps: Mapping[tuple, list[tuple[float, float]]]) -> list[Order]:
+    by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
+    for key, points in sweeps.items():
+        if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
+            by_group[key[0]].append(points)
+    result = []
+    for group, found in sorted(by_group.items()):
+        ranks = [spearman(points) for points in found]
+        regrets = [regret(points) for points in found]
+        count = len(found)
+        rows = sum(map(len, found))
+        result.append(Order(group, count, rows, sum(ranks) / count, sum(regrets) / count, max(regrets)))
+    return result
+
+
+def spearman(points: Sequence[tuple[float, float]]) -> float:
+    """Rank correlation, ties at their mean rank. 0 where one side is constant."""
+    first, second = (_ranks([point[side] for point in points]) for side in (0, 1))
+    mean = (len(points) + 1) / 2
+    top = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
+    size = sum((a - mean) ** 2 for a in first) * sum((b - mean) ** 2 for b in second)
+    return top / size**0.5 if size else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) + 1) / 2 for value in values]
+
+
+def regret(points: Sequence[tuple[float, float]]) -> float:
+    """Measured time of the layout predicted fastest, over the fastest measured, minus one."""
+    chosen = min(points, key=lambda point: point[1])[0]
+    return chosen / min(measured for measured, _ in points) - 1

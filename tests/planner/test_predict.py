@@ -1,0 +1,102 @@
+"""Predictions of a table: every row answered, what is missing said, and a score that can be checked by hand."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.cli.main import main
+from orchestrator.planner.predict.predict import COLUMNS, Prediction, predict
+from orchestrator.planner.predict.rows import read_row
+from orchestrator.planner.predict.score import regret, score, spearman
+
+# Narayanan et al., SC21 (arXiv 2104.04473), table 1: a fact of a public paper, as the calibration table writes it
+GPT_1_7B = {
+    **{"id": "narayanan_sc21-001", "model": "GPT-1.7B", "params_b": "1.7", "layers": "24", "hidden": "2304"},
+    **{"ffn_hidden": "9216", "heads": "24", "kv_heads": "24", "vocab": "51200", "seq_len": "2048"},
+    **{"gpu": "A100-80GB", "num_gpus": "32", "gpus_per_node": "8", "interconnect": "IB HDR 8x200Gb/s", "tp": "1"},
+    **{"sp": "0", "cp": "1", "pp": "1", "vpp": "1", "pp_schedule": "none", "dp": "32", "ep": "1", "zero_stage": "0"},
+    **{"micro_batch": "16", "global_batch": "512", "recompute": "full", "precision": "fp16"},
+    **{"step_time_s": "3.5152", "status": "ok"},
+}
+
+
+def test_a_published_row_within_a_factor_of_two():
+    job = read_row(GPT_1_7B)
+    assert job.assumed == [] and job.model.mlp == "plain" and job.model.parameters / 1e9 == pytest.approx(1.7, rel=0.03)
+    (got,) = predict([GPT_1_7B])
+    assert got.status == "ok" and 0.5 < got.step_time_s / 3.5152 < 2
+    assert got.tokens_per_s_per_gpu == pytest.approx(512 * 2048 / 32 / got.step_time_s)
+
+
+def test_missing_values_are_filled_in_and_said():
+    row = {name: value for name, value in GPT_1_7B.items() if name not in ("vocab", "micro_batch", "recompute")}
+    (got,) = predict([row | {"extra": "ignored"}])
+    assert got.status == "ok" and got.assumed == "vocab=51200; micro_batch=1; recompute=none"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": ""}, "layers is missing"),
+        ({"tp": "many"}, "tp='many' is not a number"),
+        ({"tp": "3"}, "does not divide"),
+        ({"zero_stage": "9"}, "zero_stage=9"),
+        ({"hidden": "-1"}, "hidden"),
+        ({"pp": "32", "dp": "1"}, "pp=32 stages for 24 layers"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_why_and_the_rest_go_on(change, said):
+    bad, good = predict([GPT_1_7B | change, GPT_1_7B])
+    assert bad.status.startswith("error: ") and said in bad.status and bad.step_time_s is None
+    assert good.status == "ok"
+
+
+@given(st.dictionaries(st.sampled_from(sorted(GPT_1_7B)), st.text(max_size=6)))
+@settings(max_examples=150, deadline=None)
+def test_any_text_in_any_column_is_a_prediction_or_a_reason(change):
+    (got,) = predict([GPT_1_7B | change])
+    assert got.status in ("ok", "oom") or got.status.startswith("error: ")
+
+
+def test_more_than_memory_is_oom():
+    (got,) = predict([GPT_1_7B | {"micro_batch": "64", "global_batch": "2048", "recompute": "none"}])
+    assert got.status == "oom" and got.peak_mem_gib > 80
+
+
+def test_score_by_hand():
+    rows = [
+        {"id": f"t-{i}", "step_time_s": str(s), "peak_mem_gib": "10", "status": "ok"} for i, s in enumerate((1, 2, 4))
+    ]
+    got = [Prediction(f"t-{i}", s, 1.0, 12.0, "ok" if i else "oom", "") for i, s in enumerate((2.0, 1.0, 4.0))]
+    found = score(rows, got)
+    assert found.time[0] == ("t", 3, pytest.approx(0.5), 1.0, pytest.approx((1 - 0.5 + 0) / 3))
+    assert found.memory[0].mean == pytest.approx(0.2)
+    assert found.order[0][:3] == ("t", 1, 3) and found.order[0].spearman == pytest.approx(0.5)
+    assert found.order[0].regret == pytest.approx(1.0)  # it would choose the second, which took 2 s and not 1 s
+    assert found.fits == {("ok", "oom"): 1, ("ok", "ok"): 2}
+
+
+def test_rank_correlation_with_ties():
+    assert spearman([(1, 1), (2, 2), (3, 3)]) == 1 and spearman([(1, 3), (2, 2), (3, 1)]) == -1
+    assert spearman([(1, 5), (2, 5), (3, 5)]) == 0
+    assert regret([(1.0, 9.0), (1.5, 8.0)]) == 0.5
+
+
+def test_the_verb_writes_one_line_a_row(tmp_path, capsys):
+    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, GPT_1_7B)
+        writer.writeheader()
+        writer.writerows([GPT_1_7B] * 3)
+    assert main(["predict", "--table", str(table), "--out", str(out), "--score"]) == 0
+    with out.open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 3 and tuple(lines[0]) == COLUMNS
+    assert "step time" in capsys.readouterr().out
+    table.write_text("a,b\n1,2\n")
+    assert main(["predict", "--table", str(table)]) == 65
+    assert "no column 'layers'" in capsys.readouterr().err

@@ -1,0 +1,23 @@
+"""Naive twin of the search: cost every legal layout one by one with `build_plan`'s own parts, and sort."""
+
+from __future__ import annotations
+
+from orchestrator.config.schema import Config
+from orchestrator.planner.search.search import NEAR, Found, Search, preference
+
+
+def every_layout(config: Config) -> list[Found]:
+    """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
+    search = Search(config)
+    found = [search.cost(choice) for spot in search.space.spots() for choice in search.space.choices(spot)]
+    kept = [one for one in found if one is not None]
+    return sorted(kept, key=lambda one: (one.step_s, one.memory.total, preference(one.choice)))
+
+
+def front(layouts: list[Found]) -> list[Found]:
+    """What is slower than the best by at most `NEAR`, and needs less memory than everything faster."""
+    kept: list[Found] = []
+    for one in layouts:
+        if one.step_s <= layouts[0].step_s * (1 + NEAR) and all(one.memory.total < k.memory.total for k in kept):
+            kept.append(one)
+    return kept
