@@ -1,0 +1,90 @@
+"""A run's true state from the run folder and Slurm's answer together. Pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.launch.state import FINAL, SCHEMA, RunState
+from orchestrator.plan.exits import Exit
+from orchestrator.slurm.place import read_probe
+from orchestrator.slurm.queue import Job
+from orchestrator.slurm.record import SlurmRecord, find_job, verdict
+from orchestrator.slurm.states import TABLE
+
+
+def state(phase: str, code: int | None = None, reason: str | None = None) -> RunState:
+    return RunState(
+        schema=SCHEMA, run_id="r", state=phase, created_at=0, updated_at=0, writer="backend", backend="slurm",
+        plan_hash="h", exit_code=code, reason=reason,
+    )  # fmt: skip
+
+
+def job(word: str, **fields: object) -> Job:
+    return Job(id="7", state=word, **fields)
+
+
+@pytest.mark.parametrize(
+    ("folder", "slurm", "cancelled", "want", "code"),
+    [
+        (("pending", None), "PENDING", False, "pending", None),
+        (("pending", None), "RUNNING", False, "starting", None),
+        (("running", None), "RUNNING", False, "running", None),
+        (("stopped", 75), "PENDING", False, "pending", None),  # requeued after a save
+        (("stopped", 75), "RUNNING", False, "restarting", None),  # the next life has not spoken yet
+        (("stopped", 75), "FAILED", False, "stopped", 75),  # saved, not requeued: the script's 75 is no failure
+        (("done", 0), "COMPLETED", False, "done", 0),
+        (("done", 0), "COMPLETING", False, "stopping", None),
+        (("failed", 1), "FAILED", False, "failed", 1),
+        (("failed", 65), "FAILED", False, "failed", 65),
+        (("running", None), "PREEMPTED", False, "stopped", 75),
+        (("running", None), "TIMEOUT", False, "stopped", 75),
+        (("running", None), "NODE_FAIL", False, "stopped", 74),
+        (("running", None), "OUT_OF_MEMORY", False, "failed", 1),
+        (("stopped", 75), "CANCELLED", False, "cancelled", 75),
+        (("running", None), "CANCELLED by 0", True, "cancelled", 75),
+        (("stopped", 75), "CANCELLED", True, "cancelled", 75),
+        (("done", 0), "CANCELLED", True, "done", 0),  # too late to be cancelled
+        (("pending", None), "COMPLETED", False, "done", 0),
+        (("running", None), "FAILED", False, "failed", 76),
+    ],
+)
+def test_both_together(folder, slurm, cancelled, want, code):
+    found = verdict(state(*folder), job(slurm), cancelled)
+    assert (found.state, found.exit_code) == (want, code)
+
+
+@pytest.mark.parametrize("word", sorted(TABLE))
+@pytest.mark.parametrize("phase", ["pending", "running", "stopped", "done", "failed", "cancelled"])
+def test_a_final_state_is_given_exactly_when_the_job_is_over(word, phase):
+    code = {"done": 0, "failed": 1, "stopped": 75, "cancelled": 75}.get(phase)
+    found = verdict(state(phase, code), job(word), cancel_asked=False)
+    assert (found.state in FINAL) == TABLE[word].over
+    assert (found.exit_code is not None) == TABLE[word].over
+
+
+def test_waiting_says_why_and_until_when():
+    found = verdict(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
+    why = "waiting in the queue; Resources: waiting for nodes to become free"
+    assert found.reason == f"job 7: {why}; expected to start 2026-11-21T14:00:00"
+
+
+def test_a_job_that_slurm_has_forgotten():
+    assert verdict(state("done", 0), None, False).state == "done"
+    lost = verdict(state("running"), None, False)
+    assert (lost.state, lost.exit_code) == ("failed", Exit.CAPACITY) and "does not know the job" in lost.reason
+    assert verdict(state("pending"), None, False, sent=False).state == "pending"
+
+
+def test_a_job_submitted_by_hand_is_found_by_its_name():
+    jobs = {"3": job("RUNNING", name="orch-r"), "12": Job(id="12", state="PENDING", name="orch-r")}
+    assert find_job("r", None, jobs).id == "12"
+    assert find_job("other", None, jobs) is None
+    assert find_job("r", SlurmRecord(job_id="3", submitted_at=0), jobs).state == "RUNNING"
+
+
+def test_what_the_nodes_answer():
+    assert read_probe("0 n0 spine.leaf0.n0\n1 n1 spine.leaf0.n1\n") == {"n0": "spine.leaf0.n0", "n1": "spine.leaf0.n1"}
+    for text in ("0 n0\n", "0 n0 a\n1 n0 a\n", "slurmstepd: error: x y z\n"):
+        with pytest.raises(Exception, match="answered") as refused:
+            read_probe(text)
+        assert refused.value.exit == Exit.NODE
