@@ -17,6 +17,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None) -> list
         _bubble(plan),
         _sequence_length(plan),
         _replicated_state(plan),
+        _sharded_gradients(plan),
         _demo(plan),
     ]
     return [line for line in found if line]
@@ -83,6 +84,25 @@ def _replicated_state(plan: Plan) -> str | None:
         return None
     held = f"the optimizer's {plan.memory.optimizer / GIB:.1f} GiB are held {replicas} times"
     return f"{held}: zero1 frees {saved / GIB:.1f} GiB a rank at no cost"
+
+
+def _sharded_gradients(plan: Plan) -> str | None:
+    """What ZeRO-2 and -3 send again for every micro-batch, which ZeRO-1 sends once a step."""
+    par, many = plan.parallel, plan.parallel.micro_batches
+    replicas = par.dp * par.cp * par.ep
+    if par.zero < 2 or replicas == 1 or many == 1:
+        return None
+    if par.zero == 2:
+        text = f"zero2 reduce-scatters every gradient for each of {many} micro-batches: {many + 1} Psi a step"
+    elif par.pp > 1:
+        text = (
+            f"zero3 with pp={par.pp} holds every weight gathered during a step, and reduce-scatters each gradient for"
+            f" each of {many} micro-batches: {many + 1} Psi a step"
+        )
+    else:
+        text = f"zero3 gathers weights twice and reduce-scatters gradients for each of {many} micro-batches:"
+        text += f" {3 * many} Psi a step"
+    return f"{text} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
 
 
 def _demo(plan: Plan) -> str | None:

@@ -11,11 +11,13 @@ from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import all_groups, coords, degrees
 
 from . import advice, legality, memory
+from .auto import settled
 from .degrees import make_case, make_parallel
 from .job import make_job
 from .layout import seat_ranks
 from .model_math import resolve
 from .placement import axis_placement
+from .recompute import resolve_recompute
 from .solve import Ground, solve
 from .topology import build_cluster
 
@@ -25,13 +27,17 @@ def build_plan(config: Config) -> Plan:
 
     Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
+    config = settled(config)
     cluster = build_cluster(config.cluster)
     model = resolve(config.model)
     job = make_job(config)
     case = make_case(config, cluster, model)
     legality.check(case)
-    ground = Ground(cluster, model, job.train)
-    parallel, best, traffic, time = solve(ground, make_parallel(config, case), config.parallel.order)
+    shape = make_parallel(config, case)
+    train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
+    job = structs.replace(job, train=train)
+    ground = Ground(cluster, model, train)
+    parallel, best, traffic, time = solve(ground, shape, config.parallel.order)
     alternative = None
     if best.outside_nvlink("tp"):
         if not case.allow_tp_across_nvlink:  # only an explicit order gets here: the rules refuse everything else

@@ -12,7 +12,15 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 
-from .model_math import dense_and_moe, head_flops, is_moe_layer, layer_flops, layer_params, samples_of_kinds
+from .model_math import (
+    dense_and_moe,
+    head_flops,
+    is_moe_layer,
+    layer_flops,
+    layer_groups,
+    layer_params,
+    samples_of_kinds,
+)
 from .profile import Profile
 from .traffic import WIDTH
 
@@ -85,7 +93,12 @@ def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -
         counts = dense_and_moe(model, start, start + count)
         forward, core = (sum(n * kind[part] for n, kind in zip(counts, kinds, strict=True)) for part in (0, 1))
         start += count
-        again = {"none": 0.0, "selective": core, "full": forward}[train.recompute]
+        again = {"none": 0.0, "selective": core, "full": forward}.get(train.recompute)
+        if again is None:  # budget: mode by mode
+            again = sum(
+                n * {"none": 0.0, "selective": kinds[kind][1], "full": kinds[kind][0]}[mode]
+                for kind, mode, n in layer_groups(model, train, [range(start - count, start)])
+            )
         if stage == len(parallel.stage_layers) - 1:
             forward += loss_seconds(model, parallel, train, rate)
         result.append(StageSeconds(forward, 2 * forward + again, core))

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 
-from .model_math import dense_and_moe, is_moe_layer, samples_of_kinds
+from .model_math import is_moe_layer, layer_groups, samples_of_kinds
 from .pipeline import in_flight, rank_stages
 from .profile import Profile, profile_for
 from .traffic import WIDTH, rank_parameters, stage_range
@@ -105,23 +105,41 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
     boundary = model.hidden * width / rows * tokens
-    whole = [
-        0.0 if layer is None else sum(layer_activations(model, layer, tokens, parallel, train, kernels).values())
+    tensors = [
+        {} if layer is None else layer_activations(model, layer, tokens, parallel, train, kernels)
         for layer in samples_of_kinds(model)
     ]
+    whole = [sum(kind.values()) for kind in tensors]
+    kept_by = {
+        "none": whole,
+        "selective": [_selective(kind, kernels) for kind in tensors],
+        "full": [boundary] * len(whole),
+    }
     result = []
     for stages, flying in zip(rank_stages(parallel), in_flight(parallel), strict=True):
         ranges = [stage_range(parallel, stage) for stage in stages]
-        counts = [sum(kinds) for kinds in zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)]
-        if train.recompute == "full":  # a layer keeps its input; the one being recomputed has everything
-            held, live = boundary * sum(counts), max(size if n else 0.0 for n, size in zip(counts, whole, strict=True))
-        else:
-            held, live = sum(n * size for n, size in zip(counts, whole, strict=True)), 0.0
+        groups = layer_groups(model, train, ranges)
+        held = sum(n * kept_by[mode][kind] for kind, mode, n in groups)
+        # the layer being recomputed has everything, beside the input that it kept
+        again = {"none": [0.0] * len(whole), "selective": _less(whole, kept_by["selective"]), "full": whole}
+        live = max((again[mode][kind] for kind, mode, n in groups if n), default=0.0)
         kept = held / len(stages) * flying + live
         if len(parallel.stage_layers) - 1 in stages:
             kept += head_bytes(model, parallel, train, kernels)
         result.append(kept)
     return result
+
+
+def _selective(kept: dict[str, float], kernels: Kernels) -> float:
+    """What the trainer's selective recomputation keeps of a layer: its inputs, matrix products, attention. The norms'
+    outputs and the activation function's are made again. Without fused attention only its scores are left out."""
+    if not kernels.fused_attention:
+        return sum(kept.values())
+    return sum(kept.values()) - kept.get("matmul inputs", 0.0) - kept.get("mlp", 0.0) / 2
+
+
+def _less(whole: list[float], kept: list[float]) -> list[float]:
+    return [a - b for a, b in zip(whole, kept, strict=True)]
 
 
 def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:

@@ -8,11 +8,14 @@ appendix A; Shazeer 2019 (arXiv 1911.02150) for shared key-value heads; DeepSeek
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from msgspec import Struct, structs
 
 from orchestrator.config.schema import ModelSpec
 from orchestrator.plan import flops
-from orchestrator.plan.document import Model
+from orchestrator.plan.document import Model, Train
 
 
 def resolve(spec: ModelSpec) -> Model:
@@ -152,3 +155,13 @@ def active_parameters(model: Model) -> int:
         return total
     idle = (model.moe.experts - model.moe.top_k) / model.moe.experts
     return total - sum(round(layer_params(model, layer).experts * idle) for layer in range(model.layers))
+
+
+def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tuple[int, str, int]]:
+    """(kind of layer as in `samples_of_kinds`, recompute mode, how many) of the layers in `ranges`."""
+    if train.recompute != "budget":
+        counts = zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)
+        return [(kind, train.recompute, sum(numbers)) for kind, numbers in enumerate(counts)]
+    modes = train.recompute_layers or ["full"] * model.layers  # not resolved yet: the safe side
+    found = Counter((int(is_moe_layer(model, layer)), modes[layer]) for r in ranges for layer in r)
+    return [(kind, mode, n) for (kind, mode), n in found.items()]

@@ -43,33 +43,25 @@ class Traffic(Struct, frozen=True):
         return self.count * sent_bytes(self.operation, self.size, self.members)
 
 
-def stage_parameters(model: Model, parallel: Parallel, stage: int) -> tuple[int, int]:
-    """(dense, expert) parameters that one rank of virtual stage `stage` holds.
+def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
+    """(dense, expert) parameters that one rank of each pipeline stage holds: all its virtual stages.
 
     Tied embeddings with pp > 1: the last stage holds a copy of the table as its head.
     """
-    dense, experts = 0, 0
-    layers = stage_range(parallel, stage)
-    for layer, count in zip(samples_of_kinds(model), dense_and_moe(model, layers.start, layers.stop), strict=True):
-        if count:
-            params = layer_params(model, layer)
-            dense += count * ((params.attention + params.ffn) // parallel.tp + params.replicated)
-            experts += count * (params.experts // (parallel.tp * parallel.ep))
-    last = len(parallel.stage_layers) - 1
+    kinds = []
+    for layer in samples_of_kinds(model):
+        one = None if layer is None else layer_params(model, layer)
+        dense = one and (one.attention + one.ffn) // parallel.tp + one.replicated
+        kinds.append((dense or 0, one.experts // (parallel.tp * parallel.ep) if one else 0))
+    stages, start = [], 0
+    for count in parallel.stage_layers:
+        counts = dense_and_moe(model, start, start + count)
+        start += count
+        stages.append([sum(n * kind[part] for n, kind in zip(counts, kinds, strict=True)) for part in (0, 1)])
     table, positions = embedding_params(model)
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
-    if stage == 0:
-        dense += table + positions
-    if stage == last:
-        dense += norm_params(model)
-        if not model.tied_embeddings or last > 0:
-            dense += table
-    return dense, experts
-
-
-def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
-    """(dense, expert) parameters of each pipeline rank: all its virtual stages."""
-    stages = [stage_parameters(model, parallel, stage) for stage in range(len(parallel.stage_layers))]
+    stages[0][0] += table + positions
+    stages[-1][0] += norm_params(model) + (0 if model.tied_embeddings and len(stages) == 1 else table)
     return [
         (sum(stages[stage][0] for stage in held), sum(stages[stage][1] for stage in held))
         for held in rank_stages(parallel)
@@ -86,7 +78,9 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     layers = sum(map(len, stages)) / copies
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     hidden_bytes = tokens * model.hidden * width
-    passes = 3 if train.recompute == "full" else 2  # forward, (forward again,) backward
+    full = (train.recompute_layers or ["full"]).count("full") / len(train.recompute_layers or ["full"])
+    again = full if train.recompute == "budget" else float(train.recompute == "full")
+    passes = 2 + again  # forward, (forward again,) backward
     m = parallel.micro_batches
     result: list[Traffic] = []
 
