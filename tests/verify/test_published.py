@@ -1,0 +1,31 @@
+"""docs/parity.md is of this matrix, and no cell in it differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from orchestrator.verify import matrix
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "fp64 loss" not in line]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_every_cell_of_the_matrix_is_published_once():
+    wanted = Counter()
+    for entry in matrix.full():
+        layout = " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
+        wanted[layout] += 1
+    assert Counter(row[0] for row in rows()) == wanted, "run `make verify` again"
+
+
+def test_every_cell_is_equal_or_refused_for_a_reason():
+    for row in rows():
+        verdict = row[-1]
+        assert verdict == "equal" or verdict.startswith("refused: "), row
+        refused = {one for pair in matrix.REFUSED for one in pair}
+        assert verdict == "equal" or any(technique.split(" hybrid")[0] in refused for technique in row[0].split(" + "))
