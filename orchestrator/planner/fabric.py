@@ -8,6 +8,8 @@ So congestion is the load of shared links, not a hop count (planning.md E2).
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -55,6 +57,22 @@ class Fabric:
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]  # below each block
         self.thinner = [1.0, *(level.oversubscription for level in cluster.levels)]  # uplinks against NICs below
+
+    def reseated(self, nodes: Sequence[int]) -> Fabric:
+        """The same network with node `nodes[i]` at place i (places are what ranks count through)."""
+        other = copy.copy(self)
+        other.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
+        return other
+
+    def pattern(self) -> bytes:
+        """Equal for two seatings that only swap like blocks: blocks by first appearance, with their sizes."""
+        parts = []
+        for tier, blocks in enumerate(self.block):
+            _, first, inverse = np.unique(blocks, return_index=True, return_inverse=True)
+            rank = np.empty(len(first), dtype=np.int64)
+            rank[np.argsort(first)] = np.arange(len(first))
+            parts += [rank[inverse], self.gpus[tier][blocks]]
+        return np.concatenate(parts).astype(np.int64).tobytes()
 
     def levels_between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Lowest tier on which nodes a and b meet, elementwise."""

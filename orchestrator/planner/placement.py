@@ -7,6 +7,7 @@ lowest levels, then to the nesting nearest the default (TP, CP, EP, PP, DP).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 
@@ -49,6 +50,12 @@ class Roads:
     def __init__(self, cluster: Cluster, profile: Profile):
         self.fabric = Fabric(cluster, profile)
         self._seen: dict[tuple, Path] = {}
+
+    def reseated(self, nodes: Sequence[int]) -> Roads:
+        """The same roads with the nodes in another order, or fewer of them."""
+        other = copy.copy(self)
+        other.fabric, other._seen = self.fabric.reseated(nodes), {}
+        return other
 
     def path(self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True) -> Path:
         """Cost of a pattern over all groups in which the axes of `key` vary, nested in `order`."""

@@ -1,0 +1,195 @@
+"""Seating: equal to brute force on small networks, never worse than the scheduler's order, certified."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.plan.document import Cluster
+from orchestrator.plan.ranks import degrees
+from orchestrator.planner import step_time
+from orchestrator.planner.build import build_plan
+from orchestrator.planner.compute import rates
+from orchestrator.planner.layout import orders
+from orchestrator.planner.packing import symmetric
+from orchestrator.planner.placement import Roads, candidates
+from orchestrator.planner.profile import profile_for
+from orchestrator.planner.seating import reorder, seat
+from orchestrator.planner.topology import build_cluster, check_cluster
+from orchestrator.planner.traffic import step_traffic
+from tests.reference.seating_twin import best_step
+
+from . import configs, shapes
+
+
+def ragged(leaves: list[int], pods: list[int], gpus: int = 4, over: tuple[float, float] = (1.0, 1.0), domain: int = 1):
+    """leaves: nodes of each; pods: leaves of each."""
+    nodes = sum(leaves)
+    counts, at = [], 0
+    for pod in pods:
+        counts.append(sum(leaves[at : at + pod]))
+        at += pod
+    spec = configs.cluster(
+        nodes, gpus, [("leaf", leaves, over[0]), ("pod", counts, over[1]), ("core", nodes, 1.0)], domain_nodes=domain
+    )
+    return build_cluster(spec)
+
+
+def shuffled(cluster: Cluster, seed: int) -> Cluster:
+    order = list(range(len(cluster.node_names)))
+    random.Random(seed).shuffle(order)
+    return reorder(cluster, order)
+
+
+def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, batch: int = 64, zero: int = 1):
+    """(roads, parallel, traffic, work) of a job that may use fewer nodes than the cluster has."""
+    gpus = cluster.gpus_per_node
+    spec = configs.cluster(tp * pp * dp * cp * ep // gpus, gpus, [("fabric", 64, 1.0)])
+    model = shapes.mixtral_8x7b() if ep > 1 else shapes.llama3_8b()
+    values = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
+    plan = build_plan(configs.config(spec, model, values, global_batch_samples=batch, seq_len=2048))
+    profile = profile_for(cluster.gpu.name, cluster.device)
+    work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
+    traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
+    return Roads(cluster, profile), plan.parallel, traffic, work
+
+
+@st.composite
+def cases(draw, most: int = 6):
+    leaves = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(lambda sizes: 2 <= sum(sizes) <= most))
+    split = draw(st.integers(1, len(leaves)))
+    pods = [split, len(leaves) - split] if split < len(leaves) else [split]
+    over = draw(st.sampled_from([(1.0, 1.0), (4.0, 1.0), (2.0, 7.0)]))
+    cluster = shuffled(ragged(leaves, pods, over=over), draw(st.integers(0, 99)))
+    places = draw(st.sampled_from([n for n in (2, 4, 6, 8) if n <= sum(leaves)]))
+    world = places * 4
+    tp = draw(st.sampled_from([1, 2, 4]))
+    pp = draw(st.sampled_from([d for d in (1, 2, 4) if world % (tp * d) == 0]))
+    rest = world // (tp * pp)
+    cp = draw(st.sampled_from([d for d in (1, 2) if rest % d == 0]))
+    return cluster, job(cluster, tp, pp, rest // cp, cp, batch=rest // cp * draw(st.sampled_from([1, 4])))
+
+
+def equals_brute_force(case) -> None:
+    _, args = case
+    found = seat(*args)
+    want = best_step(*args, len(found.nodes))
+    assert (found.score.tp_outside, found.score.ep_outside) == want[:2]
+    assert math.isclose(found.score.step_s, want[2], rel_tol=1e-8)
+    assert found.exact and found.bound_s <= found.score.step_s
+    heuristic = seat(*args, exact=False)
+    assert heuristic.score >= found.score and heuristic.score <= heuristic.given
+    assert heuristic.bound_s <= found.score.step_s * (1 + 1e-9), "the bound holds for the best of all"
+
+
+@given(cases(most=5))
+@settings(max_examples=40, deadline=None)
+def test_equals_brute_force(case):
+    equals_brute_force(case)
+
+
+@pytest.mark.slow
+@given(cases(most=8))
+@settings(max_examples=1000, deadline=None)
+def test_equals_brute_force_on_a_thousand_clusters(case):
+    equals_brute_force(case)
+
+
+@given(cases(), st.integers(1, 99))
+@settings(max_examples=20, deadline=None)
+def test_names_do_not_matter(case, seed):
+    cluster, (roads, parallel, traffic, work) = case
+    again = Roads(shuffled(cluster, seed), profile_for(cluster.gpu.name, cluster.device))
+    assert seat(roads, parallel, traffic, work).score == seat(again, parallel, traffic, work).score
+
+
+@given(cases(most=8))
+@settings(max_examples=30, deadline=None)
+def test_symmetric_keeps_one_of_each_class(case):
+    """Every ordered choice has exactly one representative: classes found by comparing patterns."""
+    from itertools import permutations
+
+    fabric = case[1][0].fabric
+    places = min(3, fabric.block.shape[1])
+    every = {fabric.reseated(nodes).pattern() for nodes in permutations(range(fabric.block.shape[1]), places)}
+    kept = [fabric.reseated(nodes).pattern() for nodes in symmetric(fabric, places)]
+    assert set(kept) == every
+
+
+def scattered() -> Cluster:
+    """What a busy cluster leaves: 15 leaf groups, as a 64-node H100 cluster really had (marin#6950)."""
+    return ragged([1, 1, 2, 2, 2, 3, 3, 3, 5, 5, 6, 6, 6, 8, 11], [5, 5, 5], gpus=8, over=(2.0, 4.0))
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 16), (8, 2, 32), (4, 4, 24), (8, 8, 6)])
+def test_fragmented_cluster_beats_the_order_it_came_in(shape):
+    cluster = shuffled(scattered(), 7)
+    found = seat(*job(cluster, *shape, batch=shape[2] * 8))
+    assert len(set(found.nodes)) == len(found.nodes) == math.prod(shape) // 8
+    assert found.score < found.given
+    assert found.score.step_s >= found.bound_s and 0 <= found.gap < 1
+
+
+def test_pipelines_stay_whole_under_leaves():
+    """Eight free nodes under leaves of 3, 3 and 2: pipelines of two nodes; as they came they straddle."""
+    cluster = ragged([3, 3, 2], [3], gpus=8, over=(16.0, 1.0))
+    found = seat(*job(cluster, 8, 2, 4, batch=4, zero=0), exact=False)
+    assert found.score.step_s <= found.given.step_s
+
+
+def test_fewer_nodes_than_free_are_taken_together():
+    cluster = shuffled(ragged([2, 3, 8, 4], [2, 2], gpus=8, over=(8.0, 8.0)), 3)
+    found = seat(*job(cluster, 8, 2, 4, batch=8))
+    leaf = {found_block(cluster, 0, node) for node in found.nodes}
+    assert len(leaf) == 1, "eight nodes are free under one leaf"
+    assert found.gap < 0.02
+
+
+def found_block(cluster: Cluster, level: int, node: int) -> int:
+    return next(i for i, nodes in enumerate(cluster.levels[level].switches) if node in nodes)
+
+
+@given(cases(), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_reorder_moves_names_and_blocks_together(case, rng):
+    cluster = case[0]
+    chosen = rng.sample(range(len(cluster.node_names)), 2)
+    moved = reorder(cluster, chosen)
+    assert moved.node_names[:2] == [cluster.node_names[node] for node in chosen]
+    assert check_cluster(moved) is None
+    for a, b in zip(cluster.levels, moved.levels, strict=True):
+        names = lambda c, level: {frozenset(c.node_names[n] for n in block) for block in level.switches}  # noqa: E731
+        assert names(cluster, a) == names(moved, b)
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_bound_is_below_every_order_as_it_came(case):
+    _, (roads, parallel, traffic, work) = case
+    found = seat(roads, parallel, traffic, work)
+    places = roads.reseated(range(len(found.nodes)))
+    for order in orders(degrees(parallel)):
+        one = candidates(places, parallel, traffic, work, order)[0]
+        if not one.outside_nvlink("tp"):
+            assert found.bound_s <= one.step_s * (1 + 1e-9)
+
+
+def test_a_rack_scale_domain_is_used_whole():
+    """TP over two nodes of one NVLink domain: legal only where the two stand in the same rack."""
+    cluster = ragged([2, 2], [2], gpus=4, domain=2)
+    broken = reorder(cluster, [0, 2, 1, 3])
+    roads, parallel, traffic, work = _rack_job(broken)
+    found = seat(roads, parallel, traffic, work)
+    assert found.given.tp_outside and not found.score.tp_outside
+
+
+def _rack_job(cluster: Cluster):
+    spec = configs.cluster(4, 4, [("fabric", 4, 1.0)], domain_nodes=2)
+    plan = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=4))
+    profile = profile_for(cluster.gpu.name, cluster.device)
+    work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
+    return Roads(cluster, profile), plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work

@@ -1,0 +1,29 @@
+"""Naive twin of `orchestrator.planner.seating`: every ordered choice of nodes times every nesting order, costed."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from orchestrator.plan.ranks import degrees
+from orchestrator.planner.layout import orders
+from orchestrator.planner.placement import candidates
+
+
+def best_step(roads, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:
+    """(tp outside NVLink, ep outside NVLink, step seconds), the smallest of all."""
+    total = roads.fabric.block.shape[1]
+    best, seen = (True, True, float("inf")), set()
+    for nodes in permutations(range(total), places):
+        moved = roads.reseated(nodes)
+        same: dict[tuple[int, int], int] = {}
+        pattern = []
+        for tier, blocks in enumerate(moved.fabric.block):
+            for name in blocks.tolist():
+                pattern.append((same.setdefault((tier, name), len(same)), int(moved.fabric.gpus[tier][name])))
+        if (key := tuple(pattern)) in seen:  # the same switches by other names
+            continue
+        seen.add(key)
+        for order in orders(degrees(parallel)):
+            found = candidates(moved, parallel, traffic, work, order)[0]
+            best = min(best, (found.outside_nvlink("tp"), found.outside_nvlink("ep"), found.step_s))
+    return best
