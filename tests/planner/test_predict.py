@@ -26,7 +26,7 @@ GPT_1_7B = {
 
 def test_a_published_row_within_a_factor_of_two():
     job = read_row(GPT_1_7B)
-    assert job.assumed == [] and job.model.mlp == "plain" and job.model.parameters / 1e9 == pytest.approx(1.7, rel=0.03)
+    assert job.assumed == [] and job.model.mlp == "plain" and job.model.parameters / 1e9 == pytest.approx(1.7, rel=0.04)
     (got,) = predict([GPT_1_7B])
     assert got.status == "ok" and 0.5 < got.step_time_s / 3.5152 < 2
     assert got.tokens_per_s_per_gpu == pytest.approx(512 * 2048 / 32 / got.step_time_s)

@@ -18,6 +18,7 @@ VERBS: dict[str, Verb] = {
     "plan": Verb("place a model on a cluster: layout, memory, time, what limits it", overrides=True),
     "verify": Verb("train a layout and one process on the same tokens, and compare everything", overrides=True),
     "tune": Verb("search every legal layout: the fastest that fits, and smaller near-ties", overrides=True),
+    "whatif": Verb("plans side by side, with GPU-hours to a token target", overrides=True),
     "predict": Verb("predict every row of a table of training runs, and score it"),
     "submit": Verb("plan a job and start it; prints its handle", overrides=True, command=True),
     "render": Verb("write a run's folder and print its job script", overrides=True, command=True),

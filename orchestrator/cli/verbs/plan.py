@@ -10,6 +10,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from orchestrator.config.schema import Config
     from orchestrator.plan import Plan
 
 HELP = "place a model on a cluster: layout, memory, time, what limits it"
@@ -17,6 +18,7 @@ HELP = "place a model on a cluster: layout, memory, time, what limits it"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan as JSON; what a run would be given")
+    parser.add_argument("--explain", action="store_true", help="what limits it, why it does not fit, what to change")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw placement, memory, pipeline: .png .svg .html")
 
 
@@ -29,15 +31,40 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.planner.build import build_plan
 
-    plan = build_plan(load(overrides, args.config_dir))
+    config = load(overrides, args.config_dir)
+    if args.explain and config.parallel.auto:
+        from orchestrator.planner.auto import settled
+
+        config = settled(config)
+    plan = build_plan(config)
     if args.out:
         from orchestrator.plan import to_json
 
         write(args.out, to_json(plan, indent=1) + b"\n", "--out")
     if args.plot:
         plot.save(plan, args.plot)
+    if args.explain and args.json:
+        print(_explained(config, plan))
+        return Exit.DONE
     show(plan, args.json)
+    if args.explain:
+        from orchestrator.planner.explain import explain
+        from orchestrator.report.why import render as render_why
+
+        print(f"\n{render_why(explain(config, plan), plan.time.step_s)}")
     return Exit.DONE
+
+
+def _explained(config: Config, plan: Plan) -> str:
+    import msgspec
+
+    from orchestrator.planner.explain import explain
+
+    found = explain(config, plan)
+    changes = [change._asdict() for change in found.changes]
+    terms = {term.name: term.seconds for term in found.terms}
+    whole = found._asdict() | {"terms": terms, "changes": changes, "categories": dict(found.categories)}
+    return msgspec.json.encode(whole).decode()
 
 
 def show(plan: Plan, as_json: bool) -> None:

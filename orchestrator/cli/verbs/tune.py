@@ -37,6 +37,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def rows(answer: Answer) -> list[dict[str, object]]:
+    from orchestrator.planner.search.words import words
+
     return [
         {
             "overrides": words(found),
@@ -50,26 +52,14 @@ def rows(answer: Answer) -> list[dict[str, object]]:
     ]
 
 
-def words(found: Found) -> list[str]:
-    """What to type to get this layout."""
-    from orchestrator.config.grammar import canonical
-
-    par, choice = found.config.parallel, found.choice
-    degrees = {name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1}
-    degrees |= {"zero": par.zero} if par.zero else {}
-    degrees |= {"sp": 0} if choice.spot.tp > 1 and not choice.spot.sp else {}
-    told = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
-    if par.schedule not in ("1f1b", "interleaved"):
-        told.append(f"parallel.schedule={par.schedule}")
-    return [*told, f"train.recompute={choice.recompute}"]
-
-
 def _tokens(found: Found) -> float:
     par = found.solution.parallel
     return par.global_batch_tokens / found.step_s / par.world_size
 
 
 def page(answer: Answer, rest: list[str]) -> str:
+    from orchestrator.planner.search.words import words
+
     best = answer.front[0]
     lines = [f"{'step':>9}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
     for found in answer.front:

@@ -91,7 +91,7 @@ class SpotBound:
                 yield BranchBound(self, recompute, zero, states, beside, kept[recompute])
 
     def _parameters(self) -> None:
-        """Of one layer on one rank, as `traffic.stage_parameters`."""
+        """Of one layer on one rank, as `traffic.rank_parameters`."""
         model, tp, ep = self.ground.model, self.spot.tp, self.spot.ep
         own = [None if layer is None else layer_params(model, layer) for layer in self.kinds]
         dense = [0 if one is None else (one.attention + one.ffn) // tp + one.replicated for one in own]

@@ -1,0 +1,104 @@
+"""`orch whatif`: plans side by side, with what they cost to a number of tokens."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestrator.plan import Plan
+
+HELP = "plans side by side: other GPUs, fabrics, sequence lengths, batches; cost to a token target"
+GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--case",
+        metavar='"KEY=VALUE ..."',
+        action="append",
+        default=[],
+        help="what is different in a further column; repeatable",
+    )
+    parser.add_argument("--tokens", metavar="N", type=float, help="token target, like 15e12; else train.steps decides")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import shlex
+
+    from orchestrator.config.compose import load
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+    from orchestrator.planner.build import build_plan
+
+    if args.tokens is not None and not 1 <= args.tokens <= 1e18:
+        raise OrchError(f"--tokens {args.tokens:g}: from 1 to 1e18", Exit.USAGE)
+    plans = []
+    for case in ["", *args.case]:
+        try:
+            words = shlex.split(case)
+        except ValueError as error:
+            raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
+        plans.append((case or "as given", build_plan(load([*overrides, *words], args.config_dir))))
+    columns = [column(name, plan, args.tokens) for name, plan in plans]
+    if args.json:
+        import json
+
+        print(json.dumps(columns))
+    else:
+        print(page(columns))
+    return Exit.DONE
+
+
+def column(name: str, plan: Plan, tokens: float | None) -> dict[str, object]:
+    """One plan in plain values: seconds, bytes, tokens, hours."""
+    par, train = plan.parallel, plan.job.train
+    target = tokens or float(train.steps) * par.global_batch_tokens
+    seconds = target / par.global_batch_tokens * plan.time.step_s
+    degrees = [f"{axis}{getattr(par, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp") if getattr(par, axis) > 1]
+    return {
+        "case": name,
+        "cluster": plan.cluster.name,
+        "gpus": par.world_size,
+        "layout": "_".join([*degrees, f"zero{par.zero}"]),
+        "pipeline": f"{par.schedule} x {par.micro_batches} of {par.micro_batch_size}, vpp {par.vpp}",
+        "recompute": train.recompute,
+        "seq_len": train.seq_len,
+        "batch_tokens": par.global_batch_tokens,
+        "step_s": plan.time.step_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "mfu": plan.mfu,
+        "memory_bytes": plan.memory.total,
+        "fits": plan.memory.total <= plan.memory.capacity,
+        "limited_by": plan.time.limited_by.split(":")[0],
+        "target_tokens": target,
+        "days": seconds / 86400,
+        "gpu_hours": seconds / 3600 * par.world_size,
+    }
+
+
+def page(columns: list[dict[str, object]]) -> str:
+    rows = [[label, *(show(column) for column in columns)] for label, show in ROWS]
+    base = columns[0]
+    for key, label in (("step_s", "step against the first"), ("gpu_hours", "GPU-hours against the first")):
+        if len(columns) > 1:
+            rows.append([label, *("" if c is base else f"{c[key] / base[key] - 1:+.1%}" for c in columns)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+ROWS = (
+    ("", lambda c: str(c["case"])),
+    ("cluster", lambda c: f"{c['cluster']}, {c['gpus']:,} GPUs"),
+    ("layout", lambda c: str(c["layout"])),
+    ("pipeline", lambda c: str(c["pipeline"])),
+    ("recompute", lambda c: str(c["recompute"])),
+    ("sequence, batch", lambda c: f"{c['seq_len']:,}, {c['batch_tokens'] / 1e6:.3g} M tokens"),
+    ("step", lambda c: f"{c['step_s']:.4g} s"),
+    ("tokens/s/GPU, MFU", lambda c: f"{c['tokens_per_s_per_gpu']:,.0f}, {c['mfu']:.1%}"),
+    ("memory", lambda c: f"{c['memory_bytes'] / GIB:.3g} GiB{'' if c['fits'] else ', DOES NOT FIT'}"),
+    ("limited by", lambda c: str(c["limited_by"])),
+    ("to", lambda c: f"{c['target_tokens'] / 1e9:,.6g} G tokens"),
+    ("days", lambda c: f"{c['days']:,.1f}"),
+    ("GPU-hours", lambda c: f"{c['gpu_hours']:,.0f}"),
+)

@@ -1,0 +1,132 @@
+"""Why a plan costs what it costs, and which single changes help most: each costed as a plan of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.plan import Plan
+from orchestrator.plan import document as doc
+from orchestrator.plan.schedules import SCHEDULES
+
+from .search.search import Found, Search
+from .search.space import RECOMPUTE, Choice, Spot
+from .search.words import words
+
+CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
+LEFT_OUT = ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "schedule", "micro_batch_size", "order", "stage_layers")
+
+
+class Term(NamedTuple):
+    name: str
+    seconds: float
+
+
+class Change(NamedTuple):
+    """A change to a plan, everything else kept (dp takes the GPUs that are left)."""
+
+    words: list[str]
+    step_s: float
+    memory: doc.Memory
+    saves_s: float  # against the plan; negative: costs
+    frees_bytes: int
+
+
+class Explanation(NamedTuple):
+    terms: list[Term]  # of the step, largest first
+    limited_by: str
+    over_bytes: int  # what the fullest rank lacks; 0: the plan fits
+    categories: list[tuple[str, int]]  # of its memory, largest first
+    changes: list[Change]  # best first: that make it faster; where it does not fit: that make it fit
+    tried: int
+    warnings: list[str]
+
+
+def explain(config: Config, plan: Plan, most: int = 3) -> Explanation:
+    """`config` is that of `plan`, with nothing left open."""
+    memory = plan.memory
+    over = max(0, memory.total - memory.capacity)
+    found, tried = [], 0
+    if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE:
+        search = Search(_opened(config))
+        for told, choice in neighbours(plan):
+            tried += 1
+            other = search.cost(choice)
+            if other is not None and (over or other.step_s < plan.time.step_s):
+                found.append(_change(told, other, plan))
+        if over and not found:  # no single change is enough: the fastest layout of all
+            found += [_change(words(best), best, plan) for best in search.run(near=0.0).front[:1]]
+    found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
+    categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
+    return Explanation(terms(plan), plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings))
+
+
+def terms(plan: Plan) -> list[Term]:
+    """What the step is made of: compute of the slowest rank, what it waits for, communication that nothing hides."""
+    time = plan.time
+    axes = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline"}
+    found = [Term("compute", time.compute_s)]
+    for axis, seconds in time.exposed_comm_s.items():
+        found.append(Term(f"{axes.get(axis, 'gradients and weights')}, communication", seconds))
+    waiting = time.step_s - sum(term.seconds for term in found)
+    found.append(Term("pipeline bubble", max(0.0, waiting)))
+    return sorted((term for term in found if term.seconds > 1e-9 * time.step_s), key=lambda term: -term.seconds)
+
+
+def _opened(config: Config) -> Config:
+    """The same job with every degree left open, so that any choice can be costed for it."""
+    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, sp=None, **dict.fromkeys(LEFT_OUT))
+    train = structs.replace(config.train, recompute=None)
+    return structs.replace(config, parallel=parallel, train=train)
+
+
+def _change(told: list[str], other: Found, plan: Plan) -> Change:
+    saves, frees = plan.time.step_s - other.step_s, plan.memory.total - other.memory.total
+    return Change(told, other.step_s, other.memory, saves, frees)
+
+
+def neighbours(plan: Plan) -> Iterator[tuple[list[str], Choice]]:
+    """(what to type, layout) of every plan that differs in one thing."""
+    par = plan.parallel
+    here = {name: getattr(par, name) for name in ("tp", "cp", "ep", "pp", "vpp", "zero", "micro_batch_size")}
+    here |= {"schedule": par.schedule, "recompute": plan.job.train.recompute}
+    for name in ("tp", "cp", "ep", "pp", "micro_batch_size"):
+        for value in (here[name] * 2, here[name] // 2):
+            if value >= 1:
+                yield from _one(plan, here | {name: value}, [f"parallel.{name}={value}"])
+    for zero in range(4):
+        if zero != par.zero:
+            yield from _one(plan, here | {"zero": zero}, [f"parallel.zero={zero}"])
+    for mode in RECOMPUTE:
+        if mode != here["recompute"]:
+            yield from _one(plan, here | {"recompute": mode}, [f"train.recompute={mode}"])
+    if par.pp > 1:
+        yield from _pipelines(plan, here)
+
+
+def _pipelines(plan: Plan, here: dict) -> Iterator[tuple[list[str], Choice]]:
+    par = plan.parallel
+    for name, entry in SCHEDULES.items():
+        low, high = entry.vpp
+        most = plan.model.layers // par.pp
+        for vpp in range(low, min(high or 8, most) + 1):
+            if (name, vpp) != (par.schedule, par.vpp):
+                told = [f"parallel.schedule={name}"] + ([f"parallel.vpp={vpp}"] if vpp != par.vpp else [])
+                yield from _one(plan, here | {"schedule": name, "vpp": vpp}, told)
+
+
+def _one(plan: Plan, values: dict, told: list[str]) -> Iterator[tuple[list[str], Choice]]:
+    par = plan.parallel
+    tp, cp, ep, pp = (values[axis] for axis in ("tp", "cp", "ep", "pp"))
+    dp, rest = divmod(par.world_size, tp * cp * ep * pp)
+    size = values["micro_batch_size"]
+    if rest or not dp or par.global_batch_samples % (size * dp * ep):
+        return
+    sp = par.sp if par.tp > 1 and tp > 1 else tp > 1
+    if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
+        values = values | {"schedule": "1f1b", "vpp": 1}
+    spot = Spot(tp, cp, ep, pp, dp, size, par.global_batch_samples // (size * dp * ep), sp)
+    yield told, Choice(spot, values["recompute"], values["zero"], values["schedule"], values["vpp"])

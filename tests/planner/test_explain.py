@@ -1,0 +1,86 @@
+"""What limits a plan adds up, changes are what they are said to be, what does not fit is told by how much."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec import structs
+
+from orchestrator.cli.main import main
+from orchestrator.planner.build import build_plan
+from orchestrator.planner.explain import CATEGORIES, explain, neighbours
+from orchestrator.report.why import render
+
+from . import configs, shapes
+
+
+def explained(parallel, nodes=2, **train):
+    config = configs.config(configs.cluster(nodes, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, **train)
+    plan = build_plan(config)
+    return config, plan, explain(config, plan)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 4, "zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {"pp": 4, "zero": 1}])
+def test_terms_add_up_to_the_step(parallel):
+    _, plan, found = explained(parallel)
+    assert sum(term.seconds for term in found.terms) == pytest.approx(plan.time.step_s, rel=1e-6)
+    assert [term.seconds for term in found.terms] == sorted((t.seconds for t in found.terms), reverse=True)
+
+
+def test_changes_are_faster_and_are_what_a_plan_of_them_says():
+    config, plan, found = explained({"tp": 4, "zero": 1})
+    assert found.changes and found.over_bytes == 0
+    assert [c.step_s for c in found.changes] == sorted(c.step_s for c in found.changes)
+    for change in found.changes:
+        changed = config
+        for word in change.words:
+            group, key = word.split("=")[0].split(".")
+            part = getattr(changed, group)
+            text = word.split("=")[1]
+            value = int(text) if text.isdigit() else text
+            changed = structs.replace(changed, **{group: structs.replace(part, **{key: value})})
+        again = build_plan(changed)
+        assert again.time.step_s == pytest.approx(change.step_s) and again.memory.total == change.memory.total
+        assert change.saves_s == pytest.approx(plan.time.step_s - change.step_s) and change.saves_s > 0
+
+
+def test_what_does_not_fit_is_told_by_category_with_changes_that_fit():
+    _, plan, found = explained({"tp": 1, "zero": 0})
+    assert found.over_bytes == plan.memory.total - plan.memory.capacity > 0
+    assert {name for name, _ in found.categories} == set(CATEGORIES)
+    assert sum(size for _, size in found.categories) == plan.memory.total
+    assert found.changes and all(change.memory.total <= change.memory.capacity for change in found.changes)
+    page = render(found, plan.time.step_s)
+    assert "It does not fit" in page and "optimizer" in page
+
+
+def test_neighbours_differ_in_one_thing():
+    _, plan, _ = explained({"tp": 2, "pp": 2, "zero": 1})
+    seen = [tuple(words) for words, _ in neighbours(plan)]
+    assert len(seen) == len(set(seen)) > 10
+    assert all(len(words) == 1 or words[0].startswith("parallel.schedule") for words in seen)
+
+
+def test_whatif_counts_gpu_hours(capsys):
+    words = ["cluster=h100x64", "parallel=tp8_pp4_zero1", "--tokens", "1e12", "--case", "train.seq_len=4096", "--json"]
+    assert main(["whatif", *words]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    hours = 1e12 / first["batch_tokens"] * first["step_s"] / 3600 * 64
+    assert first["gpu_hours"] == pytest.approx(hours) and second["seq_len"] == 4096
+
+
+def test_plan_explain_is_a_page_and_json(capsys):
+    words = ["plan", "cluster=h100x8", "model=llama3_8b", "parallel=tp8_zero1", "--explain"]
+    assert main(words) == 0 and "limited by" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) >= {"terms", "changes", "categories", "over_bytes"}
+
+
+def test_tune_prints_words_that_plan_to_the_same_step(capsys):
+    assert main(["tune", "cluster=h100x8", "model=llama3_8b", "parallel=auto", "parallel.tp=2", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["front"][0]
+    assert main(["plan", "cluster=h100x8", "model=llama3_8b", *best["overrides"], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["time"]["step_s"] == best["step_s"] and plan["memory"]["total"] == best["memory_bytes"]
+    assert plan["parallel"]["tp"] == 2
