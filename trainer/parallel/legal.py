@@ -32,7 +32,7 @@ def problems(plan: Plan) -> Iterator[str]:
 
 def _unproven(plan: Plan) -> Iterator[str]:
     """Techniques that have not been shown equal to one process yet. A technique that lands leaves this list."""
-    model, par, train = plan.model, plan.parallel, plan.job.train
+    model, par = plan.model, plan.parallel
     if model.moe is not None:
         yield f"model {model.name} is a mixture of experts, which the trainer does not run yet (plan it with --dry-run)"
     if model.mla is not None:
@@ -43,8 +43,6 @@ def _unproven(plan: Plan) -> Iterator[str]:
         yield f"model.dropout={model.dropout} is not implemented; use 0"
     if par.ep > 1:
         yield f"ep={par.ep} needs a mixture of experts; use ep1"
-    if train.compile:
-        yield "train.compile=true is not proven yet; use false"
 
 
 def _tensor(plan: Plan) -> Iterator[str]:
