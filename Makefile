@@ -16,7 +16,7 @@ test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-slurm: .venv/.ready
-	$(PYTEST) -m slurm tests/slurm
+	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -m slurm tests/slurm
 
 testbed-slurm: .venv/.ready
 	@$(PY) -m tests.slurm.cluster start

@@ -163,11 +163,14 @@ def leaf_switches(plan: Plan) -> int:
 
 
 def block_size(plan: Plan) -> int:
-    """Nodes of one block: the NVLink domain where it spans nodes, else the innermost switch."""
-    domain = min(len(nodes) for nodes in plan.cluster.nvlink_domains)
+    """Nodes of one block: the NVLink domain where it spans nodes, else the innermost switch.
+
+    The largest counts: where some nodes of a block were taken, the plan shows it smaller than Slurm does.
+    """
+    domain = max(len(nodes) for nodes in plan.cluster.nvlink_domains)
     if domain > 1 or not plan.cluster.levels:
         return domain
-    return min(len(nodes) for nodes in plan.cluster.levels[0].switches)
+    return max(len(nodes) for nodes in plan.cluster.levels[0].switches)
 
 
 def whole_unit(plan: Plan, block: int) -> int:

@@ -12,6 +12,7 @@ from orchestrator.plan.ranks import AXES, all_groups, coords, degrees
 from orchestrator.planner import memory
 from orchestrator.planner.layout import seat_ranks
 from orchestrator.planner.placement import axis_placement
+from orchestrator.planner.seated import certified, seated
 from orchestrator.planner.solve import Ground, solve
 
 from .hostlist import compress
@@ -29,7 +30,9 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
         raise OrchError(
             f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
         )
-    parallel, best, traffic, time = solve(Ground(cluster, plan.model, plan.job.train), plan.parallel)
+    ground, certificate = seated(Ground(cluster, plan.model, plan.job.train), plan.parallel)
+    cluster = ground.cluster
+    parallel, best, traffic, time = solve(ground, plan.parallel)
     places = coords(parallel.order, degrees(parallel))
     worst = max(memory.accounts(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s
@@ -47,6 +50,7 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
             time=time,
             mfu=plan.mfu * faster,
             tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * faster,
+            certificate=certified(certificate, time.step_s),
         )
     )
 

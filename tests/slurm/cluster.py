@@ -35,9 +35,12 @@ class ClusterError(RuntimeError):
 class Cluster:
     """Use as a context manager. `env` is what Slurm's commands need; `run` calls one and returns its output."""
 
-    def __init__(self, shape: Shape | None = None, home: Path | None = None) -> None:
+    def __init__(self, shape: Shape | None = None, home: Path | None = None, root: Path | None = None) -> None:
+        """`root`: the file system that holds Slurm, when it is not this machine's own (a later Debian)."""
         self.shape = shape or Shape()
-        self.home = home or Path(tempfile.gettempdir(), PREFIX + secrets.token_hex(4))
+        self.root = root
+        self.home = home or Path(root or "/", tempfile.gettempdir().lstrip("/"), PREFIX + secrets.token_hex(4))
+        self.inside = Path("/", self.home.relative_to(root)) if root else self.home  # as the daemons see it
         self.host = socket.gethostname().split(".")[0]
         self.pids: dict[str, int] = {}
         self.ports = _free_ports(self.shape.nodes)
@@ -82,7 +85,7 @@ class Cluster:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def start_controller(self, clean: bool = False) -> None:
-        self._daemon("slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.home / "slurm.conf"))
+        self._daemon("slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.inside / "slurm.conf"))
         self.wait(lambda: self.run("scontrol", "ping", check=False).count("is UP"), 20, "slurmctld", "slurmctld.log")
 
     def stop_controller(self) -> None:
@@ -92,7 +95,7 @@ class Cluster:
         self._end("slurmctld", signal.SIGKILL)
 
     def start_node(self, name: str) -> None:
-        self._daemon("slurmd", "-D", "-N", name, "-f", str(self.home / "slurm.conf"), key=f"slurmd-{name}")
+        self._daemon("slurmd", "-D", "-N", name, "-f", str(self.inside / "slurm.conf"), key=f"slurmd-{name}")
 
     def kill_node(self, name: str) -> None:
         """The node vanishes, as when its power is cut: slurmd, step managers and job processes, none can say goodbye.
@@ -126,13 +129,25 @@ class Cluster:
     def env(self) -> dict[str, str]:
         """This process's environment without Slurm's variables, pointed at the cluster."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SALLOC", "SQUEUE"))}
-        return {**kept, "SLURM_CONF": str(self.home / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+        return {**kept, "SLURM_CONF": str(self.inside / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
 
     def run(self, *argv: str, check: bool = True, timeout: float = 30) -> str:
+        argv = (*self.enter, *argv)
         done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=timeout, cwd=self.home)
         if check and done.returncode:
             raise ClusterError(f"{' '.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
+
+    @property
+    def enter(self) -> list[str]:
+        """What comes before every program: nothing, or the way into the other root with a /proc of its own.
+
+        The mounts live in a name space of the program alone, so that nothing has to be taken down.
+        """
+        if self.root is None:
+            return []
+        script = 'mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
+        return ["unshare", "--mount", "sh", "-c", script, str(self.root)]
 
     def idle(self) -> int:
         """Nodes that are idle and answer: `idle*` does not."""
@@ -156,7 +171,7 @@ class Cluster:
 
     def processes(self, variable: bytes = b"") -> list[int]:
         """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and their children."""
-        ours = f"SLURM_CONF={self.home}/slurm.conf".encode() + b"\0"
+        ours = f"SLURM_CONF={self.inside}/slurm.conf".encode() + b"\0"
         return [pid for pid, env in _environments() if ours in env and variable in env]
 
     # ------------------------------------------------------------------------------------------ parts
@@ -168,13 +183,13 @@ class Cluster:
         for gpu in range(self.shape.gpus):  # any character device will do; 1:3 is the null device
             os.mknod(self.home / "dev" / f"gpu{gpu}", 0o600 | 0o020000, os.makedev(1, 3))
         files = {
-            "slurm.conf": conf.slurm_conf(self.shape, self.home, self.host, self.ports),
-            "gres.conf": conf.gres_conf(self.shape, self.home),
+            "slurm.conf": conf.slurm_conf(self.shape, self.inside, self.host, self.ports),
+            "gres.conf": conf.gres_conf(self.shape, self.inside),
             "topology.conf": conf.topology_conf(self.shape),
-            "cgroup.conf": conf.cgroup_conf(v1=Path("/sys/fs/cgroup/freezer").is_dir()),
+            "cgroup.conf": conf.cgroup_conf(v1=Path("/sys/fs/cgroup/freezer").is_dir(), later=self.root is not None),
         }
         if self.shape.accounting:
-            files["slurmdbd.conf"] = conf.slurmdbd_conf(self.home, self.ports)
+            files["slurmdbd.conf"] = conf.slurmdbd_conf(self.inside, self.ports)
         for name, text in files.items():
             (self.home / name).write_text(text)
             (self.home / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
@@ -184,7 +199,9 @@ class Cluster:
     def _start_munge(self) -> None:
         munge = self.home / "munge"
         options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
-        self._daemon("munged", "-F", "--force", *(f"--{flag}={munge / name}" for flag, name in options.items()))
+        self._daemon(
+            "munged", "-F", "--force", *(f"--{flag}={self.inside / 'munge' / name}" for flag, name in options.items())
+        )
         self.wait((munge / "socket").exists, 10, "munge socket", "munged.log")
 
     def _start_accounting(self) -> None:
@@ -200,13 +217,13 @@ class Cluster:
 
     def _daemon(self, program: str, *argv: str, key: str = "", extra: dict[str, str] | None = None) -> None:
         key = key or program
-        path = find(program)
+        path = program if self.root else find(program)
         if path is None:
             raise ClusterError(f"{program} is not installed")
         with (self.home / "log" / f"{key}.log").open("ab") as log:
             process = subprocess.Popen(
-                [path, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env | (extra or {}),
-                start_new_session=True, cwd=self.home,
+                [*self.enter, path, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home,
+                env=self.env | (extra or {}), start_new_session=True,
             )  # fmt: skip
         self.pids[key] = process.pid
         _CHILDREN[process.pid] = process

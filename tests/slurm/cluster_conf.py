@@ -111,7 +111,9 @@ def topology_conf(shape: Shape) -> str:
     return "\n".join([*lines, f"SwitchName=spine Switches={','.join(leaves)}"]) + "\n"
 
 
-def cgroup_conf(v1: bool) -> str:
+def cgroup_conf(v1: bool, later: bool = False) -> str:
+    if later:  # 23.11 and later can do without
+        return "CgroupPlugin=disabled\n"
     return "CgroupPlugin=cgroup/v1\n" if v1 else "CgroupPlugin=autodetect\nIgnoreSystemd=yes\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
@@ -62,3 +63,45 @@ def _apt(packages: tuple[str, ...]) -> str:
     finally:
         if ours:
             POLICY.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------ a later Slurm
+
+SUITE = "trixie"  # Slurm 24.11: topology/block and --segment
+LATER = Path(tempfile.gettempdir(), f"orch-test-root-{SUITE}")
+
+
+def install_later() -> str | None:
+    """A later Debian with its Slurm in a folder of its own, LATER, kept for the next time. None, or why not.
+
+    It takes some minutes and 300 MB, so it is made only when ORCH_TEST_LATER_SLURM is set, as `make test-slurm` does.
+    """
+    if os.geteuid() != 0:
+        return "only root may enter another root"
+    if LATER.is_dir():
+        return None
+    if not os.environ.get("ORCH_TEST_LATER_SLURM"):
+        return (
+            f"Slurm of Debian {SUITE} is not in {LATER}; ORCH_TEST_LATER_SLURM=1 (or make test-slurm) installs it there"
+        )
+    if find("apt-get") is None:
+        return "this machine has no apt-get"
+    if find("debootstrap") is None and (failed := _apt(("debootstrap",))):
+        return f"apt-get could not install debootstrap: {failed}"
+    targets = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    mirrors = [line.split()[0] for line in targets if line.endswith("/debian/ main")]
+    if not mirrors:
+        return "apt names no Debian mirror"
+    part = LATER.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    argv = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(part), mirrors[0]]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
+    except subprocess.TimeoutExpired:
+        return "debootstrap took more than 900 s"
+    if done.returncode:
+        return f"debootstrap failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+    part.rename(LATER)
+    return None

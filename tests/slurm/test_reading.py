@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,16 @@ def test_text_and_json_agree():
     assert [n.name for n in text if n.free] == [
         big.node_name(i) for i in range(90) if big.state_of(i) in ("IDLE", "IDLE+POWERED_DOWN")
     ]
+
+
+def test_recorded_output_of_slurm_24_11():
+    """Real answers of 24.11.5 with topology/block; test_later.py asks a living one, where it can be installed."""
+    folder = Path(__file__).parent / "recorded" / "24.11.5"
+    text, json = (parse_nodes((folder / name).read_text()) for name in ("nodes.txt", "nodes.json"))
+    assert text == json and len(text) == 8 and all(node.free and node.gpus == 8 for node in text)
+    topology = parse_topology((folder / "topology.txt").read_text())
+    assert (topology.kind, topology.block_size) == ("block", 4)
+    assert topology.tiers[0].switches["leaf1"] == ("n4", "n5", "n6", "n7")
 
 
 def test_five_thousand_nodes():

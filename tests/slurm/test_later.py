@@ -1,0 +1,91 @@
+"""A later Slurm (24.11, from a later Debian in its own root): block topology and --segment, for real."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrator.slurm.flags import as_argv, network_flags
+from orchestrator.slurm.nodes import parse_nodes
+from orchestrator.slurm.options import SlurmOptions
+from orchestrator.slurm.place import read_probe
+from orchestrator.slurm.render import PROBE
+from orchestrator.slurm.replan import replan
+from orchestrator.topology.fit import fit
+from orchestrator.topology.slurm import from_addresses, parse_topology
+from tests.plans import make_plan
+
+from .cluster import Cluster
+from .cluster_conf import Shape
+from .packages import LATER, install_later
+
+pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Iterator[Cluster]:
+    """8 nodes in two blocks of four."""
+    if reason := install_later():
+        pytest.skip(f"no later Slurm: {reason} (recorded output is tested instead)")
+    with Cluster(Shape(topology="block"), root=LATER) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def empty(blocks: Cluster) -> None:
+    blocks.reset()
+
+
+def drain(cluster: Cluster, *names: str) -> None:
+    cluster.run("scontrol", "update", f"NodeName={','.join(names)}", "State=DRAIN", "Reason=test")
+
+
+def test_blocks_are_read(blocks):
+    topology = parse_topology(blocks.run("scontrol", "show", "topology"))
+    assert (topology.kind, topology.block_size) == ("block", 4)
+    assert topology.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n6", "n7")}
+
+
+def test_text_and_json_say_the_same(blocks):
+    drain(blocks, "n2")
+    text = parse_nodes(blocks.run("scontrol", "-o", "-d", "show", "nodes"))
+    json = parse_nodes(blocks.run("scontrol", "show", "nodes", "--json"))
+    assert [(n.name, n.states, n.gpus, n.free) for n in text] == [(n.name, n.states, n.gpus, n.free) for n in json]
+    assert [n.name for n in text if not n.free] == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "nodes", "out", "segment"),
+    [
+        ({"tp": 8, "pp": 4}, 4, ("n0",), 4),  # a pipeline of four nodes: only the whole second block will do
+        ({"tp": 8, "pp": 2, "dp": 2}, 4, ("n0", "n5"), 2),  # two pipelines of two: 2 + 2, never 3 + 1
+        ({"tp": 8, "pp": 2, "dp": 3}, 6, ("n0", "n1"), 2),  # 2 + 4
+    ],
+)
+def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out, segment):
+    drain(blocks, *out)
+    plan = make_plan(**degrees, nodes=nodes)
+    topology = parse_topology(blocks.run("scontrol", "show", "topology"))
+    # planned on nodes that lie in blocks of four, as the cluster's do
+    plan = replan(plan, fit(plan.cluster, [f"n{i}" for i in range(8) if f"n{i}" not in out], topology))
+    flags = network_flags(plan, SlurmOptions(topology="block", segment=None))
+    assert flags == {"segment": segment}
+    said = blocks.run("srun", f"-N{nodes}", "--exclusive", "--gpus-per-node=8", *as_argv(flags), "bash", "-c", PROBE)
+    places = read_probe(said)
+    per_block = Counter(address.split(".")[0] for address in places.values())
+    assert all(count % segment == 0 for count in per_block.values()), per_block
+    real = replan(plan, fit(plan.cluster, places, from_addresses(places)))
+    node = {rank.rank: rank.node for rank in real.ranks}
+    for group in real.groups["pp"]:
+        assert len({places[node[rank]].split(".")[0] for rank in group}) == 1, "a pipeline stays in one block"
+
+
+def test_a_segment_that_does_not_fit_waits(blocks):
+    drain(blocks, "n0", "n4")
+    asked = blocks.run(
+        "sbatch", "--parsable", "-N4", "--segment=4", "--exclusive", "--output=/dev/null", "--wrap", "true"
+    )
+    blocks.run("sleep", "2")
+    assert blocks.job_state(asked.strip()) == "PENDING"
