@@ -104,8 +104,10 @@ def main() -> int:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     for gpus in args.sizes:
         command = [sys.executable, __file__, "--one", str(gpus)]
-        runs = [json.loads(subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-                for _ in range(args.repeats)]  # fmt: skip
+        runs = []
+        for _ in range(args.repeats):
+            done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+            runs.append(json.loads(done.stdout))
         rows.append(min(runs, key=lambda run: run["cpu_s"]))
         print(json.dumps(rows[-1]), flush=True)
     page = {"python": platform.python_version(), "load": round(os.getloadavg()[0], 1), "rows": rows}

@@ -92,6 +92,8 @@ class ClusterSpec(Frozen):
     nvlink: NvlinkSpec
     nic: NicSpec
     levels: list[LevelSpec]  # innermost first
+    topology_file: Path | None = None  # the real nodes and switches, any form `orch topology` reads; figures stay
+    topology_name: Name | None = None  # which of a file that holds several
 
 
 # ------------------------------------------------------------------------------------------- model

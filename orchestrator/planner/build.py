@@ -18,6 +18,7 @@ from .layout import seat_ranks
 from .model_math import resolve
 from .placement import axis_placement
 from .recompute import resolve_recompute
+from .seated import certified, seated, wanted
 from .solve import Ground, solve
 from .topology import build_cluster
 
@@ -31,12 +32,14 @@ def build_plan(config: Config) -> Plan:
     cluster = build_cluster(config.cluster)
     model = resolve(config.model)
     job = make_job(config)
-    case = make_case(config, cluster, model)
+    case = make_case(config, wanted(config, cluster), model)
     legality.check(case)
     shape = make_parallel(config, case)
     train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
     job = structs.replace(job, train=train)
-    ground = Ground(cluster, model, train)
+    imported = config.cluster.topology_file is not None  # nodes that anyone may have listed in any order
+    ground, certificate = seated(Ground(cluster, model, train), shape, config.parallel.order, move=imported)
+    cluster = ground.cluster
     parallel, best, traffic, time = solve(ground, shape, config.parallel.order)
     alternative = None
     if best.outside_nvlink("tp"):
@@ -69,6 +72,7 @@ def build_plan(config: Config) -> Plan:
         mfu=per_gpu * model_flops_per_token(model, job.train.seq_len) / peak,
         tokens_per_s_per_gpu=per_gpu,
         warnings=[],
+        certificate=certified(certificate, time.step_s),
     )
     return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative)))
 

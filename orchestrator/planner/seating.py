@@ -33,6 +33,7 @@ EXACT_NODES = 8
 EXACT_SEATINGS = 6000  # up to symmetry
 SWAPS_NODES = 64
 SWAPS = 400  # seatings that swapping may cost
+SWAP_GAIN = 1e-4  # what a swap must save of the step
 CLOSE = 1e-9  # seatings whose step differs by less are equal
 
 
@@ -191,10 +192,15 @@ def _swap(table: Table, best: tuple[Score, Candidate, tuple[int, ...]]) -> tuple
                 return best
             left -= 1
             scored = table.cost(other)
-            if scored[0] < best[0]:
+            if _worth(scored[0], best[0]):
                 best, improved = (*scored, other), True
                 break
     return best
+
+
+def _worth(new: Score, old: Score) -> bool:
+    """Whether a swap is worth its untidiness."""
+    return new[:2] < old[:2] or (new[:2] == old[:2] and new.step_s < old.step_s * (1 - SWAP_GAIN))
 
 
 def _exchanged(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ importer that lists its switches itself.
 
 from __future__ import annotations
 
+from pathlib import Path as FilePath
+
 from orchestrator.config.schema import ClusterSpec, LevelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -49,7 +51,26 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
     problem = check_cluster(cluster)
     if problem:
         raise OrchError(f"cluster {spec.name}: {problem}", Exit.CONFIG)
-    return cluster
+    return cluster if spec.topology_file is None else _imported(spec, cluster)
+
+
+def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:
+    """The free nodes of `topology_file` that have what a node of `base` has, with the figures of `base`."""
+    from orchestrator.topology.fit import fit  # which checks its result here
+    from orchestrator.topology.read import read
+
+    topology = read(FilePath(spec.topology_file), name=spec.topology_name)
+    model = spec.gpu.name.split("-")[0].lower()
+    fitting = [
+        node
+        for node in topology.free
+        if (machine := topology.machines.get(node)) is None
+        or ((not machine.gpus or machine.gpus >= spec.gpus_per_node) and model in (machine.gpu.lower() or model))
+    ]
+    if not fitting:
+        kind = f"{spec.gpus_per_node} {spec.gpu.name}"
+        raise OrchError(f"{spec.topology_file}: of {len(topology.nodes)} nodes none is free with {kind}", Exit.CAPACITY)
+    return fit(base, fitting, topology, name=spec.name)
 
 
 def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLevel:

@@ -193,3 +193,33 @@ def _rack_job(cluster: Cluster):
     profile = profile_for(cluster.gpu.name, cluster.device)
     work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
     return Roads(cluster, profile), plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work
+
+
+def test_a_plan_on_imported_nodes(tmp_path):
+    """From the site's file to ranks: busy leaves, a job smaller than what is free, spares behind, certified."""
+    file = tmp_path / "topology.conf"
+    leaves = ["n[0-2]", "n[3-10]", "n[11-14]"]
+    lines = [f"SwitchName=l{i} Nodes={nodes}" for i, nodes in enumerate(leaves)]
+    file.write_text("\n".join([*lines, "SwitchName=s Switches=l[0-2]"]))
+    spec = configs.cluster(8, 8, [("leaf", 4, 8.0), ("spine", 8, 1.0)], topology_file=str(file))
+    values = {"tp": 8, "pp": 2, "dp": 4, "zero": 1}
+    plan = build_plan(configs.config(spec, shapes.llama3_8b(), values, global_batch_samples=8, seq_len=1024))
+    assert {rank.node for rank in plan.ranks} == {f"n{i}" for i in range(3, 11)}
+    assert len(plan.cluster.node_names) == 15 and plan.placement["dp"].worst_level == "leaf"
+    assert plan.time.step_s < plan.certificate.given_step_s
+    assert plan.certificate.bound_s <= plan.time.step_s and plan.certificate.gap < 0.01
+    every = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=15))
+    assert every.parallel.dp == 15
+
+
+def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
+    from orchestrator.errors import OrchError
+
+    file = tmp_path / "nodes"
+    lines = [f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(["h100", "a100", "h100"])]
+    file.write_text("\n".join([*lines, "NodeName=n9 State=IDLE+DRAIN Gres=gpu:h100:8 CPUTot=1 Reason=ECC"]))
+    spec = configs.cluster(8, 8, topology_file=str(file))
+    assert build_cluster(spec).node_names == ["n0", "n2"]
+    file.write_text(lines[1])
+    with pytest.raises(OrchError, match="none is free"):
+        build_cluster(spec)
