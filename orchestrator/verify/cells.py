@@ -21,6 +21,9 @@ PROCESSES = 8
 MOST_PARAMETERS = 50_000_000
 SEQ_LEN = 32  # tokens, at least: what a batch is cut to unless the user says otherwise
 ACCUMULATION = 4
+#: Recompute "budget" gets this share of what activations take without it, so that layers differ.
+BUDGET_SHARE = 0.7
+GIB = 1 << 30
 
 
 def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
@@ -74,10 +77,26 @@ def of_entry(base: Config, entry: Entry) -> Config:
     bucket = BUCKET_MIB[entry.variation.buckets]
     parallel = structs.replace(base.parallel, **entry.degrees, micro_batch_size=1, bucket_mib=bucket)
     samples = entry.accumulation * entry.degrees["dp"]
-    train = structs.replace(base.train, global_batch_samples=samples, seq_len=16, recompute=entry.recompute, steps=4)
+    train = structs.replace(
+        base.train,
+        global_batch_samples=samples,
+        seq_len=16,
+        steps=4,
+        recompute=entry.recompute,
+        compile=entry.compile,
+    )
     optim = structs.replace(base.optim, warmup_steps=0)
     cluster = one_node(base.cluster, entry.processes)
-    return structs.replace(base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim)
+    config = structs.replace(base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim)
+    return _with_budget(config) if entry.recompute == "budget" else config
+
+
+def _with_budget(config: Config) -> Config:
+    from orchestrator.planner.build import build_plan
+
+    free = structs.replace(config, train=structs.replace(config.train, recompute="none"))
+    budget = BUDGET_SHARE * build_plan(free).memory.activations / GIB
+    return structs.replace(config, train=structs.replace(config.train, recompute_budget_gib=budget))
 
 
 def small(config: Config, given: set[str]) -> Config:

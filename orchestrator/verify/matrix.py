@@ -23,7 +23,8 @@ class Technique(NamedTuple):
     recompute: str = "none"
     even: bool = False  # wants an even number of micro-batches
     deep: bool = False  # also among the triples
-    wide: bool = False  # of four ranks: alone only
+    pairs: str = "all"  # with which techniques of other axes: "all", "deep", or "none" (alone only)
+    compile: bool = False
 
 
 def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
@@ -40,13 +41,13 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("zero1 hybrid", {"zero": 1, "dp": 4, "zero_group": 2}),
         Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
         Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
-        Technique("dp4 zero1", {"zero": 1, "dp": 4}, wide=True),
+        Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
     ),
     "tensor": (
         Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),
         Technique("tp2", {"tp": 2, "sp": False}, deep=True),
-        Technique("tp4 sp", {"tp": 4, "sp": True}, wide=True),
-        Technique("tp4", {"tp": 4, "sp": False}, wide=True),
+        Technique("tp4 sp", {"tp": 4, "sp": True}, pairs="none"),
+        Technique("tp4", {"tp": 4, "sp": False}, pairs="none"),
     ),
     "context": (
         Technique("cp2 zigzag", {"cp": 2, "cp_method": "zigzag"}, deep=True),
@@ -54,7 +55,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("cp2 allgather", {"cp": 2, "cp_method": "allgather"}, deep=True),
         Technique("cp2 ulysses", {"cp": 2, "cp_method": "ulysses"}, deep=True),
         *(
-            Technique(f"cp4 {method}", {"cp": 4, "cp_method": method}, wide=True)
+            Technique(f"cp4 {method}", {"cp": 4, "cp_method": method}, pairs="none")
             for method in ("zigzag", "ring", "allgather", "ulysses")
         ),
     ),
@@ -68,14 +69,17 @@ AXES: dict[str, tuple[Technique, ...]] = {
         _pipeline("dualpipe", even=True, deep=True),
         _pipeline("dualpipev", vpp=2),
         *(
-            Technique(f"pp4 {schedule}", {"pp": 4, "schedule": schedule}, wide=True, even=schedule == "dualpipe")
+            Technique(f"pp4 {schedule}", {"pp": 4, "schedule": schedule}, pairs="none", even=schedule == "dualpipe")
             for schedule in ("1f1b", "zb_h1", "zb_h2", "dualpipe")
         ),
     ),
     "recompute": (
         Technique("selective", {}, recompute="selective", deep=True),
         Technique("full", {}, recompute="full", deep=True),
+        Technique("budget", {}, recompute="budget", pairs="deep"),
     ),
+    # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
+    "compile": (Technique("compile", {}, compile=True, pairs="none"),),
 }
 
 #: Pairs that the trainer refuses. They stay cells of their own, which say why; products leave them out.
@@ -153,6 +157,10 @@ class Entry(NamedTuple):
     def recompute(self) -> str:
         return next((t.recompute for t in self.techniques if t.recompute != "none"), "none")
 
+    @property
+    def compile(self) -> bool:
+        return any(technique.compile for technique in self.techniques)
+
 
 PARTS = {
     "alone": "Every technique alone",
@@ -166,7 +174,7 @@ def full() -> list[Entry]:
     alone = [Entry("alone", (), variation) for variation in VARIATIONS[::5]]
     techniques = [technique for axis in AXES.values() for technique in axis]
     alone += [Entry("alone", (technique,), PLAIN) for technique in techniques]
-    return [*alone, *_spread("pair", pairs()), *_spread("product", triples())]
+    return [*alone, *_spread("pair", pairs()), *_spread("pair", few_pairs()), *_spread("product", triples())]
 
 
 def quick() -> list[Entry]:
@@ -180,8 +188,15 @@ def quick() -> list[Entry]:
 def pairs() -> Iterator[tuple[Technique, ...]]:
     for one, other in combinations(AXES.values(), 2):
         for pair in product(one, other):
-            if not any(technique.wide for technique in pair):
+            if all(technique.pairs == "all" for technique in pair):
                 yield pair
+
+
+def few_pairs() -> Iterator[tuple[Technique, ...]]:
+    for axis, techniques in AXES.items():
+        for technique in techniques:
+            others = (deep for other in AXES if other != axis for deep in _deep(other))
+            yield from ((deep, technique) for deep in others if technique.pairs == "deep")
 
 
 def triples() -> list[tuple[Technique, ...]]:

@@ -49,8 +49,14 @@ def test_every_technique_is_there_alone():
 def test_every_pair_of_two_axes_is_there():
     pairs = techniques_of("pair")
     for (axis, one), (other_axis, other) in combinations(ALL, 2):
-        if axis != other_axis and not (one.wide or other.wide):
+        if axis != other_axis and one.pairs == other.pairs == "all":
             assert {one.name, other.name} in pairs
+
+
+def test_a_budget_makes_layers_differ():
+    entries = [entry for entry in matrix.full() if entry.recompute == "budget"]
+    modes = [cell.plan.job.train.recompute_layers for cell in of_entries(entries, None)]
+    assert sum(len(set(layers)) > 1 for layers in modes) > len(modes) / 2, modes
 
 
 def test_every_triple_of_deep_techniques_that_fits_is_there():
@@ -75,7 +81,7 @@ def test_every_technique_of_a_pair_meets_every_variation(part):
         for technique in entry.techniques:
             met.setdefault(technique.name, set()).add(entry.variation[part])
     choices = {variation[part] for variation in matrix.VARIATIONS}
-    assert all(found == choices for name, found in met.items() if not dict((t.name, t) for _, t in ALL)[name].wide)
+    assert all(met[technique.name] == choices for _, technique in ALL if technique.pairs == "all")
 
 
 def test_names_are_unique_and_the_planner_takes_every_cell():

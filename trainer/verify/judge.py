@@ -19,8 +19,9 @@ from . import oracle
 from .compare import RECIPES, STEPS, run_rank, with_eps
 from .ranks import RankError, run_ranks
 
-#: Seconds before the ranks of a launch are said to hang: for its start, and for each cell in each precision.
-START_S, CELL_S = 60.0, 15.0
+#: Seconds before the ranks of a launch are said to hang: for its start, and for each cell in each precision; compiled
+#: blocks take this many times as long.
+START_S, CELL_S, COMPILED = 60.0, 15.0, 20
 #: Ranks that a launch starts at most; what verify refuses beyond is the machine's limit, not the layout's.
 MOST_RANKS = 16
 
@@ -51,8 +52,9 @@ def _launch(cells: Sequence[Cell], precisions: Sequence[str], known: Known) -> I
     start, world = time.monotonic(), cells[0].plan.parallel.world_size
     jobs = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
     jobs = [(precision, plan, one_process(plan, packed, known), packed) for precision, plan, packed in jobs]
+    patience = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, _, _ in jobs)
     try:
-        ranks = run_ranks(_run_jobs, world, jobs, timeout=START_S + CELL_S * len(jobs))
+        ranks = run_ranks(_run_jobs, world, jobs, timeout=patience)
     except RankError as error:
         if len(cells) > 1:
             for cell in cells:
