@@ -76,7 +76,8 @@ class Cluster:
     def stop(self) -> None:
         """Jobs, nodes, controller, database, munge; then whatever still carries our SLURM_CONF; then the folder."""
         if "slurmctld" in self.pids:
-            self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False, timeout=10)
+            with suppress(subprocess.TimeoutExpired):  # a controller that never came up must not keep the rest alive
+                self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False, timeout=10)
         order = [*(f"slurmd-{n}" for n in self.shape.names), "slurmctld", "slurmdbd", "mariadbd", "munged"]
         for name in order:
             self._end(name, signal.SIGKILL if name.startswith("slurmd-") else signal.SIGTERM)

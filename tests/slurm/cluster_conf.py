@@ -20,6 +20,7 @@ class Shape:
     kill_wait_s: int = 5
     grace_s: int = 20  # notice of a preempted job
     user_signal: bool = False  # preemption sends the job's own --signal in place of SIGTERM
+    min_job_age_s: int = 300  # how long the controller remembers ended jobs
     max_jobs: int = 1000  # of the whole cluster: a low number is how "queue full" is tested
     cpus: int = 16
     memory_mib: int = 16000
@@ -45,6 +46,7 @@ def slurm_conf(shape: Shape, home: Path, host: str, ports: Ports) -> str:
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=localhost
 AccountingStoragePort={ports.dbd}
+AccountingStoragePass={home}/munge/socket
 AccountingStorageEnforce=associations,limits
 JobAcctGatherType=jobacct_gather/linux"""
     user_signal = "preempt_send_user_signal" if shape.user_signal else ""
@@ -80,7 +82,7 @@ JobRequeue=1
 KillWait={shape.kill_wait_s}
 SlurmdTimeout={shape.slurmd_timeout_s}
 SlurmctldTimeout=10
-MinJobAge=300
+MinJobAge={shape.min_job_age_s}
 MaxJobCount={shape.max_jobs}
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
