@@ -43,7 +43,8 @@ def model_states(dense: int, experts: int, parallel: Parallel, train: Train) -> 
     weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
     state = 8 if weight == 4 else 12
     params = grads = optimizer = 0.0
-    for count, shards in ((dense, parallel.cp * parallel.ep * parallel.dp), (experts, parallel.cp * parallel.dp)):
+    for count, replicas in ((dense, parallel.cp * parallel.ep * parallel.dp), (experts, parallel.cp * parallel.dp)):
+        shards = min(replicas, parallel.zero_group or replicas)
         params += count * weight / (shards if parallel.zero >= 3 else 1)
         grads += count * gradient / (shards if parallel.zero >= 2 else 1)
         optimizer += count * state / (shards if parallel.zero >= 1 else 1)
@@ -112,7 +113,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     whole = [sum(kind.values()) for kind in tensors]
     kept_by = {
         "none": whole,
-        "selective": [_selective(kind, kernels) for kind in tensors],
+        "selective": [selective_bytes(kind, kernels) for kind in tensors],
         "full": [boundary] * len(whole),
     }
     result = []
@@ -130,7 +131,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     return result
 
 
-def _selective(kept: dict[str, float], kernels: Kernels) -> float:
+def selective_bytes(kept: dict[str, float], kernels: Kernels) -> float:
     """What the trainer's selective recomputation keeps of a layer: its inputs, matrix products, attention. The norms'
     outputs and the activation function's are made again. Without fused attention only its scores are left out."""
     if not kernels.fused_attention:

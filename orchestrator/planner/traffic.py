@@ -130,19 +130,29 @@ def sends_a_micro_batch(parallel: Parallel) -> float:
 
 
 def _gradients(add, parameters: int, varying, parallel: Parallel, width: int, grad_width: int) -> None:
-    """Gradient sum and weight gathering of `parameters` a rank: 2Psi for ZeRO 0 to 2, 3Psi a micro-batch for ZeRO-3."""
+    for operation, size, count, window in gradient_operations(parameters, parallel, width, grad_width):
+        add("dp", operation, size, count, window, varying)
+
+
+def gradient_operations(
+    parameters: int, parallel: Parallel, width: int, grad_width: int
+) -> list[tuple[Operation, float, float, Window]]:
+    """(operation, bytes, count a step, window) that sum `parameters` a rank and gather them, as the trainer does.
+
+    2 Psi a step for ZeRO-0 and -1. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3 gathers for every forward
+    and again for every backward, but once a step under a pipeline, where micro-batches mix.
+    """
     if parameters == 0:
-        return
+        return []
     gradients, weights = parameters * grad_width, parameters * width
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
-        add("dp", "all_reduce", gradients / buckets, buckets, "backward", varying)
-        return
-    add("dp", "reduce_scatter", gradients / buckets, buckets, "backward", varying)
-    if parallel.zero < 3:
-        add("dp", "all_gather", weights / buckets, buckets, "none", varying)
-    else:  # gathered for every forward and again for every backward
-        add("dp", "all_gather", weights / buckets, 2 * buckets * parallel.micro_batches, "compute", varying)
+        return [("all_reduce", gradients / buckets, buckets, "backward")]
+    many = parallel.micro_batches if parallel.zero >= 2 else 1
+    scatter = "reduce_scatter", gradients / buckets, buckets * many, "backward" if many == 1 else "compute"
+    if parallel.zero < 3 or parallel.pp > 1:
+        return [scatter, ("all_gather", weights / buckets, buckets, "none")]
+    return [scatter, ("all_gather", weights / buckets, 2 * buckets * many, "compute")]
 
 
 def stage_range(parallel: Parallel, stage: int) -> range:

@@ -11,6 +11,7 @@ share; `BranchBound.pipeline` bounds one whole choice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -27,7 +28,7 @@ from orchestrator.planner.model_math import (
 )
 from orchestrator.planner.pipeline import CLOSED_FORM, EQUAL, held_at_once
 from orchestrator.planner.solve import Ground
-from orchestrator.planner.traffic import WIDTH
+from orchestrator.planner.traffic import WIDTH, gradient_operations
 
 from .best_paths import BestPaths
 from .shapes import RankShape, Shape
@@ -35,6 +36,17 @@ from .space import Spot
 
 SPLIT = ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")  # a rank may do weight gradients while others drain
 ROUNDING = 1 - 1e-9  # bounds add up in another order than the model
+
+
+class Pipeline(NamedTuple):
+    """What recomputation, schedule and virtual stages decide, whatever the ZeRO stage."""
+
+    seconds: float  # of the step, without gradients and optimizer
+    dense: int  # parameters of the busiest rank
+    experts: int
+    backward: float  # at most: what gradients hide behind
+    compute: float  # at most: what gathered weights hide behind
+    held: list[tuple[int, int, float]]  # by rank: (dense parameters, experts, bytes kept for backward)
 
 
 class SpotBound:
@@ -54,6 +66,7 @@ class SpotBound:
         self.head_s = loss_seconds(model, self.par, train, ground.rate)
         self._parameters()
         self._operations()
+        self.pipelines: dict[tuple[str, str, int], Pipeline] = {}
         self.gradients = [
             (n, best.ring(n, spot.tp)) for n in (spot.cp * spot.ep * spot.dp, spot.cp * spot.dp)
         ]  # groups that sum dense and expert gradients
@@ -62,15 +75,17 @@ class SpotBound:
         self.head_kept = memory.head_bytes(model, self.par, train, memory.Kernels())
 
     def kept(self, recompute: str) -> tuple[float, float]:
-        """Bytes that a layer of either kind keeps for backward."""
+        """Bytes that a layer of either kind keeps for backward; with "full", all that is there while it runs again."""
         model, train = self.ground.model, structs.replace(self.ground.train, recompute=recompute)
-        dense, moe = (
-            0.0
-            if layer is None
-            else sum(memory.layer_activations(model, layer, self.tokens, self.par, train, memory.Kernels()).values())
-            for layer in self.kinds
-        )
-        return dense, moe
+        found, kernels = [], memory.Kernels()
+        for layer in self.kinds:
+            kept = (
+                memory.layer_activations(model, layer, self.tokens, self.par, train, kernels)
+                if layer is not None
+                else {}
+            )
+            found.append(memory.selective_bytes(kept, kernels) if recompute == "selective" else sum(kept.values()))
+        return found[0], found[1]
 
     def states(self, zero: int) -> tuple[float, float]:
         """Bytes of states a dense parameter and an expert's."""
@@ -150,6 +165,7 @@ class BranchBound:
         kept: tuple[float, float],
     ):
         self.base, self.recompute, self.zero, self.beside = base, recompute, zero, beside
+        self.par = structs.replace(base.par, zero=zero)
         self.dense_bytes, self.expert_bytes = states
         self.dense_kept, self.moe_kept = kept
         self.passes = 3 if recompute == "full" else 2
@@ -173,46 +189,65 @@ class BranchBound:
         if self.recompute == "full":
             work = max(work, 4 * base.slowest_forward() - base.head_s)  # the head is not repeated
         seconds = m * (work + 2 * self.passes * layers * base.tp_s + (base.pp_s if pp > 1 else 0.0))
-        if self.zero in (1, 2):  # weights are gathered after the step
-            seconds += self._gradients(int(plain), 0, float("inf"), 0.0)
+        if self.zero:  # what is gathered after the step hides behind nothing
+            seconds += self._gradients(int(plain), 0, float("inf"), float("inf"))
         return size * ROUNDING, seconds * ROUNDING
 
     # -------------------------------------------------------------------------------------- of one pipeline
 
     def bytes_of(self, shape: Shape, schedule: str, vpp: int) -> float:
         """What the fullest rank holds, as `memory.accounts`."""
-        base, spot, fullest = self.base, self.base.spot, 0.0
-        for rank in shape.ranks:
-            plain, experts = base.parameters(rank, shape.single)
-            size = plain * self.dense_bytes + experts * self.expert_bytes
-            if self.recompute == "full":
-                held = base.boundary * (rank.dense + rank.moe)
-                size += max(self.dense_kept if rank.dense else 0.0, self.moe_kept if rank.moe else 0.0)
-            else:
-                held = rank.dense * self.dense_kept + rank.moe * self.moe_kept
-            flying = held_at_once(schedule, spot.pp, vpp, spot.micro_batches, rank.rank)
-            size += held / (vpp * shape.copies) * flying + (base.head_kept if rank.head else 0.0)
-            fullest = max(fullest, size)
+        held = self._pipeline(shape, schedule, vpp).held
+        fullest = max(plain * self.dense_bytes + experts * self.expert_bytes + kept for plain, experts, kept in held)
         return (fullest + self.beside) * ROUNDING
 
     def seconds_of(self, shape: Shape, schedule: str, vpp: int) -> float:
         """No nesting order lets this choice's step take less."""
+        base, pipe = self.base, self._pipeline(shape, schedule, vpp)
+        seconds = pipe.seconds + self._gradients(pipe.dense, 0, pipe.backward, pipe.compute)
+        if pipe.experts:
+            seconds += self._gradients(pipe.experts, 1, pipe.backward, pipe.compute)
+        shards = base.gradients[0][0] if self.zero else 1
+        return (seconds + optimizer_seconds(pipe.dense + pipe.experts, shards, base.ground.rate)) * ROUNDING
+
+    def _pipeline(self, shape: Shape, schedule: str, vpp: int) -> Pipeline:
+        """Shared by all ZeRO stages of the spot."""
+        key = self.recompute, schedule, vpp
+        if key not in self.base.pipelines:
+            self.base.pipelines[key] = self._run(shape, schedule, vpp)
+        return self.base.pipelines[key]
+
+    def _run(self, shape: Shape, schedule: str, vpp: int) -> Pipeline:
         base, spot, m = self.base, self.base.spot, self.base.spot.micro_batches
-        held = [(*base.parameters(rank, shape.single), rank) for rank in shape.ranks]
-        dense, experts, busiest = max(held, key=lambda one: (one[0] + one[1], -one[2].dense - one[2].moe))
+        params = [base.parameters(rank, shape.single) for rank in shape.ranks]
+        sizes = [plain + experts for plain, experts in params]
+        # of equally full ranks the one with fewest layers: it sends least
+        (dense, experts), busiest = min(
+            (one for one, size in zip(zip(params, shape.ranks, strict=True), sizes, strict=True) if size == max(sizes)),
+            key=lambda one: one[1].dense + one[1].moe,
+        )
         times = [self._rank(rank) for rank in shape.ranks]
         layers, mixtures = (busiest.dense + busiest.moe) / shape.copies, busiest.moe / shape.copies
         inner = 2 * self.passes * (layers * base.tp_s + mixtures * base.ep_s)  # a micro-batch
         if spot.cp > 1:
             window = m * 3 * max(core for _, _, core in times)
             inner += self._context((spot.cp - 1) * layers * m, window) / m
-        span = self._span(shape, times, inner, schedule, vpp)
-        transfers = base.pp_s * (m * shape.sends + 2 * (spot.pp - 1))
+        seconds = self._span(shape, times, inner, schedule, vpp)
+        seconds += base.pp_s * (m * shape.sends + 2 * (spot.pp - 1))
         backward, compute = max(b for _, b, _ in times), m * max(f + b for f, b, _ in times) / shape.copies
-        gradients = self._gradients(dense, 0, backward, compute) + self._gradients(experts, 1, backward, compute)
-        shards = base.gradients[0][0] if self.zero else 1
-        optimizer = optimizer_seconds(dense + experts, shards, base.ground.rate)
-        return (span + transfers + gradients + optimizer) * ROUNDING
+        held = [(*one, self._kept(rank, shape, schedule, vpp)) for one, rank in zip(params, shape.ranks, strict=True)]
+        return Pipeline(seconds, dense, experts, backward, compute, held)
+
+    def _kept(self, rank: RankShape, shape: Shape, schedule: str, vpp: int) -> float:
+        """Bytes that a rank keeps for backward, as `memory.activations`."""
+        base, live = self.base, 0.0
+        if self.recompute == "full":
+            held = base.boundary * (rank.dense + rank.moe)
+            live = max(self.dense_kept if rank.dense else 0.0, self.moe_kept if rank.moe else 0.0)
+        else:
+            held = rank.dense * self.dense_kept + rank.moe * self.moe_kept
+        flying = held_at_once(schedule, base.spot.pp, vpp, base.spot.micro_batches, rank.rank)
+        return held / (vpp * shape.copies) * flying + live + (base.head_kept if rank.head else 0.0)
 
     def _rank(self, rank: RankShape) -> tuple[float, float, float]:
         """(forward, backward, attention core) seconds of a micro-batch on a rank."""
@@ -260,14 +295,12 @@ class BranchBound:
         members, path = self.base.gradients[group]
         if members == 1 or parameters == 0:
             return 0.0
-        train = self.base.ground.train
-        gradients, weights = parameters * WIDTH[train.grad_dtype], parameters * WIDTH[train.precision]
-        buckets = max(1.0, gradients / self.base.par.bucket_bytes)
-        if self.zero == 0:
-            return _exposed("all_reduce", gradients / buckets, members, path, buckets, backward)
-        result = _exposed("reduce_scatter", gradients / buckets, members, path, buckets, backward)
-        count, window = (buckets, 0.0) if self.zero < 3 else (2 * buckets * self.base.spot.micro_batches, compute)
-        return result + _exposed("all_gather", weights / buckets, members, path, count, window)
+        train, windows = self.base.ground.train, {"none": 0.0, "backward": backward, "compute": compute}
+        widths = WIDTH[train.precision], WIDTH[train.grad_dtype]
+        return sum(
+            _exposed(operation, size, members, path, count, windows[window])
+            for operation, size, count, window in gradient_operations(parameters, self.par, *widths)
+        )
 
 
 def _exposed(name: collective.Operation, size: float, n: int, path: Path, count: float, window: float) -> float:
