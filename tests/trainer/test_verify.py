@@ -119,10 +119,14 @@ def test_the_program_reads_lines_and_writes_lines(tmp_path):
 
 
 @pytest.mark.process
-def test_the_verb_ends_with_0_or_65_and_speaks_json(capsys):
+@pytest.mark.slow
+def test_the_verb_says_equal_and_speaks_json(capsys):
     assert orch(["verify", "parallel=dp2", "--json"]) == Exit.DONE
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["verdict"] == "equal"
+
+
+def test_the_verb_refuses_before_it_starts_anything(capsys):
     assert orch(["verify", "parallel=tp16"]) == Exit.CONFIG
     assert "refused" in capsys.readouterr().out
     assert orch(["verify"]) == Exit.USAGE
