@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.document import BatchRamp
@@ -31,6 +31,7 @@ def sizes(plan, steps: int) -> list[int]:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.data())
+@settings(deadline=None)
 def test_steps_grow_to_the_full_batch_in_whole_micro_batches(dp, size, many, data):
     full, unit = dp * size * many, dp * size
     start, over = data.draw(st.integers(unit, full)), data.draw(st.integers(1, 20 * full))
