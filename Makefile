@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 WORKERS ?= 2
 
-.PHONY: demo test test-fast test-slurm testbed-slurm lint clean
+.PHONY: demo test test-fast test-slurm testbed-slurm verify lint clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -20,6 +20,10 @@ test-slurm: .venv/.ready
 
 testbed-slurm: .venv/.ready
 	@$(PY) -m tests.slurm.cluster start
+
+# The published parity table: ten to twenty minutes.
+verify: .venv/.ready
+	.venv/bin/orch verify --matrix full --out docs/parity.md
 
 lint: .venv/.ready
 	.venv/bin/ruff check .
