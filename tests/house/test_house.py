@@ -1,4 +1,4 @@
-"""The rules of the house, checked on the source itself: who may import whom, what is never called, how long a file is."""
+"""The rules of the house, checked on the source itself: who may import whom, what is never called, file lengths."""
 
 from __future__ import annotations
 

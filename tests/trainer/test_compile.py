@@ -10,7 +10,6 @@ import functools
 
 import msgspec
 import pytest
-import torch
 from torch import nn
 
 from tests.plans import tiny_model
