@@ -159,8 +159,6 @@ def seat(
         return Seating(best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score)
     sizes = degrees(parallel)
     for nodes in packings(roads.fabric, table.orders, sizes, table.places):
-        if done():
-            break
         best = min(best, (*table.cost(nodes), nodes), key=lambda found: found[0])
     if not done() and table.total <= SWAPS_NODES:
         best = _swap(table, best)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 
 from orchestrator.plan import AXES, Plan
+from orchestrator.plan.document import Certificate
 
 from .placement import grid
 from .style import CATEGORY_COLOUR, GRAY, GREEN, RED, YELLOW, Style, percent, seconds, si, three
@@ -86,7 +87,14 @@ def _placement(plan: Plan, style: Style) -> str:
         groups = f"{count} group{'s' * (count > 1)} of {getattr(plan.parallel, axis)}"
         text = f" {MEANING[axis]}: {groups}, within {where.worst_level}"
         lines.append(f"{name}{text}; {sent or 'nothing'} a step and rank")
+    if plan.certificate and plan.parallel.world_size > 1:
+        lines.append(_certificate(plan.certificate))
     return "\n".join(lines)
+
+
+def _certificate(found: Certificate) -> str:
+    margin = "faster" if found.exact else f"more than {max(found.gap, 0.001):.1%} faster"
+    return f"no other placement of these degrees on these nodes is {margin}"
 
 
 def _memory(plan: Plan, style: Style) -> str:
