@@ -16,6 +16,7 @@ from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 NVLINK = "nvlink"
 SELF = "self"
 GIB = 1 << 30
+LIVE = "slurm:"  # in the place of a file: the cluster as it is now
 
 
 def build_cluster(spec: ClusterSpec) -> Cluster:
@@ -55,11 +56,20 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
 
 
 def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:
-    """The free nodes of `topology_file` that have what a node of `base` has, with the figures of `base`."""
-    from orchestrator.topology.fit import fit  # which checks its result here
+    """The free nodes of `topology_file` that have what a node of `base` has, with the figures of `base`.
+
+    `slurm:` or `slurm:<partition>` asks the running cluster, and takes the `nodes` idle ones that lie closest together.
+    """
+    from orchestrator.topology.fit import choose_nodes, fit  # which checks its result here
     from orchestrator.topology.read import read
 
-    topology = read(FilePath(spec.topology_file), name=spec.topology_name)
+    live = spec.topology_file.startswith(LIVE)
+    if live:
+        from orchestrator.slurm.live import live_topology
+
+        topology = live_topology(spec.topology_file.removeprefix(LIVE) or None)
+    else:
+        topology = read(FilePath(spec.topology_file), name=spec.topology_name)
     model = spec.gpu.name.split("-")[0].lower()
     fitting = [
         node
@@ -70,6 +80,8 @@ def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:
     if not fitting:
         kind = f"{spec.gpus_per_node} {spec.gpu.name}"
         raise OrchError(f"{spec.topology_file}: of {len(topology.nodes)} nodes none is free with {kind}", Exit.CAPACITY)
+    if live:
+        fitting = choose_nodes(fitting, topology, spec.nodes)
     return fit(base, fitting, topology, name=spec.name)
 
 
