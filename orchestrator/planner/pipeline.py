@@ -61,7 +61,7 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
     forward, backward: seconds of one micro-batch through each model stage, communication inside the stage included.
 
     With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
-    else is simulated for three and for four rounds of p micro-batches; further rounds cost what the fourth did.
+    else is simulated for a few rounds of p micro-batches; further rounds cost what the last one did.
     """
     work = rank_seconds(parallel, [f + b for f, b in zip(forward, backward, strict=True)])
     busy = parallel.micro_batches * sum(work)
@@ -92,7 +92,8 @@ def _simulated_span(
     def shown(count: int) -> float:
         return _steps(name, pp, count, vpp).makespan(forward, half, half)
 
-    first = 3 * pp + micro_batches % pp  # warm-up, one round of steady state, drain
+    # warm-up, drain and some steady state, which schedules of several stages a rank take longer to reach
+    first = (3 if vpp > 1 else 2) * pp + micro_batches % pp
     if micro_batches <= first + pp:
         return shown(micro_batches)
     longer = shown(first + pp)

@@ -62,7 +62,7 @@ def test_no_layout_costs_less_than_its_bounds(config):
         base = SpotBound(spot, search.ground, search.best, search._template(spot))
         for branch in base.branches(search.space.recompute, search.space.zeros(spot)):
             least_bytes, least_s = branch.least(search.balanced)
-            for schedule, vpp in search.space.schedules(spot):
+            for schedule, vpp in ((s, v) for s, vpps in search.space.schedules(spot).items() for v in vpps):
                 choice = next(
                     one
                     for one in search.space.choices(spot)

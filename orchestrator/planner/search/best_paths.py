@@ -25,11 +25,14 @@ class BestPaths:
         """Most members of a group, of any axis but tp, in one block."""
         return max(1, self.blocks[tier] // tp) if self.confined else self.blocks[tier]
 
-    def ring(self, members: int, tp: int) -> Path:
-        """Members of one domain share its NICs; at least one hop of each ring leaves each block that cannot hold it."""
+    def ring(self, members: int, tp: int, beside: int = 1) -> Path:
+        """Members of one domain share its NICs; at least one hop of each ring leaves each block that cannot hold it.
+
+        `beside`: members of another axis that have their places in the same domain.
+        """
         if members == 1:
             return NOWHERE
-        mates = self.mates(tp)
+        mates = -(-self.mates(tp) // beside)
         if members <= mates:
             per_byte = min(self.inside, self.share / members, self.own_nic)
         elif mates > 1:
@@ -38,10 +41,12 @@ class BestPaths:
             per_byte = self.own_nic
         turn, hops = 0.0, members
         for tier in range(len(self.blocks)):  # hops that stay below a tier, by the blocks that the ring must visit
-            leaving = -(-members // self.mates(tp, tier)) if members > self.mates(tp, tier) else 0
+            room = mates if tier == 0 else self.mates(tp, tier)
+            leaving = -(-members // room) if members > room else 0
             turn += (hops - leaving) * self.latency[tier]
             hops = leaving
-        return Path(per_byte, self._hop(members, tp), turn, NVLINK, {})
+        hop = self.latency[1] if members > mates else self.latency[0]
+        return Path(per_byte, max(hop, self._hop(members, tp)), turn, NVLINK, {})
 
     def tensor(self, tp: int) -> Path:
         if tp == 1:
@@ -50,12 +55,13 @@ class BestPaths:
             return self.ring(tp, 1)
         return Path(self.inside, self.latency[0], tp * self.latency[0], NVLINK, {})
 
-    def chain(self, members: int, tp: int) -> Path:
-        """Point to point with the next member, over one's own NIC where it stands elsewhere."""
+    def chain(self, members: int, tp: int, near: bool = True) -> Path:
+        """Point to point with the next member, over one's own NIC where it stands elsewhere. `near`: it need not."""
         if members == 1:
             return NOWHERE
-        per_byte = self.own_nic if members > self.mates(tp) else min(self.inside, self.own_nic)
-        return Path(per_byte, self._hop(members, tp), 0.0, NVLINK, {})
+        if members > self.mates(tp) or not near:
+            return Path(self.own_nic, max(self.latency[1], self._hop(members, tp)), 0.0, NVLINK, {})
+        return Path(min(self.inside, self.own_nic), self.latency[0], 0.0, NVLINK, {})
 
     def exchange(self, members: int, tp: int) -> Path:
         """Everyone to everyone: what does not stay in the domain goes over its NICs."""

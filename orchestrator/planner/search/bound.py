@@ -41,7 +41,8 @@ ROUNDING = 1 - 1e-9  # bounds add up in another order than the model
 class Pipeline(NamedTuple):
     """What recomputation, schedule and virtual stages decide, whatever the ZeRO stage."""
 
-    seconds: float  # of the step, without gradients and optimizer
+    seconds: float  # of the step, without transfers between stages, gradients and optimizer
+    transfers: float  # between stages, that the busiest rank sends a step
     dense: int  # parameters of the busiest rank
     experts: int
     backward: float  # at most: what gradients hide behind
@@ -67,9 +68,6 @@ class SpotBound:
         self._parameters()
         self._operations()
         self.pipelines: dict[tuple[str, str, int], Pipeline] = {}
-        self.gradients = [
-            (n, best.ring(n, spot.tp)) for n in (spot.cp * spot.ep * spot.dp, spot.cp * spot.dp)
-        ]  # groups that sum dense and expert gradients
         width, rows = WIDTH[train.precision], spot.tp if spot.sp else 1
         self.boundary = model.hidden * width / rows * self.tokens
         self.head_kept = memory.head_bytes(model, self.par, train, memory.Kernels())
@@ -132,7 +130,23 @@ class SpotBound:
         self.ep_s = (
             collective.seconds("all_to_all", routed, spot.ep, best.exchange(spot.ep, spot.tp)) if routed else 0.0
         )
-        self.pp_s = collective.seconds("p2p", hidden / rows, spot.pp, best.chain(spot.pp, spot.tp))
+        self._nest(hidden / rows)
+
+    def _nest(self, boundary: float) -> None:
+        """(seconds of a transfer between stages, groups that sum dense and expert gradients with their ring): with
+        stages inside an NVLink domain, where they leave it fewer places for those groups, and with stages apart.
+        """
+        spot, best = self.spot, self.best
+        members = spot.cp * spot.ep * spot.dp, spot.cp * spot.dp
+        self.nestings = []
+        for near in (True, False):
+            if near and spot.pp > best.mates(spot.tp):
+                continue
+            pipeline = collective.seconds("p2p", boundary, spot.pp, best.chain(spot.pp, spot.tp, near))
+            beside = spot.pp if near else 1
+            self.nestings.append((pipeline, [(n, best.ring(n, spot.tp, beside)) for n in members]))
+            if spot.pp == 1:
+                break
 
     def least_seconds(self) -> float:
         """No choice of this spot takes less: the compute of the slowest rank, nothing repeated and nothing idle."""
@@ -188,10 +202,21 @@ class BranchBound:
         work = 3 * base.slowest_forward()
         if self.recompute == "full":
             work = max(work, 4 * base.slowest_forward() - base.head_s)  # the head is not repeated
-        seconds = m * (work + 2 * self.passes * layers * base.tp_s + (base.pp_s if pp > 1 else 0.0))
+        seconds = m * (work + 2 * self.passes * layers * base.tp_s)
         if self.zero:  # what is gathered after the step hides behind nothing
-            seconds += self._gradients(int(plain), 0, float("inf"), float("inf"))
-        return size * ROUNDING, seconds * ROUNDING
+            seconds += min(
+                self._gradients(int(plain), *dense_group, float("inf"), float("inf"))
+                for _, (dense_group, _) in base.nestings
+            )
+        self.least_s = seconds * ROUNDING
+        return size * ROUNDING, self.row_seconds(1)
+
+    def row_seconds(self, vpp: int) -> float:
+        """No pipeline with `vpp` virtual stages a rank, or more, takes less. Needs `least` first."""
+        base, spot = self.base, self.base.spot
+        if spot.pp == 1:
+            return self.least_s
+        return self.least_s + base.nestings[0][0] * (spot.micro_batches * (2 * vpp - 1) + 2 * (spot.pp - 1)) * ROUNDING
 
     # -------------------------------------------------------------------------------------- of one pipeline
 
@@ -204,11 +229,14 @@ class BranchBound:
     def seconds_of(self, shape: Shape, schedule: str, vpp: int) -> float:
         """No nesting order lets this choice's step take less."""
         base, pipe = self.base, self._pipeline(shape, schedule, vpp)
-        seconds = pipe.seconds + self._gradients(pipe.dense, 0, pipe.backward, pipe.compute)
-        if pipe.experts:
-            seconds += self._gradients(pipe.experts, 1, pipe.backward, pipe.compute)
-        shards = base.gradients[0][0] if self.zero else 1
-        return (seconds + optimizer_seconds(pipe.dense + pipe.experts, shards, base.ground.rate)) * ROUNDING
+        windows = pipe.backward, pipe.compute
+        cheapest = float("inf")
+        for transfer, (dense, experts) in base.nestings:
+            seconds = transfer * pipe.transfers + self._gradients(pipe.dense, *dense, *windows)
+            cheapest = min(cheapest, seconds + self._gradients(pipe.experts, *experts, *windows))
+        shards = base.nestings[0][1][0][0] if self.zero else 1
+        optimizer = optimizer_seconds(pipe.dense + pipe.experts, shards, base.ground.rate)
+        return (pipe.seconds + cheapest + optimizer) * ROUNDING
 
     def _pipeline(self, shape: Shape, schedule: str, vpp: int) -> Pipeline:
         """Shared by all ZeRO stages of the spot."""
@@ -233,10 +261,10 @@ class BranchBound:
             window = m * 3 * max(core for _, _, core in times)
             inner += self._context((spot.cp - 1) * layers * m, window) / m
         seconds = self._span(shape, times, inner, schedule, vpp)
-        seconds += base.pp_s * (m * shape.sends + 2 * (spot.pp - 1))
+        transfers = m * shape.sends + 2 * (spot.pp - 1)
         backward, compute = max(b for _, b, _ in times), m * max(f + b for f, b, _ in times) / shape.copies
         held = [(*one, self._kept(rank, shape, schedule, vpp)) for one, rank in zip(params, shape.ranks, strict=True)]
-        return Pipeline(seconds, dense, experts, backward, compute, held)
+        return Pipeline(seconds, transfers, dense, experts, backward, compute, held)
 
     def _kept(self, rank: RankShape, shape: Shape, schedule: str, vpp: int) -> float:
         """Bytes that a rank keeps for backward, as `memory.activations`."""
@@ -290,9 +318,8 @@ class BranchBound:
             longest = min(longest, min(work) * (m + (pp - 1) / vpp))
         return longest
 
-    def _gradients(self, parameters: int, group: int, backward: float, compute: float) -> float:
+    def _gradients(self, parameters: int, members: int, path: Path, backward: float, compute: float) -> float:
         """Exposed seconds, as `traffic._gradients` and `step_time.exposed_seconds`."""
-        members, path = self.base.gradients[group]
         if members == 1 or parameters == 0:
             return 0.0
         train, windows = self.base.ground.train, {"none": 0.0, "backward": backward, "compute": compute}

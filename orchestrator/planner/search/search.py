@@ -29,6 +29,7 @@ from .bound import SpotBound
 from .shapes import Shape, shape_of
 from .space import RECOMPUTE, Choice, Space, Spot
 
+SPOT, BRANCH, ROW, CHOICE, FOUND = range(5)  # kinds of nodes; of equal bounds the coarser is opened first
 NEAR = 0.05  # layouts that take this much longer than the fastest are still worth a line when they need less memory
 
 
@@ -83,12 +84,12 @@ class Search:
 
     def run(self, near: float = NEAR) -> Answer:
         """Raises OrchError where the configuration contradicts itself. An empty front: nothing legal fits."""
-        heap = [(bound.least_seconds(), 0, (number,), bound) for number, bound in enumerate(self._spots())]
+        heap = [(bound.least_seconds(), SPOT, (number,), bound) for number, bound in enumerate(self._spots())]
         heapq.heapify(heap)
         serial, front = len(heap), []
         while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
             _, state, _, item = heapq.heappop(heap)
-            if state == 3:  # costed, and nothing left can be faster
+            if state == FOUND:  # costed, and nothing left can be faster
                 if not front or item.memory.total < front[-1].memory.total:
                     front.append(item)
                 continue
@@ -109,24 +110,29 @@ class Search:
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[tuple[float, int, tuple, Any]]:
         """What lies below a node and may need no more than `most` bytes: (seconds at least, state, key, item)."""
-        if state == 0:
+        if state == SPOT:
             for branch in item.branches(self.space.recompute, self.space.zeros(item.spot)):
                 size, seconds = branch.least(self.balanced)
                 if size <= most:
-                    yield seconds, 1, (), branch
-        elif state == 1:
-            spot = item.base.spot
-            for schedule, vpp in self.space.schedules(spot):
-                shape = self._shape(schedule, spot.pp, vpp, item.base.par)
-                size = item.bytes_of(shape, schedule, vpp)
-                if size <= most:
-                    choice = Choice(spot, item.recompute, item.zero, schedule, vpp)
-                    yield item.seconds_of(shape, schedule, vpp), 2, (), (choice, size)
+                    yield seconds, BRANCH, (), branch
+        elif state == BRANCH:
+            for schedule, stages in self.space.schedules(item.base.spot).items():
+                yield item.row_seconds(stages[0]), ROW, (), (item, schedule, stages)
+        elif state == ROW:  # the next number of virtual stages: each sends more than the one before
+            branch, schedule, (vpp, *more) = item
+            spot = branch.base.spot
+            if more:
+                yield branch.row_seconds(more[0]), ROW, (), (branch, schedule, more)
+            shape = self._shape(schedule, spot.pp, vpp, branch.base.par)
+            size = branch.bytes_of(shape, schedule, vpp)
+            if size <= most:
+                choice = Choice(spot, branch.recompute, branch.zero, schedule, vpp)
+                yield branch.seconds_of(shape, schedule, vpp), CHOICE, (), (choice, size)
         else:
             choice, size = item
             found = self.cost(choice) if size <= most else None
             if found is not None:
-                yield found.step_s, 3, (found.memory.total, preference(choice)), found
+                yield found.step_s, FOUND, (found.memory.total, preference(choice)), found
 
     def _template(self, spot: Spot) -> doc.Parallel:
         if self.template is None:

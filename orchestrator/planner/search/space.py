@@ -120,23 +120,21 @@ class Space:
 
     # -------------------------------------------------------------------------------------- choices
 
-    def schedules(self, spot: Spot) -> list[tuple[str, int]]:
-        """(schedule, virtual stages) that the spot's pipeline can run. One stage knows one schedule, 1f1b."""
+    def schedules(self, spot: Spot) -> dict[str, list[int]]:
+        """Schedule -> virtual stages that the spot's pipeline can run. One stage knows one schedule, 1f1b."""
         if spot.pp == 1:
             given = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
-            stages = self.par.stage_layers is None or len(self.par.stage_layers) == 1
-            return [("1f1b", 1)] if given and stages else []
-        names = SCHEDULES if self.par.schedule is None else [self.par.schedule]
-        found = []
+            return {"1f1b": [1]} if given and not self._other_stages(1) else {}
+        names = list(SCHEDULES) if self.par.schedule is None else [self.par.schedule]
+        found = {}
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
             most = self.ground.model.layers // spot.pp
-            most = most if high is None else min(high, most)
-            for vpp in range(low, most + 1):
-                if self.par.vpp not in (None, vpp) or self._other_stages(spot.pp * vpp):
-                    continue
-                if illegal(name, spot.pp, spot.micro_batches, vpp) is None:
-                    found.append((name, vpp))
+            vpps = range(low, (most if high is None else min(high, most)) + 1)
+            vpps = [vpp for vpp in vpps if self.par.vpp in (None, vpp) and not self._other_stages(spot.pp * vpp)]
+            # whether a schedule takes pp and the micro-batches does not depend on the virtual stages
+            if vpps and illegal(name, spot.pp, spot.micro_batches, vpps[0]) is None:
+                found[name] = vpps
         return found
 
     def _other_stages(self, stages: int) -> bool:
@@ -156,11 +154,11 @@ class Space:
     def choices(self, spot: Spot) -> Iterator[Choice]:
         for recompute in self.recompute:
             for zero in self.zeros(spot):
-                for schedule, vpp in self.schedules(spot):
-                    yield Choice(spot, recompute, zero, schedule, vpp)
+                for schedule, vpps in self.schedules(spot).items():
+                    yield from (Choice(spot, recompute, zero, schedule, vpp) for vpp in vpps)
 
     def count(self, spot: Spot) -> int:
-        return len(self.recompute) * len(self.zeros(spot)) * len(self.schedules(spot))
+        return len(self.recompute) * len(self.zeros(spot)) * sum(map(len, self.schedules(spot).values()))
 
     def fixed(self, choice: Choice) -> Config:
         """The configuration with everything open filled in by a choice."""
