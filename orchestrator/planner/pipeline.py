@@ -92,8 +92,7 @@ def _simulated_span(
     def shown(count: int) -> float:
         return _steps(name, pp, count, vpp).makespan(forward, half, half)
 
-    # warm-up, drain and some steady state, which schedules of several stages a rank take longer to reach
-    first = (3 if vpp > 1 else 2) * pp + micro_batches % pp
+    first = 3 * pp + micro_batches % pp  # warm-up, some steady state, drain
     if micro_batches <= first + pp:
         return shown(micro_batches)
     longer = shown(first + pp)
