@@ -1,0 +1,90 @@
+"""Whole workers with each technique: the losses of one process, and a resumed run equal to an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.plan.document import BatchRamp
+from tests.plans import make_plan, tiny_model
+from tests.trainer.test_loop import assert_same_state, changed, finish, saved_state
+from trainer.checkpoint.format import MANIFEST, decode, step_name
+
+pytestmark = pytest.mark.process
+
+TEXT = Path(json.__file__).parent
+TIED = tiny_model(tied_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def alone(cache, tmp_path_factory):
+    """Losses of one process on batches of 4 samples."""
+    plan = job(cache, micro_batches=4)
+    _, workers = finish(plan, tmp_path_factory.mktemp("alone"))
+    return list(workers.losses().values())
+
+
+def job(cache: str, **layout: object):
+    options = {"steps": 4, "cache_dir": cache, "data_paths": [str(TEXT)], "model": TIED, **layout}
+    return make_plan(**options)
+
+
+LAYOUTS = {
+    "cp2 zero3": {"cp": 2, "zero": 3, "micro_batches": 4},
+    "dp2 zero2 budget": {"dp": 2, "zero": 2, "recompute": "budget", "recompute_layers": ["full", "none"] * 2},
+    "cp2 ulysses selective": {"cp": 2, "cp_method": "ulysses", "recompute": "selective", "micro_batches": 4},
+    "dualpipe": {"pp": 2, "schedule": "dualpipe", "micro_batches": 4},
+    "zbv": {"pp": 2, "vpp": 2, "schedule": "zbv", "micro_batches": 4},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_are_those_of_one_process(cache, alone, tmp_path, name):
+    codes, workers = finish(job(cache, **LAYOUTS[name]), tmp_path)
+    assert codes == [0, 0], workers.log(0)
+    assert list(workers.losses().values()) == pytest.approx(alone, rel=1e-4)
+
+
+RESUMED = {
+    "fp16 zero1": {"dp": 2, "zero": 1, "precision": "fp16"},
+    "zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
+    "zero2 ramp": {"dp": 2, "zero": 2, "micro_batches": 4, "batch_ramp": BatchRamp(start_samples=2, over_samples=24)},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_an_undisturbed_one_to_the_bit(cache, tmp_path, name):
+    plan = changed(job(cache, steps=6, checkpoint_every_steps=3, **RESUMED[name]), "optim", decay_steps=6)
+    _, whole = finish(plan, tmp_path / "whole")
+    finish(changed(plan, "train", steps=3), tmp_path / "cut")
+    codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
+    assert codes == [0, 0], resumed.log(0)
+    assert_same_state(saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6))
+    assert {step: whole.losses()[step] for step in resumed.losses()} == resumed.losses()
+    ends = [decode((tmp_path / run / "checkpoints" / step_name(6) / MANIFEST).read_bytes()) for run in ("whole", "cut")]
+    assert ends[0].scalars == ends[1].scalars and ends[0].samples == ends[1].samples
+    tokens = [report.tokens for report in whole.steps(0)]
+    if "batch_ramp" in RESUMED[name]:
+        assert tokens == sorted(tokens) and tokens[0] == 2 * 16 and tokens[-1] > tokens[0]
+        assert sum(tokens) == ends[0].samples * 16
+    if "fp16" in name:
+        assert {"loss_scale", "loss_scale_good_steps", "optimizer_steps"} == set(ends[0].scalars)
+
+
+def test_an_fp16_step_that_overflows_is_skipped_and_said(cache, tmp_path):
+    """The first step that is applied makes the weights explode, and all after it overflow: the scale is halved each
+    time, the steps are counted, the run goes on."""
+    plan = changed(job(cache, steps=6, precision="fp16"), "optim", lr=1e38, warmup_steps=0)
+    codes, workers = finish(plan, tmp_path)
+    skipped = workers.events("step_skipped")
+    assert codes == [0] and len(skipped) == 5 and skipped[-1].step == 6
+    assert [event.fields["loss_scale"] for event in skipped] == [2.0 ** (15 - index) for index in range(5)]
+    norms = {report.step: report.grad_norm for report in workers.steps(0)}
+    assert {step for step, norm in norms.items() if norm is None} == {event.step for event in skipped}
