@@ -34,6 +34,7 @@ _COMPLAINTS: tuple[tuple[str, Exit, str], ...] = (
     (r"access.*denied|permission denied|not permitted", Exit.SECURITY, "whether you may use it"),
     (r"qos policy|accounting.*policy|limit", Exit.CAPACITY, "`sacctmgr show assoc` for the limit"),
     (r"requested node configuration|resources", Exit.CAPACITY, "`sinfo` for the nodes that there are"),
+    (r"configuration source|configless|ClusterName", Exit.CAPACITY, "SLURM_CONF: no Slurm cluster is configured here"),
     (r"temporarily unable", Exit.CAPACITY, "again later: the queue is full (MaxJobCount)"),
     (r"unable to contact|connection refused|timed out|no route|controller", Exit.CAPACITY, "`scontrol ping`"),
 )
