@@ -125,7 +125,7 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
     from orchestrator.launch import local
 
     monkeypatch.setattr(local, "gpus_here", lambda: 0)
-    words = ["+cluster=h100x64", "parallel=tp8_pp4_zero1"]
+    words = ["+cluster=h100x64", "parallel=tp8_pp4_zero1", "backend=local"]
     code, out, _ = orch(capsys, "submit", *words, "--dry-run")
     assert code == 0 and not home.exists()
     assert "tp=8" in out and "Request" in out and "8, one a node, from node-0 to node-7" in out

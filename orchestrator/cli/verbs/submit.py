@@ -98,6 +98,8 @@ def _show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool) -> int:
     print("\nNothing was started or written. `--dry-run --json` prints the request as it would be sent.")
     try:
         backend.check(parcel.request)
+        if script := getattr(backend, "script", None):  # of a scheduler: what it would be given
+            print("", script(parcel.request, plan), sep="\n", end="")
     except OrchError as error:
         print(f"Submitting it here would be refused: {error.message}")
     return Exit.DONE
