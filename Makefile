@@ -13,7 +13,7 @@ test: .venv/.ready lint
 	$(PYTEST) -n $(WORKERS) --dist worksteal
 
 test-fast: .venv/.ready
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm"
 
 test-slurm: .venv/.ready
 	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -m slurm tests/slurm
