@@ -38,7 +38,9 @@ OWN = frozenset(
     }
 )
 #: srun flags that the script repeats or sets itself.
-OWN_SRUN = frozenset({"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit"})
+OWN_SRUN = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit"} | {"wait"}
+)
 
 
 def used_node_count(plan: Plan) -> int:
@@ -90,6 +92,7 @@ def step_flags(plan: Plan, options: SlurmOptions) -> Flags:
     if options.no_kill:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # an agent's end is the coordinator's to judge, not srun's
+    flags["wait"] = 60  # but all leave together: one that stays this long after the first is on a lost node
     for name, value in options.srun.items():
         if name in OWN_SRUN:
             raise OrchError(

@@ -93,13 +93,28 @@ class Run:
 
         self.until(f"step {at_least}", reached, seconds)
 
+    def requeued(self, seconds: float = 60) -> None:
+        """Until the job waits again after a life. Before its first one it waits too, but has not been placed yet."""
+        placed = self.folder / "slurm" / "placement.json"
+        self.until("requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING", seconds)
+
     def come_back(self, seconds: float = 60) -> None:
-        """Spare the two minutes that Slurm makes a requeued job wait, and see it run again."""
+        """Until its next life has been placed on its nodes, sparing it the wait."""
+        before = self.life
+        self.requeued(seconds)
+
+        def placed() -> bool:
+            self.hasten()
+            return self.life > before
+
+        self.until("next life", placed, seconds)
+
+    def hasten(self) -> None:
+        """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left."""
         cluster = self.orch.cluster
-        life = self.life
-        self.until("requeued", lambda: cluster.job_state(self.job) == "PENDING", seconds)
-        cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
-        self.until("next life", lambda: self.life == life + 1, seconds)
+        settled = "completing" not in cluster.run("sinfo", "-h", "-p", "main", "-o", "%T", check=False)
+        if settled and cluster.job_state(self.job) == "PENDING":
+            cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
 
     def finish(self, seconds: float = 120) -> RunState:
         """See the run done, sparing it the wait after every requeue.
@@ -107,15 +122,13 @@ class Run:
         Slurm 22.05 may need one requeue more than the fault did: it miscounts the GPUs of a job that is requeued while
         one of its nodes goes down, and the next life cannot start a step.
         """
-        cluster = self.orch.cluster
 
         def over() -> bool:
-            if cluster.job_state(self.job) == "PENDING":
-                cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
-            return cluster.job_state(self.job) in ("COMPLETED", "FAILED")
+            self.hasten()
+            return self.orch.cluster.job_state(self.job) in ("COMPLETED", "FAILED")
 
         self.until("the end of the job", over, seconds)
-        return self.wait("done", "failed")
+        return self.wait("done")
 
     @property
     def life(self) -> int:

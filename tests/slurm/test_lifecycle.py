@@ -41,7 +41,7 @@ def test_preempted_saved_requeued_once_and_done(orch: Orch):
     run.step(5)
     urgent = orch.cluster.run("sbatch", "--parsable", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null",
                               "--wrap", "sleep 2").strip()  # fmt: skip
-    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING")
+    run.requeued()
     state = run.state()
     assert (state.state == "pending" and "requeued" in state.reason) or "BeginTime" in state.reason
     steps = saved(run)
@@ -71,7 +71,8 @@ def test_time_limit_chains_itself(orch: Orch):
     """Partition `short` ends jobs after a minute; the notice may come up to a minute early, never too late."""
     words = two_nodes("backend.options.partition=short", "backend.options.notice_s=40")
     run = orch.submit(*words, wishes=LONG | {"STEPS": 1000})
-    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING" and lives(run) == 1, 120)
+    run.requeued(120)
+    assert lives(run) == 1
     assert "notice (USR1)" in run.logs() and min(saved(run)) > 0
     orch("cancel", run.id)
     assert run.state().state == "cancelled"
@@ -118,12 +119,11 @@ def test_a_lost_node_is_replaced(orch: Orch):
     run.step(3)
     lost = run.placement["nodes"][1]  # not the one that the script runs on
     orch.cluster.kill_node(lost)
-    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING", 90)
-    assert json.loads((run.folder / "state.json").read_text())["cause"]["node"] == lost
+    run.requeued(90)
     run.until("Slurm notices", lambda: "down" in orch.cluster.run("sinfo", "-h", "-n", lost, "-o", "%T"))
     state = run.finish()
     assert state.exit_code == 0 and lost not in run.placement["nodes"]
-    assert [epoch.cause.kind for epoch in state.epochs if epoch.cause] == ["node_lost"]
+    assert [(epoch.cause.kind, epoch.cause.node) for epoch in state.epochs if epoch.cause] == [("node_lost", lost)]
     assert start_of(run, 1) > 0
 
 
@@ -133,7 +133,7 @@ def test_a_lost_first_node_is_replaced_too(orch: Orch):
     run.step(3)
     lost = run.placement["nodes"][0]
     orch.cluster.kill_node(lost)
-    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING", 120)
+    run.requeued(120)
     state = run.finish()
     assert state.exit_code == 0 and state.epoch == 1 and lost not in run.placement["nodes"]
 
@@ -141,7 +141,7 @@ def test_a_lost_first_node_is_replaced_too(orch: Orch):
 def test_a_sick_node_is_left_out(orch: Orch):
     """A worker that leaves with 74 says that its node is unhealthy: the job comes back on others."""
     run = orch.submit(*two_nodes("backend.options.exclude=[n7]"), wishes=LONG | {"STEPS": 20, "DIE": "2:2:74:0"})
-    run.until("requeued", lambda: orch.cluster.job_state(run.job) == "PENDING")
+    run.requeued()
     sick = json.loads((run.folder / "state.json").read_text())["cause"]["node"]
     run.come_back()
     assert run.wait("done", seconds=90).exit_code == 0
