@@ -10,7 +10,7 @@ demo: .venv/.ready
 	.venv/bin/orch demo
 
 test: .venv/.ready lint
-	$(PYTEST) -n $(WORKERS) --dist worksteal
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm"
 
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm"
