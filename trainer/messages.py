@@ -26,9 +26,7 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
     world = world_size()
     if world == 1:
         return [data]
-    sizes = torch.empty(world, dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64))
-    width = max(int(sizes.max()), 1)
+    sizes, width = _sizes(len(data), world)
     table = torch.empty(world * width, dtype=torch.uint8)
     dist.all_gather_into_tensor(table, _tensor(data, width))
     return _rows(table, sizes, width)
@@ -39,12 +37,17 @@ def gather_bytes(data: bytes) -> list[bytes]:
     world = world_size()
     if world == 1:
         return [data]
-    sizes = torch.empty(world, dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], dtype=torch.int64))
-    width = max(int(sizes.max()), 1)
+    sizes, width = _sizes(len(data), world)
     rows = [torch.empty(width, dtype=torch.uint8) for _ in range(world)] if dist.get_rank() == 0 else None
     dist.gather(_tensor(data, width), rows, dst=0)
     return [] if rows is None else _rows(torch.cat(rows), sizes, width)
+
+
+def _sizes(mine: int, world: int) -> tuple[torch.Tensor, int]:
+    """(every rank's length, the width of a row that holds any of them)."""
+    sizes = torch.empty(world, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([mine], dtype=torch.int64))
+    return sizes, max(int(sizes.max()), 1)
 
 
 def broadcast_bytes(data: bytes) -> bytes:

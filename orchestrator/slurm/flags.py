@@ -6,7 +6,7 @@ docs/slurm.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from math import prod
 from pathlib import Path
 
@@ -67,15 +67,7 @@ def job_flags(plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, expo
         **_life(options),
         **_who(options),
     }
-    for name, value in options.sbatch.items():
-        if name in OWN or name in flags:
-            raise OrchError(
-                f"backend.options.sbatch.{name} is set by orch (sbatch --{name}={flags.get(name, '')})", Exit.CONFIG
-            )
-        flags[name] = value
-    for name, value in flags.items():
-        check_text(str(value), f"sbatch --{name}")
-    return {name: value for name, value in flags.items() if value is not False}
+    return _with_users(flags, options.sbatch, OWN | flags.keys(), "sbatch")
 
 
 def step_flags(plan: Plan, options: SlurmOptions) -> Flags:
@@ -93,15 +85,19 @@ def step_flags(plan: Plan, options: SlurmOptions) -> Flags:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # an agent's end is the coordinator's to judge, not srun's
     flags["wait"] = 60  # but all leave together: one that stays this long after the first is on a lost node
-    for name, value in options.srun.items():
-        if name in OWN_SRUN:
-            raise OrchError(
-                f"backend.options.srun.{name} is set by orch (srun --{name}={flags.get(name, '')})", Exit.CONFIG
-            )
-        flags[name] = value
-    for name, value in flags.items():
-        check_text(str(value), f"srun --{name}")
-    return {name: value for name, value in flags.items() if value is not False}
+    return _with_users(flags, options.srun, OWN_SRUN, "srun")
+
+
+def _with_users(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
+    """Our flags and the user's, who may not set what is ours; False takes a flag out."""
+    for name in users:
+        if name in own:
+            ours = f"{command} --{name}={flags.get(name, '')}"
+            raise OrchError(f"backend.options.{command}.{name} is set by orch ({ours})", Exit.CONFIG)
+    merged = {**flags, **users}
+    for name, value in merged.items():
+        check_text(str(value), f"{command} --{name}")
+    return {name: value for name, value in merged.items() if value is not False}
 
 
 def as_argv(flags: Flags) -> list[str]:

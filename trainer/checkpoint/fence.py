@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from trainer.durable import write_atomic
 from trainer.errors import CheckpointError, Fenced
 
-from .files import locked, write_atomic
+from .files import locked
 from .format import FENCE
 
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from orchestrator.plan import Exit, Plan
 from trainer import messages
+from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced, SaveError, TrainerError
 
 from . import fence
 from .fence import Fence
-from .files import DTYPES, locked, sync_folder, write_atomic, write_tensors
+from .files import DTYPES, locked, write_tensors
 from .format import (
     MANIFEST,
     STEP,

@@ -23,8 +23,9 @@ import msgspec
 
 from orchestrator.plan.document import Data
 from trainer.data.corpus import Piece, Source, find_sources, read_pieces
-from trainer.data.store import FORMAT, TokenStore, TokenWriter, sync_folder
+from trainer.data.store import FORMAT, TokenStore, TokenWriter
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.durable import sync_folder
 from trainer.errors import DataError
 
 #: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (another process is at it; 0 of 0).

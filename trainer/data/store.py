@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from trainer.data.tokenizer import Tokenizer
+from trainer.durable import sync_folder
 from trainer.errors import DataError
 
 FORMAT = "orch.tokens/1"
@@ -105,12 +106,3 @@ class TokenStore:
     def window(self, sample: int, seq_len: int) -> np.ndarray:
         """[seq_len + 1] ids of one sample, a view of the map in the file's dtype."""
         return self.tokens[sample * seq_len : (sample + 1) * seq_len + 1]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable (a rename or a new file is not until then)."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,9 +16,7 @@ HELP = "write a run's folder and print its job script"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
-    parser.add_argument("--in-place", action="store_true", help="run the program here, not in a copy of this folder")
-    parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
+    submit.add_request_arguments(parser)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -21,6 +21,11 @@ HELP = "plan a job and start it; prints its handle"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show plan and request, start and write nothing")
     parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
+    add_request_arguments(parser)
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `make_parcel` reads, for every verb that makes a request."""
     parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
     parser.add_argument("--in-place", action="store_true", help="run the program here, not in a copy of this folder")
     parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
