@@ -88,22 +88,24 @@ def test_reports_arrive_whole_and_the_last_ones_before_the_exit(tmp_path):
 
 
 def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(tmp_path):
-    """Nobody reads while the loop sleeps; the writes fail instead of waiting."""
+    """Nobody reads while the loop is stuck; the writes fail instead of waiting."""
     code = """
-import os
-lost = 0
-for i in range(100_000):
+import os, time
+until = time.monotonic() + 60  # a write that waited would not come back before the agent reads again
+while time.monotonic() < until:
     try: os.write(3, b'x' * 100 + b'\\n')
-    except BlockingIOError: lost += 1
-print('lost', lost > 0, flush=True)
+    except BlockingIOError: break
+print('full' if time.monotonic() < until else 'never full', flush=True)
 """
 
     async def scenario(h):
         h.start(code)
-        await asyncio.sleep(0.2)
-        time.sleep(2)  # the agent is stuck for two seconds
+        for _ in range(400):  # the agent is stuck: its loop does not run until the worker has been refused
+            time.sleep(0.05)
+            if "full" in h.log().read_text():
+                break
+        assert h.log().read_text() == "full\n"
         await h.until_empty()
-        assert h.log().read_text() == "lost True\n"
 
     run(scenario, tmp_path)
 
