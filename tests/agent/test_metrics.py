@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from orchestrator.agent.metrics import NodeMetrics, serve
 from orchestrator.launch.discovery import Discovery
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan.worker import EventReport, StepReport
+from tests import debian
 from tests.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=2, sp=False)
@@ -162,8 +162,15 @@ def test_a_client_that_never_asks_holds_nothing_up():
     asyncio.run(main())
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian package: prometheus)")
-def test_promtool_finds_nothing_to_complain_about():
+@pytest.fixture(scope="module")
+def prometheus():
+    """Debian's Prometheus and its promtool."""
+    if reason := debian.provide(("prometheus", "promtool"), ("prometheus",)):
+        pytest.skip(reason)
+
+
+@pytest.mark.process
+def test_promtool_finds_nothing_to_complain_about(prometheus):
     text = scrape(node_metrics())[1]
     found = subprocess.run(["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=30)
     assert found.returncode == 0, found.stderr.decode()
@@ -171,8 +178,7 @@ def test_promtool_finds_nothing_to_complain_about():
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian package: prometheus)")
-def test_a_real_prometheus_discovers_and_scrapes(tmp_path):
+def test_a_real_prometheus_discovers_and_scrapes(tmp_path, prometheus):
     """Through the file_sd JSON that the coordinator writes, with honor_labels as docs/protocol.md says."""
 
     async def main():

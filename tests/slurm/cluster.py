@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from tests.debian import SBIN, find
+
 from . import cluster_conf as conf
 from .cluster_conf import Shape
-from .packages import SBIN, find, install
+from .packages import install
 
 PREFIX = "orch-slurm-"
 

@@ -8,61 +8,20 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests import debian
+
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 ACCOUNTING = ("slurmdbd", "mariadbd", "sacctmgr")
 PACKAGES = ("slurm-wlm", "munge")
 ACCOUNTING_PACKAGES = ("slurmdbd", "mariadb-server")
-#: Debian's packages start their services on installation unless this script, asked first, says no (exit 101).
-POLICY = Path("/usr/sbin/policy-rc.d")
-SBIN = "/usr/sbin:/sbin"
-
-
-def find(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:{SBIN}")
-
-
-def missing(accounting: bool) -> list[str]:
-    return [p for p in DAEMONS + (ACCOUNTING if accounting else ()) if find(p) is None]
 
 
 def install(accounting: bool = False) -> str | None:
     """Makes the programs present, quietly and without starting services. None, or one line that says why it cannot."""
-    absent = missing(accounting)
-    if not absent:
-        return (
-            None
-            if os.geteuid() == 0
-            else "the Slurm test cluster needs root (device files, several slurmd on one host)"
-        )
-    if os.geteuid() != 0:
-        return f"{', '.join(absent)} not installed, and only root may install them"
-    if find("apt-get") is None:
-        return f"{', '.join(absent)} not installed, and this machine has no apt-get"
-    if os.environ.get("ORCH_TEST_NO_INSTALL"):
-        return f"{', '.join(absent)} not installed, and ORCH_TEST_NO_INSTALL is set"
-    wanted = PACKAGES + (ACCOUNTING_PACKAGES if accounting else ())
-    failed = _apt(wanted)
-    absent = missing(accounting)
-    return f"apt-get could not install {' '.join(wanted)}: {failed}" if absent else None
-
-
-def _apt(packages: tuple[str, ...]) -> str:
-    """Empty, or the last line of apt's complaint."""
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
-    ours = not POLICY.exists()
-    if ours:
-        POLICY.write_text("#!/bin/sh\nexit 101\n")
-        POLICY.chmod(0o755)
-    try:
-        for attempt in (["apt-get", "update", "-qq"], command):
-            done = subprocess.run(attempt, env=env, capture_output=True, text=True, timeout=600)
-        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
-    except subprocess.TimeoutExpired:
-        return "no answer within 600 s"
-    finally:
-        if ours:
-            POLICY.unlink(missing_ok=True)
+    programs = DAEMONS + (ACCOUNTING if accounting else ())
+    if failed := debian.provide(programs, PACKAGES + (ACCOUNTING_PACKAGES if accounting else ())):
+        return failed
+    return None if os.geteuid() == 0 else "the Slurm test cluster needs root (device files, several slurmd on one host)"
 
 
 # ------------------------------------------------------------------------------------------ a later Slurm
@@ -84,9 +43,9 @@ def install_later() -> str | None:
         return (
             f"Slurm of Debian {SUITE} is not in {LATER}; ORCH_TEST_LATER_SLURM=1 (or make test-slurm) installs it there"
         )
-    if find("apt-get") is None:
+    if debian.find("apt-get") is None:
         return "this machine has no apt-get"
-    if find("debootstrap") is None and (failed := _apt(("debootstrap",))):
+    if debian.find("debootstrap") is None and (failed := debian.apt(("debootstrap",))):
         return f"apt-get could not install debootstrap: {failed}"
     targets = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"], capture_output=True, text=True, check=False

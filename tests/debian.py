@@ -1,0 +1,61 @@
+"""Debian packages that a test needs: used where they are installed, added where root and apt are, else said plainly."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SBIN = "/usr/sbin:/sbin"
+#: Debian's packages start their services on installation unless this script, asked first, says no (exit 101).
+POLICY = Path("/usr/sbin/policy-rc.d")
+LOCK = Path(tempfile.gettempdir(), "orch-test-apt.lock")
+
+
+def find(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:{SBIN}")
+
+
+def provide(programs: tuple[str, ...], packages: tuple[str, ...]) -> str | None:
+    """Makes `programs` present, quietly and without starting services. None, or one line that says why it cannot."""
+
+    def absent() -> list[str]:
+        return [program for program in programs if find(program) is None]
+
+    def refusal() -> str | None:
+        if os.geteuid() != 0:
+            return "only root may install them"
+        if find("apt-get") is None:
+            return "this machine has no apt-get"
+        return "ORCH_TEST_NO_INSTALL is set" if os.environ.get("ORCH_TEST_NO_INSTALL") else None
+
+    if not absent():
+        return None
+    if reason := refusal():
+        return f"{', '.join(absent())} not installed, and {reason}"
+    with LOCK.open("w") as lock:  # apt does not wait for another apt
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        failed = apt(packages) if absent() else ""
+    return f"apt-get could not install {' '.join(packages)}: {failed}" if absent() else None
+
+
+def apt(packages: tuple[str, ...]) -> str:
+    """Empty, or the last line of apt's complaint."""
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+    ours = not POLICY.exists()
+    if ours:
+        POLICY.write_text("#!/bin/sh\nexit 101\n")
+        POLICY.chmod(0o755)
+    try:
+        for attempt in (["apt-get", "update", "-qq"], command):
+            done = subprocess.run(attempt, env=env, capture_output=True, text=True, timeout=600)
+        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+    except subprocess.TimeoutExpired:
+        return "no answer within 600 s"
+    finally:
+        if ours:
+            POLICY.unlink(missing_ok=True)
