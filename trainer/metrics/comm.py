@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import gloo
+
 
 @dataclass
 class CommCounter:
@@ -140,11 +142,8 @@ def start_reduce_scatter(
     with counter.waiting(axis, tensor):
         if tensor.is_cuda:
             return Handle(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), axis, counter)
-        # gloo's reduce-scatter is an all-reduce and a slice: twice the bytes and n times the latency. Exchanging the
-        # pieces and adding them here, in rank order, costs the ring's bytes once, and adds bf16 in fp32.
-        pieces = torch.empty_like(tensor)
-        work = dist.all_to_all_single(pieces, tensor, group=group, async_op=True)
-    return Handle(out, work, axis, counter, lambda: torch.sum(pieces.view(n, *out.shape), dim=0, out=out))
+        under_way = gloo.ReduceScatter(tensor, group, out)
+    return Handle(out, under_way.work, axis, counter, under_way.finish)
 
 
 def start_all_gather(
@@ -158,7 +157,10 @@ def start_all_gather(
         out = tensor.new_empty(n * tensor.shape[0], *tensor.shape[1:])
     counter.sent(axis, out.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
-        work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
+        if tensor.is_cuda:
+            work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
+        else:
+            work = gloo.start_all_gather(tensor, group, out)
     return Handle(out, work, axis, counter)
 
 

@@ -1,0 +1,50 @@
+"""Our gloo collectives against gloo's own: small and large, several under way at once, in place, in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.metrics import gloo
+from trainer.metrics.comm import CommCounter, start_all_gather, start_reduce_scatter
+from trainer.verify.ranks import run_ranks
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_equal_gloos_own_at_any_size_and_in_place(world):
+    sizes = [5, gloo.LARGE // 4 // world + 7]  # elements a rank, below and above the limit
+
+    def work(rank):
+        torch.manual_seed(rank)
+        group, counter, checked = dist.group.WORLD, CommCounter(), 0
+        for dtype in (torch.float32, torch.float64):
+            whole = [torch.randn(world * size, dtype=dtype) for size in sizes for _ in range(3)]
+            wanted = []
+            for one in whole:
+                total = one.clone()
+                dist.all_reduce(total)
+                wanted.append(total.chunk(world)[rank])
+            shards = [one.chunk(world)[rank] for one in whole]  # the result may lie in the buffer itself
+            started = [
+                start_reduce_scatter(one, group, "a", counter, out=out) for one, out in zip(whole, shards, strict=True)
+            ]
+            for handle, want in zip(started, wanted, strict=True):
+                assert torch.allclose(handle.wait(), want, atol=1e-5)
+            started = [
+                start_all_gather(out, group, "b", counter, out=one) for one, out in zip(whole, shards, strict=True)
+            ]
+            for handle, shard in zip(started, shards, strict=True):
+                own = torch.empty_like(handle.wait())
+                dist.all_gather_into_tensor(own, shard.clone())
+                assert torch.equal(handle.wait(), own)
+                checked += 1
+        ones = torch.ones(world, gloo.LARGE // 2, 1, dtype=torch.bfloat16) * (1 + rank / 128)
+        summed = start_reduce_scatter(ones, group, "c", counter).wait()
+        exact = sum(1 + other / 128 for other in range(world))
+        assert torch.equal(summed, torch.full_like(summed, exact)), "bf16 pieces are added in fp32"
+        return checked
+
+    assert run_ranks(work, world) == [12] * world
