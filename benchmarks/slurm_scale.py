@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from orchestrator.planner.replan import replan  # noqa: E402
 from orchestrator.slurm.live import uniform  # noqa: E402
 from orchestrator.slurm.nodes import parse_nodes  # noqa: E402
-from orchestrator.slurm.replan import replan  # noqa: E402
 from orchestrator.topology.fit import choose_nodes, fit  # noqa: E402
 from orchestrator.topology.slurm import parse_topology  # noqa: E402
 from tests.plans import make_plan  # noqa: E402

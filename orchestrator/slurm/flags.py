@@ -7,12 +7,12 @@ docs/slurm.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from math import prod
 from pathlib import Path
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
+from orchestrator.planner.units import block_size, leaf_switches, used_node_count, whole_unit
 
 from .hostlist import compress, expand
 from .options import SlurmOptions
@@ -41,10 +41,6 @@ OWN = frozenset(
 OWN_SRUN = frozenset(
     {"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit"} | {"wait"}
 )
-
-
-def used_node_count(plan: Plan) -> int:
-    return len({rank.node for rank in plan.ranks})
 
 
 def job_flags(plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, export: Iterable[str]) -> Flags:
@@ -150,42 +146,6 @@ def network_flags(plan: Plan, options: SlurmOptions) -> Flags:
             raise OrchError(f"backend.options.segment {segment} does not divide the plan's {nodes} nodes", Exit.CONFIG)
         return {"segment": segment} | ({"spread-segments": True} if options.spread_segments else {})
     return {}
-
-
-def leaf_switches(plan: Plan) -> int:
-    """How many switches of the innermost level the plan's nodes stand under."""
-    if not plan.cluster.levels:
-        return 1
-    index = {name: i for i, name in enumerate(plan.cluster.node_names)}
-    used = {index[rank.node] for rank in plan.ranks}
-    return sum(1 for switch in plan.cluster.levels[0].switches if used.intersection(switch))
-
-
-def block_size(plan: Plan) -> int:
-    """Nodes of one block: the NVLink domain where it spans nodes, else the innermost switch.
-
-    The largest counts: where some nodes of a block were taken, the plan shows it smaller than Slurm does.
-    """
-    domain = max(len(nodes) for nodes in plan.cluster.nvlink_domains)
-    if domain > 1 or not plan.cluster.levels:
-        return domain
-    return max(len(nodes) for nodes in plan.cluster.levels[0].switches)
-
-
-def whole_unit(plan: Plan, block: int) -> int:
-    """Nodes of the largest part of the job that fits into a block and that the job is a multiple of.
-
-    Axes nest innermost first, so the first k of them make parts that should stay together: the tensor-parallel group,
-    then with its context, expert and pipeline neighbours, and so on. --segment keeps such a part inside one block.
-    """
-    nodes, gpus, best = used_node_count(plan), plan.cluster.gpus_per_node, 1
-    order = plan.parallel.order
-    for count in range(1, len(order) + 1):
-        ranks = prod(getattr(plan.parallel, axis) for axis in order[:count])
-        size, rest = divmod(ranks, gpus)
-        if not rest and size and size <= block and nodes % size == 0:
-            best = size
-    return best
 
 
 def _life(options: SlurmOptions) -> Flags:

@@ -15,12 +15,12 @@ from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
+from orchestrator.planner.replan import difference, replan
 from orchestrator.topology.fit import fit
 from orchestrator.topology.slurm import from_addresses
 
 from .hostlist import expand, natural_key
 from .record import SlurmRecord, read_record, write_record
-from .replan import difference, replan
 
 
 class Placement(Frozen):

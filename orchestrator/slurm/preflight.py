@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
+from orchestrator.planner.saving import save_seconds
+from orchestrator.planner.units import used_node_count
 
 from . import duration
-from .flags import used_node_count
 from .options import SlurmOptions
 
 
@@ -29,17 +30,6 @@ def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, s
     have = partition.get("TotalNodes", "")
     if have.isdigit() and need > int(have):
         raise OrchError(f"the plan needs {need} nodes, partition {name} has {have}", Exit.CAPACITY)
-
-
-def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:
-    """First-order time of a save after a notice: the step under way ends, then each node writes its ranks' states.
-
-    Parameters and optimizer states of the worst rank stand for all ranks; what data-parallel replicas share is written
-    once, so this is an upper bound.
-    """
-    ranks = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
-    stored = (plan.memory.params + plan.memory.optimizer) * ranks
-    return plan.time.step_s + stored / (gb_per_s_per_node * 1e9)
 
 
 def warnings(plan: Plan, options: SlurmOptions, partition: Mapping[str, str], kill_wait_s: int | None) -> list[str]:

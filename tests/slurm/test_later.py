@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from orchestrator.planner.replan import replan
 from orchestrator.slurm.flags import as_argv, network_flags
 from orchestrator.slurm.nodes import parse_nodes
 from orchestrator.slurm.options import SlurmOptions
 from orchestrator.slurm.place import read_probe
 from orchestrator.slurm.render import PROBE
-from orchestrator.slurm.replan import replan
 from orchestrator.topology.fit import fit
 from orchestrator.topology.slurm import from_addresses, parse_topology
 from tests.plans import make_plan

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
+from orchestrator.planner.replan import difference, replan
 from orchestrator.slurm.live import uniform
 from orchestrator.slurm.nodes import parse_nodes
-from orchestrator.slurm.replan import difference, replan
 from orchestrator.topology.fit import choose_nodes, fit
 from orchestrator.topology.model import FLAT
 from orchestrator.topology.slurm import from_addresses, parse_topology

@@ -6,8 +6,9 @@ import pytest
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.planner.saving import save_seconds
 from orchestrator.slurm.options import SlurmOptions
-from orchestrator.slurm.preflight import check_partition, save_seconds, warnings
+from orchestrator.slurm.preflight import check_partition, warnings
 from tests.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)

@@ -9,13 +9,13 @@ from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, all_groups, coords, degrees
-from orchestrator.planner import memory
-from orchestrator.planner.layout import seat_ranks
-from orchestrator.planner.placement import axis_placement
-from orchestrator.planner.seated import certified, seated
-from orchestrator.planner.solve import Ground, solve
+from orchestrator.slurm.hostlist import compress
 
-from .hostlist import compress
+from . import memory
+from .layout import seat_ranks
+from .placement import axis_placement
+from .seated import certified, seated
+from .solve import Ground, solve
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
@@ -56,7 +56,7 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """What became of the plan on the nodes that Slurm gave."""
+    """What became of the plan on the nodes that the scheduler gave."""
 
     same_nodes: bool
     nodes: list[str]  # in rank order
