@@ -58,6 +58,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--node", required=True, help="this node's name in the plan")
     parser.add_argument("--address", default="127.0.0.1", help="where the other nodes reach this one")
+    parser.add_argument("--metrics-fd", type=int, help="the metrics page: a listening socket of the launcher")
     parser.add_argument("--gpus", type=int, help="GPUs granted on this node; left out: those that the machine has")
     parser.add_argument(
         "--lifeline", action="store_true", help="standard input is a pipe of the launcher; its end is ours"
@@ -79,7 +80,7 @@ async def _run(args: argparse.Namespace) -> int:
     recorder = Recorder(folder, args.node, plan)
     recorder.metrics.begin_epoch(-1)
     metrics = plan.job.metrics
-    server = await serve(recorder.metrics, metrics.host, metrics.port if first else 0)
+    server = await serve(recorder.metrics, metrics.host, metrics.port if first else 0, args.metrics_fd)
     bound = server.sockets[0].getsockname()
     address = f"{bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)

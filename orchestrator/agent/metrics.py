@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
@@ -191,8 +192,9 @@ _REQUEST_S = 5.0
 _ANSWER = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
 
 
-async def serve(metrics: NodeMetrics, host: str, port: int) -> asyncio.Server:
-    """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one."""
+async def serve(metrics: NodeMetrics, host: str, port: int, fd: int | None = None) -> asyncio.Server:
+    """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one. `fd`: a socket that
+    listens already, of another network namespace perhaps; it becomes the server's."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -211,6 +213,8 @@ async def serve(metrics: NodeMetrics, host: str, port: int) -> asyncio.Server:
             await asyncio.wait_for(writer.drain(), _REQUEST_S)
         writer.close()
 
+    if fd is not None:
+        return await asyncio.start_server(answer, sock=socket.socket(fileno=fd), limit=1 << 14)
     try:
         return await asyncio.start_server(answer, host, port, limit=1 << 14)
     except OSError:

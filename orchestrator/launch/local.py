@@ -9,13 +9,16 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
 
+from . import namespaces
 from .deliver import delivered
 from .processes import Identity, identity, send_signal
 from .program import check_program
@@ -31,6 +34,29 @@ class LocalRecord(Frozen):
     supervisor: tuple[int, int]  # pid, start time in the kernel's ticks
     agents: dict[str, int] = {}  # node -> pid
     exit_codes: dict[str, int] = {}  # node -> exit code, negative: signal
+    switches: int | None = None  # descriptor by which all of them hold the namespace of the network's switches
+
+
+class LocalOptions(Frozen):
+    """`backend.options` of the local backend."""
+
+    network: Literal["host", "namespaces"] = "host"  # namespaces: one a node, with links of a given rate
+    link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # of a node in its namespace, each way
+
+
+def read_options(request: LaunchRequest) -> LocalOptions:
+    """Raises OrchError (65) naming the option that is wrong."""
+    for key in request.backend_options:
+        if key not in LocalOptions.__struct_fields__:
+            known = did_you_mean(key, LocalOptions.__struct_fields__)
+            raise OrchError(f"backend.options.{key} is not an option of the local backend; {known}", Exit.CONFIG)
+    try:
+        options = msgspec.convert(request.backend_options, LocalOptions)
+    except msgspec.ValidationError as error:
+        raise OrchError(f"backend.options: {error}", Exit.CONFIG) from None
+    if options.network == "namespaces" and options.link_gbit_per_s is None:
+        raise OrchError("backend.options.link_gbit_per_s: what rate have the links of network=namespaces?", Exit.CONFIG)
+    return options
 
 
 class Cancel(Frozen):
@@ -48,6 +74,8 @@ class LocalBackend:
     def check(self, request: LaunchRequest) -> None:
         if sys.platform != "linux":
             raise OrchError(f"the local backend needs Linux, this is {sys.platform}", Exit.CAPACITY)
+        if read_options(request).network == "namespaces":
+            namespaces.check()
         if request.device == "cpu":
             return
         have, need = gpus_here(), request.nodes * request.gpus_per_node

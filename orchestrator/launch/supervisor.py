@@ -2,7 +2,8 @@
 
 It starts one agent a simulated node, passes on a request to end, waits for all, and has the last word in state.json
 when the coordinator did not live to say it. Each agent's standard input is a pipe of which the supervisor holds the
-other end: when the supervisor dies, however, they end the run and save. Single-threaded: it forks.
+other end: when the supervisor dies, however, they end the run and save. Where the cluster is one of namespaces, it
+builds that network first and starts each agent on its node of it. Single-threaded: it forks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,7 +26,8 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, load_plan, meaning
 
 from .discovery import Discovery
-from .local import LocalRecord, read_cancel, write_record
+from .local import LocalRecord, read_cancel, read_options, write_record
+from .namespaces import INTERFACE, Network, Wiring
 from .processes import become_subreaper, identity, kill_descendants, reap_children
 from .report import write_report
 from .request import LaunchRequest, from_bytes
@@ -41,6 +45,7 @@ class Supervisor:
         self._folder, self._request, self._lock = folder, request, lock
         self._agents: dict[str, subprocess.Popen] = {}
         self._codes: dict[str, int] = {}
+        self._network: Network | None = None
         self._deadline: float | None = None
         self._asked = False
 
@@ -49,6 +54,11 @@ class Supervisor:
         become_subreaper()
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # they wait for sigtimedwait; children get them unblocked
         self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
+        options = read_options(self._request)
+        if options.network == "namespaces":
+            wiring = Wiring.of(load_plan(self._folder.plan), options.link_gbit_per_s)
+            self._network = Network(wiring)
+            log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
         try:
             for agent in self._request.agents:
                 self._agents[agent.node] = self._start(agent.node, agent.argv)
@@ -65,17 +75,36 @@ class Supervisor:
         descriptor = os.open(
             self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
-        with os.fdopen(descriptor, "wb") as output:
+        held = [self._lock]  # they hold the run's lock with us
+        environment, enter, listener = None, None, None
+        if self._network:
+            listener = self._listener(node)
+            held += [self._network.switches, listener.fileno()]
+            argv = [*argv, "--address", self._network.wiring.address(node), "--metrics-fd", str(listener.fileno())]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}  # or it asks what the host's name resolves to
+            enter = self._network.enter(node)
+        with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
             return subprocess.Popen(
                 argv,
                 cwd=self._folder.path,
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=[self._lock],  # they hold the run's lock with us
+                pass_fds=held,
                 start_new_session=True,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD),
+                preexec_fn=lambda: _become_agent(enter),
             )
+
+    def _listener(self, node: str) -> socket.socket:
+        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach."""
+        metrics = load_plan(self._folder.plan).job.metrics
+        port = metrics.port if node == self._request.agents[0].node else 0
+        family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET
+        try:
+            return socket.create_server((metrics.host, port), family=family)
+        except OSError:  # taken: any free one, as where agents open it themselves
+            return socket.create_server((metrics.host, 0), family=family)
 
     def _hear(self, what: signal.struct_siginfo | None) -> None:
         if what is not None and what.si_signo != signal.SIGCHLD:
@@ -115,9 +144,13 @@ class Supervisor:
     def _remember(self) -> None:
         me = identity(os.getpid())
         pids = {node: agent.pid for node, agent in self._agents.items()}
-        write_record(
-            self._folder, LocalRecord(supervisor=(me.pid, me.started), agents=pids, exit_codes=dict(self._codes))
+        record = LocalRecord(
+            supervisor=(me.pid, me.started),
+            agents=pids,
+            exit_codes=dict(self._codes),
+            switches=self._network.switches if self._network else None,
         )
+        write_record(self._folder, record)
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
@@ -164,6 +197,13 @@ class Supervisor:
         return str(self._folder.agent_log(node).relative_to(self._folder.path))
 
 
+def _become_agent(enter: Callable[[], None] | None) -> None:
+    """In the child, between fork and exec."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+    if enter:
+        enter()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator.launch.supervisor")
     parser.add_argument("--run-dir", required=True, type=Path)
@@ -176,13 +216,18 @@ def main(argv: list[str] | None = None) -> int:
         return Supervisor(folder, from_bytes(folder.request.read_bytes()), args.lock).run()
     except OrchError as error:
         log.error("%s", error.message)
+        _failed(folder, int(error.exit), error.message)
         return error.exit
     except Exception as error:
         log.exception("internal error")
-        with contextlib.suppress(Exception):
-            final = {"state": "failed", "exit_code": int(Exit.INTERNAL), "ended_at": time.time()}
-            write_state(folder, msgspec.structs.replace(read_state(folder), **final, reason=f"supervisor: {error}"))
+        _failed(folder, int(Exit.INTERNAL), f"supervisor: {error}")
         return Exit.INTERNAL
+
+
+def _failed(folder: RunFolder, code: int, reason: str) -> None:
+    with contextlib.suppress(Exception):
+        final = {"state": "failed", "exit_code": code, "ended_at": time.time(), "reason": reason}
+        write_state(folder, msgspec.structs.replace(read_state(folder), **final))
 
 
 if __name__ == "__main__":
