@@ -68,6 +68,7 @@ def make_plan(
     checkpoint_every_steps: int = 0,
     metrics_port: int = 0,
     memory_every_steps: int = 1,
+    trace_steps: int = 0,
     model: doc.Model | None = None,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
@@ -131,7 +132,9 @@ def make_plan(
                 **{"seed": seed, "cache_dir": cache_dir},
             ),
             checkpoint=doc.Checkpoint(dir=checkpoint_dir, every_steps=checkpoint_every_steps, keep_last=2),
-            metrics=doc.Metrics(host="127.0.0.1", port=metrics_port, memory_every_steps=memory_every_steps),
+            metrics=doc.Metrics(
+                host="127.0.0.1", port=metrics_port, memory_every_steps=memory_every_steps, trace_steps=trace_steps
+            ),
         ),
         ranks=[
             doc.Rank(rank=rank, node=names[rank // gpus], gpu=rank % gpus, nic=0, coord=doc.Coord(**place))

@@ -5,11 +5,23 @@ Checked with torch 2.11 to 2.15. When one of these breaks, this file is where to
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
 from torch.utils._pytree import tree_leaves  # tensors inside an operator's arguments and results
 
-__all__ = ["DispatchMode", "flash_backward", "flash_forward", "has_flash", "storage_key", "tree_leaves"]
+__all__ = [
+    "DispatchMode",
+    "flash_backward",
+    "flash_forward",
+    "has_flash",
+    "storage_key",
+    "tree_leaves",
+    "watch_resizes",
+]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -24,6 +36,23 @@ class DispatchMode(TorchDispatchMode):
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer 0."""
     return storage._cdata
+
+
+@contextlib.contextmanager
+def watch_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `told` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers weights with it."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, *args: Any) -> Any:
+        result = original(self, *args)
+        told(self)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original
 
 
 # ------------------------------------------------------------------- attention with its log-sum-exp (context parallel)

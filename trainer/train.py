@@ -1,8 +1,8 @@
 """The training loop of one worker: check, build, resume, then step after step until done, told to stop, or broken.
 
 A step boundary is where everything is agreed: one small all-reduce carries the number of valid tokens of the coming
-step and whether any rank was told to stop. So all ranks save the same step, and the loss has its divisor before the
-first forward.
+step, whether any rank was told to stop, and how far a save beside training is. So all ranks save the same step, and
+the loss has its divisor before the first forward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .data.build import open_tokens
 from .data.loader import Loader
 from .data.progress import thinned
 from .engine import Engine
-from .errors import DataError, NonFinite, SaveError, Stopped
-from .metrics.memory import StepMemory
+from .errors import DataError, NonFinite, Stopped
+from .metrics.profile import Profile
 from .metrics.report import Reporter
 from .notice import Notice
 from .optim.lr import learning_rate
@@ -101,16 +101,7 @@ class Run:
         self.engine = Engine(plan, mesh, device, recipe)
         folder, token = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), Fence(env.run_id, env.epoch)
         self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, data=loader.store.index.key)
-        engine = self.engine
-        self.memory = StepMemory(
-            device,
-            {
-                "params": engine.buckets.param_tensors,
-                "grads": engine.buckets.grad_tensors,
-                "optimizer": engine.optimizer.tensors,
-                "buffers": lambda: [],
-            },
-        )
+        self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
 
     def resume(self) -> None:
@@ -133,7 +124,7 @@ class Run:
                 self._stop()
             self._train_step(batches, valid_tokens, start)
             if every and self.step % every == 0 and self.step < job.train.steps:
-                self._save_on_the_way()
+                self._start_save()
         self._save()
         self.reporter.event("done", self.step)
 
@@ -142,7 +133,10 @@ class Run:
         coord = self.mesh.coord
         counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
         mine = sum(batch.valid_tokens for batch in batches) if counts else 0
-        valid_tokens, told = messages.sum_ints([mine, int(self.notice.received is not None)])
+        told = int(self.notice.received is not None)
+        valid_tokens, told, votes = messages.sum_ints([mine, told, self.checkpoints.vote])
+        with self.engine.timer.phase("checkpoint"):
+            self.checkpoints.advance(votes)
         if not valid_tokens and not told:
             raise DataError(f"step {self.step + 1}: no token of the global batch is a target")
         return valid_tokens, told > 0
@@ -152,27 +146,24 @@ class Run:
         self.reporter.event("stopping", self.step, reason=reason)
         if self.step == 0:
             raise Stopped(f"{reason} before the first step: nothing to save yet")
-        self._save()
+        self._save(read_back=False)  # a notice may leave seconds
         raise Stopped(f"{reason}: saved at step {self.step}")
 
-    def _save_on_the_way(self) -> None:
-        """A full disk is no reason to throw away what is in memory: say so, train on, try again next time."""
-        try:
-            self._save()
-        except SaveError as error:
-            self.reporter.event("checkpoint_failed", self.step, error=str(error))
-
-    def _save(self) -> None:
+    def _start_save(self) -> None:
         with self.engine.timer.phase("checkpoint"):
             pieces = list(self.engine.pieces(own=True))
-            self.checkpoints.save(pieces, self.step, self.samples, self.engine.scalars())
+            self.checkpoints.start(pieces, self.step, self.samples, self.engine.scalars())
+
+    def _save(self, read_back: bool = True) -> None:
+        with self.engine.timer.phase("checkpoint"):
+            pieces = list(self.engine.pieces(own=True))
+            self.checkpoints.save(pieces, self.step, self.samples, self.engine.scalars(), read_back)
 
     def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
         plan, engine, number = self.plan, self.engine, self.step + 1
-        every = plan.job.metrics.memory_every_steps
         lr = learning_rate(number, plan.job.optim, plan.job.train.steps)
         on_device = [batch.to(self.device) for batch in batches]
-        with self.memory.measure(enabled=every > 0 and number % every == 0) as memory_bytes:
+        with self.profile.step(number) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
             grad_norm = float(norm)
             if not math.isfinite(grad_norm) and (engine.scaler is None or engine.scaler.exhausted):
@@ -189,6 +180,7 @@ class Run:
         """All ranks see the same norm, so all come here, and say together whose loss it was. Raises NonFinite."""
         mine = not bool(torch.isfinite(loss_sum))
         guilty = [rank for rank, raw in enumerate(messages.all_gather_bytes(b"1" if mine else b"0")) if raw == b"1"]
+        self.checkpoints.settle()  # a save of good weights may be under way
         where = f"the loss is not finite on rank {', '.join(map(str, guilty))}" if guilty else "every loss is finite"
         raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples})")
 

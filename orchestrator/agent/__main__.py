@@ -28,20 +28,22 @@ from .metrics import serve
 from .recorder import Recorder
 from .run_record import RunRecord
 
+_ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
 #: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.
 _NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logging.getLogger("orch.agent")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, key: bytes | None = None) -> int:
+    """`key`: the run's, where it does not lie in the run folder."""
     args = _parse(argv)
     os.umask(0o077)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
-        return asyncio.run(_run(args))
+        return asyncio.run(_run(args, key))
     except OrchError as error:
         log.error("%s", error.message)
         return error.exit
@@ -59,6 +61,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", required=True, help="this node's name in the plan")
     parser.add_argument("--address", default="127.0.0.1", help="where the other nodes reach this one")
     parser.add_argument("--metrics-fd", type=int, help="the metrics page: a listening socket of the launcher")
+    parser.add_argument("--metrics-port", type=int, help="of this node's page; left out: the plan's on the first node")
+    parser.add_argument(
+        "--coordinator", choices=("here", "elsewhere"), help="left out: on the node that the plan names first"
+    )
+    parser.add_argument("--coordinator-port", type=int, default=0, help="where it listens; 0: any free port")
     parser.add_argument("--gpus", type=int, help="GPUs granted on this node; left out: those that the machine has")
     parser.add_argument(
         "--lifeline", action="store_true", help="standard input is a pipe of the launcher; its end is ours"
@@ -66,9 +73,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def _run(args: argparse.Namespace) -> int:
+async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     folder = RunFolder(args.run_dir)
-    key = read_secret(folder.key)
+    key = key or read_secret(folder.key)
     request = from_bytes(folder.request.read_bytes())
     plan = load_plan(folder.plan)
     if plan.hash != request.plan_hash:
@@ -76,13 +83,13 @@ async def _run(args: argparse.Namespace) -> int:
     nodes = used_nodes(plan)
     if args.node not in nodes:
         raise OrchError(f"the plan gives no rank to node {args.node!r}", Exit.CONFIG)
-    first = args.node == nodes[0]
+    first = args.node == nodes[0] if args.coordinator is None else args.coordinator == "here"
     recorder = Recorder(folder, args.node, plan)
     recorder.metrics.begin_epoch(-1)
     metrics = plan.job.metrics
-    server = await serve(recorder.metrics, metrics.host, metrics.port if first else 0, args.metrics_fd)
+    server = await serve(recorder.metrics, metrics.host, _metrics_port(args, metrics.port, first), args.metrics_fd)
     bound = server.sockets[0].getsockname()
-    address = f"{bound[0]}:{bound[1]}"
+    address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
     place = Place(platform.node(), args.address, os.getpid(), _gpus(plan) if args.gpus is None else args.gpus, _nics())
     agent = Agent(folder, plan, request, args.node, place, key, recorder, address)
@@ -94,16 +101,16 @@ async def _run(args: argparse.Namespace) -> int:
         record = RunRecord(folder, plan, args.node, Discovery(folder, request.discovery_dir))
         coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
     try:
-        return await _until_over(agent, coordinator, args.address)
+        return await _until_over(agent, coordinator, args.address, args.coordinator_port)
     finally:
         server.close()
         recorder.close()
 
 
-async def _until_over(agent: Agent, coordinator: Coordinator | None, address: str) -> int:
+async def _until_over(agent: Agent, coordinator: Coordinator | None, address: str, port: int) -> int:
     """Run the agent, and beside it the coordinator where this node hosts it; the agent's exit code."""
     work = asyncio.create_task(agent.run())
-    lead = asyncio.create_task(coordinator.run(address)) if coordinator else None
+    lead = asyncio.create_task(coordinator.run(address, port)) if coordinator else None
     try:
         await asyncio.wait({work, lead} if lead else {work}, return_when=asyncio.FIRST_COMPLETED)
         if lead and work.done():
@@ -116,6 +123,12 @@ async def _until_over(agent: Agent, coordinator: Coordinator | None, address: st
         for task in filter(None, (work, lead)):
             task.cancel()
         await asyncio.gather(work, *filter(None, [lead]), return_exceptions=True)  # the agent's workers are gone then
+
+
+def _metrics_port(args: argparse.Namespace, planned: int, first: bool) -> int:
+    if args.metrics_port is not None:
+        return args.metrics_port
+    return planned if first else 0
 
 
 def _listen_to_signals(agent: Agent) -> None:

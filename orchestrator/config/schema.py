@@ -233,6 +233,7 @@ class MetricsSpec(Frozen):
     host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z", description="a host name or address")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first node's agent; 0: any free port
     memory_every_steps: Count = 10
+    trace_steps: Annotated[int, Meta(ge=0, le=100)] = 0  # the first steps' timeline and memory, a file a rank; 0: none
 
 
 class BackendSpec(Frozen):

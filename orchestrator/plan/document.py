@@ -56,6 +56,16 @@ class SwitchLevel(Frozen):
     source: str
 
 
+class Measured(Frozen):
+    """What `orch bench` found in the place of data sheets. Links carry their measured rates and latencies themselves."""
+
+    source: str  # when, by which run
+    matmul_flops: dict[str, float]  # FLOP/s of a matrix product on one GPU while all compute, by precision
+    attention_flops: dict[str, float]
+    memory_bytes_per_s: float
+    launch_s: float  # one small operator
+
+
 class Cluster(Frozen):
     name: str
     device: Literal["cpu", "cuda"]
@@ -67,6 +77,7 @@ class Cluster(Frozen):
     nics_per_node: int
     rails: int  # NIC i of every node is on rail i % rails
     levels: list[SwitchLevel]
+    measured: Measured | None = None
 
 
 # ---------------------------------------------------------------------------------------------- model
@@ -258,6 +269,7 @@ class Metrics(Frozen):
     host: str
     port: int  # of the first node's agent; 0 = any free port
     memory_every_steps: int
+    trace_steps: int = 0  # the first steps are recorded: what ran when, memory by category over time
 
 
 class Job(Frozen):

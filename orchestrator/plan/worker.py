@@ -98,6 +98,11 @@ def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
     return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
 
 
+def trace_file(run_dir: str | Path, rank: int) -> Path:
+    """A rank's timeline of the first steps (`metrics.trace_steps`), in Chrome's trace format."""
+    return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"
+
+
 class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaults=True):
     """One rank's account of one optimizer step. Seconds, bytes, ratios."""
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,30 @@ from torch import Tensor
 
 from . import gloo
 
+if TYPE_CHECKING:
+    from .trace import StepTrace
+
 
 @dataclass
 class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
+    trace: StepTrace | None = None  # told of every transfer of the steps that it records
+    subject: str = ""  # what is sent now, for the trace
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def sent(self, axis: str, size: int) -> None:
+    def sent(self, what: str, axis: str, size: int, calls: int = 1) -> None:
         self.bytes[axis] += size
-        self.calls[axis] += 1
+        self.calls[axis] += calls
+        if self.trace is not None:
+            self.trace.transfer(f"{what} {self.subject}".rstrip(), axis, size)
+
+    def under_way(self, work: dist.Work | None = None) -> Callable[[], None]:
+        """What to call when the transfer that was `sent` last has arrived."""
+        return self.trace.under_way(work) if self.trace is not None else _nothing
 
     def waiting(self, axis: str, tensor: Tensor) -> _Stopwatch:
         """Context manager around a wait. On CUDA it records events and does not stop the host."""
@@ -51,6 +63,10 @@ class CommCounter:
         result = dict(self.bytes), dict(self.seconds)
         self.bytes.clear(), self.calls.clear(), self._seconds.clear()
         return result
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Stopwatch:
@@ -81,7 +97,7 @@ class Handle:
     Keep it until then: torch cancels a transfer whose handle is dropped. `finish` runs once, when the data is here.
     """
 
-    __slots__ = ("_axis", "_counter", "_finish", "_result", "_work")
+    __slots__ = ("_arrived", "_axis", "_counter", "_finish", "_result", "_work")
 
     def __init__(
         self,
@@ -92,6 +108,7 @@ class Handle:
         finish: Callable[[], object] | None = None,
     ):
         self._result, self._work, self._axis, self._counter, self._finish = result, work, axis, counter, finish
+        self._arrived = counter.under_way(work)
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -109,6 +126,7 @@ class Handle:
                 self._work.wait()
                 if self._finish is not None:
                     self._finish()
+            self._arrived()
             self._work = self._finish = None
         return self._result
 
@@ -123,7 +141,7 @@ def start_all_reduce(
     if group is None:
         return Handle(tensor, None, axis, counter)
     n = group.size()
-    counter.sent(axis, 2 * tensor.nbytes * (n - 1) // n)
+    counter.sent("all-reduce", axis, 2 * tensor.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     return Handle(tensor, work, axis, counter)
@@ -138,7 +156,7 @@ def start_reduce_scatter(
     n = group.size()
     if out is None:
         out = tensor.new_empty(tensor.shape[0] // n, *tensor.shape[1:])
-    counter.sent(axis, tensor.nbytes * (n - 1) // n)
+    counter.sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
         if tensor.is_cuda:
             return Handle(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), axis, counter)
@@ -155,7 +173,7 @@ def start_all_gather(
     n = group.size()
     if out is None:
         out = tensor.new_empty(n * tensor.shape[0], *tensor.shape[1:])
-    counter.sent(axis, out.nbytes * (n - 1) // n)
+    counter.sent("all-gather", axis, out.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
         if tensor.is_cuda:
             work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
@@ -168,7 +186,7 @@ def start_send(
     tensor: Tensor, to: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
 ) -> Handle:
     """To the global rank `to`. The tensor must not change before the wait."""
-    counter.sent(axis, tensor.nbytes)
+    counter.sent("send", axis, tensor.nbytes)
     with counter.waiting(axis, tensor):
         work = dist.isend(tensor, dst=to, group=group, tag=tag)
     return Handle(tensor, work, axis, counter)
@@ -194,8 +212,8 @@ def start_rotate(
     arrived = [torch.empty_like(tensor) for tensor in tensors]
     operations = [dist.P2POp(dist.isend, tensor, to, group) for tensor in tensors]
     operations += [dist.P2POp(dist.irecv, out, source, group) for out in arrived]
-    for tensor in tensors:
-        counter.sent(axis, tensor.nbytes)
+    counter.sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), len(tensors))
+    ended = counter.under_way()
     with counter.waiting(axis, tensors[0]):
         works = dist.batch_isend_irecv(operations)
 
@@ -203,6 +221,7 @@ def start_rotate(
         with counter.waiting(axis, tensors[0]):
             for work in works:
                 work.wait()
+        ended()
         return arrived
 
     return wait
@@ -236,7 +255,9 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, count
         return tensor
     n = group.size()
     out = torch.empty_like(tensor)
-    counter.sent(axis, tensor.nbytes * (n - 1) // n)
+    counter.sent("all-to-all", axis, tensor.nbytes * (n - 1) // n)
+    ended = counter.under_way()
     with counter.waiting(axis, tensor):
         dist.all_to_all_single(out, tensor, group=group)
+    ended()
     return out

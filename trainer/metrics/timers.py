@@ -19,6 +19,7 @@ class PhaseTimer:
         self._clock, self._synchronize = clock, synchronize
         self._seconds: dict[str, float] = {}
         self._inner: list[float] = []  # seconds already charged to phases inside each open one
+        self.spans: list[tuple[str, float, float]] | None = None  # (phase, start, end) on the clock; a list: kept
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -27,7 +28,10 @@ class PhaseTimer:
         try:
             yield
         finally:
-            spent = self._now() - start
+            end = self._now()
+            spent = end - start
+            if self.spans is not None:
+                self.spans.append((name, start, end))
             self.add(name, spent - self._inner.pop())
             if self._inner:
                 self._inner[-1] += spent

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from orchestrator.plan.schedules import Action, Span
+from orchestrator.plan.schedules import Action, Kind, Span
 
 
 class Trace:
@@ -19,6 +19,7 @@ class Trace:
         self.began = 0.0  # perf_counter at the start of the step
         self._marks: list[tuple[Action, object, object]] = []
         self._origin: torch.cuda.Event | None = None
+        self._running: Action | None = None
 
     def restart(self) -> None:
         self._marks, self.began = [], perf_counter()
@@ -26,9 +27,14 @@ class Trace:
 
     @contextlib.contextmanager
     def record(self, action: Action) -> Iterator[None]:
-        start = self._now()
+        start, self._running = self._now(), action
         yield
+        self._running = None
         self._marks.append((action, start, self._now()))
+
+    def running(self) -> tuple[int, bool] | None:
+        """(number of the action that runs now, whether it is a forward); None between actions."""
+        return None if self._running is None else (len(self._marks), self._running.kind is Kind.F)
 
     def order(self) -> list[Action]:
         return [action for action, _, _ in self._marks]

@@ -183,6 +183,7 @@ class GradBuckets:
 
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
+        self.counter.subject = f"bucket {self.launched}"
         for view, count in zip(bucket.grad_views, self._received[self.launched], strict=True):
             if not count:  # not used in this step: zeros, so that the sum with ranks that do use it is right
                 view.zero_()
@@ -192,6 +193,7 @@ class GradBuckets:
             bucket.reduction = start_reduce_scatter(bucket.grads, group, "dp", self.counter, out=out)
         else:
             bucket.reduction = start_all_reduce(bucket.grads, self.mesh.group("grad"), "dp", self.counter)
+        self.counter.subject = ""
         self.launched += 1
 
     def finish(self) -> None:

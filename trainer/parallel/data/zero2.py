@@ -57,7 +57,9 @@ class ShardedGradBuckets(GradBuckets):
         bucket = self.buckets[number]
         self._received[number] = [0] * len(bucket.infos)
         whole = bucket.close()
+        self.counter.subject = f"bucket {number}"
         handle = start_reduce_scatter(whole, self.mesh.group("shard"), "dp", self.counter)
+        self.counter.subject = ""
         self._under_way.append((bucket, handle, whole))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._arrive()

@@ -1,0 +1,116 @@
+"""`backend.options` of the kubernetes backend: what differs from cluster to cluster. Pure.
+
+Single ones are overridden as everything else: `backend.options.queue=research`. What is left out follows from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
+
+#: Names and label keys as the API server itself takes them (DNS-1123 labels and subdomains, qualified names).
+Label = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")]
+_PART = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+Key = Annotated[str, Meta(pattern=rf"^([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_PART}\Z")]
+Value = Annotated[str, Meta(pattern=rf"^({_PART})?\Z")]
+Path = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f:]{0,1000}\Z")]
+Image = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,500}\Z")]
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Toleration(Frozen):
+    key: Key | None = None  # None with operator Exists: every taint
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: Value = ""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute", ""] = ""
+
+
+class Volume(Frozen):
+    """A claim that every pod mounts beside the run's own: data, a shared environment."""
+
+    claim: Name
+    path: Path
+    read_only: bool = True
+
+
+class Owner(Frozen):
+    """The object whose end is the run's end: Kubernetes collects what it owns. The chart's ConfigMap is one."""
+
+    kind: str
+    name: Name
+    uid: str
+    api_version: str = "v1"
+
+
+class KubernetesOptions(Frozen):
+    """Every option with its default."""
+
+    # where
+    context: Annotated[str, Meta(max_length=253)] | None = None  # of the kubeconfig; None: the current one
+    namespace: Label | None = None  # None: that of the context, or the launcher's own inside a cluster
+    kind: Literal["job", "jobset"] = "job"
+    # with what
+    image: Image | None = None  # has this orch and torch; the Containerfile builds one
+    pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    pull_secrets: list[Name] = []
+    python: Annotated[str, Meta(min_length=1, max_length=255)] = "python3"  # of the image
+    service_account: Name | None = None  # of the pods; they never get its token
+    user: Count = 10001  # uid and gid of the processes
+    # how much, for one pod
+    cpus: Positive | None = None  # None: 8 a GPU, 1 a process on CPU clusters
+    memory_gib: Positive | None = None  # without /dev/shm; None: 64 a GPU, 2 a process
+    shm_gib: Positive | None = None  # /dev/shm, counted in the memory limit; None: 4 a GPU, 0.25 a process
+    gpu_resource: Key = "nvidia.com/gpu"
+    rdma: dict[Key, Count] = {}  # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
+    security: Literal["restricted", "baseline"] = "restricted"  # baseline: with IPC_LOCK, which RDMA may need
+    # queueing
+    queue: Name | None = None  # Kueue's LocalQueue; None: no Kueue
+    workload_priority: Name | None = None  # Kueue's WorkloadPriorityClass
+    priority_class: Name | None = None  # PriorityClass of the pods
+    # on which nodes
+    profile: Annotated[str, Meta(max_length=2000)] = "auto"  # of node labels: `orch topology import --profile`
+    levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}
+    topology: Literal["preferred", "required", "none"] = "preferred"  # how strongly the whole job stays together
+    slices: bool = True  # keep each TP/EP domain or pipeline under one switch of the innermost level
+    node_selector: dict[Key, Value] = {}
+    tolerations: list[Toleration] = []
+    # volumes
+    claim: Name | None = None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
+    volumes: list[Volume] = []
+    # life
+    unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
+    gather_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
+    max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75
+    checkpoint_gb_per_s: Positive = 1.0  # what one node writes to the claim; to size the grace period
+    ttl_s: Natural | None = 604800  # a finished run is removed from the cluster after this long; None: never
+    # names on everything
+    labels: dict[Key, Value] = {}
+    annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
+    network_policy: bool = False  # let only pods of the run, and Prometheus, reach its pods
+    owner: Owner | None = None
+
+
+def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
+    """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place (exit 65)."""
+    known = KubernetesOptions.__struct_fields__
+    for key in options:
+        if key not in known:
+            text = f"backend.options.{key} is not an option of kubernetes; {did_you_mean(key, known)}"
+            raise OrchError(text, Exit.CONFIG)
+    try:
+        return msgspec.convert(dict(options), type=KubernetesOptions)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at ")
+        place = where.strip("`").removeprefix("$").lstrip(".")
+        raise OrchError(f"backend.options{'.' + place if place else ''}: {what}", Exit.CONFIG) from None

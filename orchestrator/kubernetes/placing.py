@@ -1,0 +1,138 @@
+"""What the cluster is asked for so that the pods come to lie as the plan supposes. Pure.
+
+With Kueue: annotations of topology-aware scheduling (kueue.x-k8s.io, apis/kueue/v1beta2/topology_types.go). Without it:
+node affinity towards nodes that were chosen from the live ones. Either way the ranks are put on the nodes that really
+came, by `orchestrator.planner.replan`, so a request that is only preferred costs speed and never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Plan
+from orchestrator.plan.exits import Exit
+from orchestrator.planner.units import block_size, used_node_count, whole_unit
+from orchestrator.suggest import did_you_mean
+from orchestrator.topology.fit import choose_nodes
+from orchestrator.topology.model import Topology
+
+from .options import KubernetesOptions
+
+KUEUE = "kueue.x-k8s.io"
+HOST = "kubernetes.io/hostname"
+
+
+class Chosen(Struct, frozen=True):
+    """Nodes for a run that no queue places, and what they have in common."""
+
+    nodes: tuple[str, ...]  # in topology order
+    label: str = ""  # of the tightest switch above all of them; "" when there is none
+    values: tuple[str, ...] = ()
+
+
+def kueue_labels(options: KubernetesOptions) -> dict[str, str]:
+    """On the Job or JobSet: which queue, how important."""
+    if options.queue is None:
+        return {}
+    labels = {f"{KUEUE}/queue-name": options.queue}
+    if options.workload_priority:
+        labels[f"{KUEUE}/priority-class"] = options.workload_priority
+    return labels
+
+
+def kueue_annotations(plan: Plan, options: KubernetesOptions) -> dict[str, str]:
+    """On the pod template: the parts that must lie under one innermost switch, and how far the whole may spread.
+
+    Empty without a queue, without `levels` (Kueue refuses labels that its Topology lacks), or with topology=none.
+    """
+    check_levels(plan, options)
+    if options.queue is None or not options.levels or options.topology == "none":
+        return {}
+    names = [level.name for level in plan.cluster.levels if level.name in options.levels]
+    inner = options.levels.get(plan.cluster.levels[0].name)
+    unit, pods = whole_unit(plan, block_size(plan)), used_node_count(plan)
+    together = options.levels[common_level(plan, names)]
+    found = {f"{KUEUE}/podset-{options.topology}-topology": together}
+    if options.slices and inner and 1 < unit < pods:
+        found[f"{KUEUE}/podset-slice-required-topology"] = inner
+        found[f"{KUEUE}/podset-slice-size"] = str(unit)
+    return found
+
+
+def check_levels(plan: Plan, options: KubernetesOptions) -> None:
+    """OrchError (65) for a level that the plan's cluster does not have."""
+    known = [level.name for level in plan.cluster.levels]
+    for name in options.levels:
+        if name not in known:
+            text = f"backend.options.levels.{name}: cluster {plan.cluster.name} has no such level"
+            raise OrchError(f"{text}; {did_you_mean(name, known)}", Exit.CONFIG)
+
+
+def common_level(plan: Plan, names: Sequence[str]) -> str:
+    """The innermost of these levels on which one switch is above every node of the plan; else the outermost."""
+    index = {name: i for i, name in enumerate(plan.cluster.node_names)}
+    used = {index[rank.node] for rank in plan.ranks}
+    for level in plan.cluster.levels:
+        if level.name in names and any(used.issubset(switch) for switch in level.switches):
+            return level.name
+    return names[-1]
+
+
+# ------------------------------------------------------------------------------------------ without a queue
+
+
+def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
+    """Free nodes for the plan, close together, no TP/EP domain or pipeline split over two innermost switches.
+
+    `labels`: tier -> node label, for what the nodes have in common. OrchError (76) when too few nodes are free: all of
+    them or none, so that two runs never wait for each other.
+    """
+    wanted, gpus = used_node_count(plan), plan.cluster.gpus_per_node
+    fitting = [n for n in topology.free if n not in topology.machines or topology.machines[n].gpus >= gpus]
+    if len(fitting) < wanted:
+        have = f"{len(fitting)} of {len(topology.nodes)} nodes are free with {gpus} GPUs"
+        raise OrchError(f"the plan needs {wanted} nodes, {have}: submit it later, or through a queue", Exit.CAPACITY)
+    unit = whole_unit(plan, block_size(plan))
+    whole = in_whole_units(fitting, topology, unit)
+    nodes = choose_nodes(whole if len(whole) >= wanted else fitting, topology, wanted)
+    return Chosen(tuple(nodes), *_common(nodes, topology, labels))
+
+
+def in_whole_units(free: Sequence[str], topology: Topology, unit: int) -> list[str]:
+    """Of the free nodes under each innermost switch as many as make whole units; the rest would have to split one."""
+    if unit <= 1 or not topology.tiers:
+        return list(free)
+    pool, kept = set(free), []
+    for members in topology.tiers[0].switches.values():
+        here = [node for node in members if node in pool]
+        kept += here[: len(here) // unit * unit]
+    return kept
+
+
+def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """(label, switches) of the innermost tier with a label on which few switches hold them all."""
+    for tier in topology.tiers:
+        above = [name for name, members in tier.switches.items() if not set(nodes).isdisjoint(members)]
+        covered = sum(len(set(nodes) & set(tier.switches[name])) for name in above)
+        if len(above) == 1 and covered == len(nodes) and tier.name in labels:
+            return labels[tier.name], tuple(above)
+    return "", ()
+
+
+def node_affinity(chosen: Chosen) -> dict[str, Any]:
+    """The chosen nodes first, others under the same switch where one of them is lost, never further away."""
+    hosts = {"key": HOST, "operator": "In", "values": list(chosen.nodes)}
+    found: dict[str, Any] = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 100, "preference": {"matchExpressions": [hosts]}}
+        ]
+    }
+    if chosen.label:
+        same = {"key": chosen.label, "operator": "In", "values": list(chosen.values)}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [same]}]}
+        found["requiredDuringSchedulingIgnoredDuringExecution"] = terms
+    return {"nodeAffinity": found}

@@ -1,0 +1,57 @@
+"""What is measured of a step beyond its time: memory by category where asked, and the timeline of the first steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import WorkerEnv, trace_file
+
+from .memory import StepMemory
+from .report import Reporter
+from .trace import StepTrace
+
+if TYPE_CHECKING:
+    from trainer.engine import Engine
+
+
+class Profile:
+    """Costs nothing on the steps that it does not look at."""
+
+    def __init__(self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter):
+        self.every, self.traced = plan.job.metrics.memory_every_steps, plan.job.metrics.trace_steps
+        self.engine, self.reporter = engine, reporter
+        registered = {
+            "params": engine.buckets.param_tensors,
+            "grads": engine.buckets.grad_tensors,
+            "optimizer": engine.optimizer.tensors,
+        }
+        self.memory = StepMemory(device, registered, engine.pipeline.trace.running, plan.job.train.compile)
+        path, about = trace_file(env.run_dir, env.rank), {"plan": plan.hash, "epoch": env.epoch}
+        self.trace = StepTrace(path, env.rank, device, self._failed, about)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[dict[str, int]]:
+        """Around optimizer step `number`; the dict has bytes by category afterwards, or nothing."""
+        measured: dict[str, int] = {}
+        traced = number <= self.traced
+        if not traced and not (self.every and number % self.every == 0):
+            yield measured
+            return
+        engine = self.engine
+        with contextlib.ExitStack() as around:
+            if traced:
+                engine.counter.trace = self.trace
+                around.callback(setattr, engine.counter, "trace", None)
+                around.enter_context(self.trace.step(number, self.memory.points, engine.pipeline.trace, engine.timer))
+            around.enter_context(self.memory.measure(measured))
+            yield measured
+
+    def _failed(self, error: OSError) -> None:
+        """A full disk costs the timeline, not the run."""
+        self.traced = 0
+        self.reporter.event("trace_failed", error=str(error))
