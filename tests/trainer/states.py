@@ -9,10 +9,10 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import EventReport
 from tests.plans import make_plan
-from trainer.checkpoint import save as save_module
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import Piece
 from trainer.checkpoint.manager import Checkpoints
+from trainer.checkpoint.save import Contents, save
 from trainer.parallel.params import whole
 
 PLAN = make_plan(dp=2)
@@ -58,7 +58,7 @@ def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:
     manager = checkpoints(folder, plan=make_plan(dp=2))
     manager.resume(lambda: state(0))
     for step in steps:
-        save_module.save(folder, PLAN, manager.token, 0, state(step), step=step, samples=step * 10, keep_last=keep_last)
+        save(manager.target, Contents(step, step * 10, state(step)), keep_last)
     return manager
 
 

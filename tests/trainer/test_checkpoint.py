@@ -12,8 +12,7 @@ from tests.trainer.states import PLAN, checkpoints, equal, resume, saved, state
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.files import sha256, write_tensors
 from trainer.checkpoint.format import MANIFEST, Piece, rank_file, step_name
-from trainer.checkpoint.load import overlap
-from trainer.checkpoint.save import committed
+from trainer.checkpoint.retention import committed
 from trainer.errors import Fenced, SaveError
 from trainer.parallel.params import ParamInfo
 from trainer.verify.ranks import run_ranks
@@ -105,7 +104,9 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
     assert [int(piece.data.sum()) for piece in live] == [8, 8, 4, 0]
 
 
-@pytest.mark.parametrize(("wrong", "found"), [("dropped", 1000), ("twice", 3112)])
+@pytest.mark.parametrize(
+    ("wrong", "found"), [("dropped", "nobody holds 0 to 1056"), ("twice", "more than one hold 1 to 1056")]
+)
 def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, found):
     """A shard that nobody writes, or a replica that two ranks write: Megatron-LM saved such files (its PR 5077)."""
     embed = state(1)[0]
@@ -113,15 +114,9 @@ def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, 
     pieces = [halves[1]] if wrong == "dropped" else [*halves, Piece("master", embed.info, 1, embed.data[1:1057])]
     manager = checkpoints(tmp_path)
     manager.resume(lambda: [])
-    with pytest.raises(SaveError, match=f"master of embed.weight has 2056 elements, the ranks have written {found}"):
+    with pytest.raises(SaveError, match=f"master of embed.weight: {found}"):
         manager.save(pieces, step=1, samples=0)
     assert committed(tmp_path) == [] and not list(tmp_path.glob(".tmp-*"))
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_overlap_is_set_intersection(offset, count, other, other_count):
-    begin, end = overlap(offset, count, other, other_count)
-    assert set(range(begin, end)) == set(range(offset, offset + count)) & set(range(other, other + other_count))
 
 
 # ---------------------------------------------------------------------------------------------- many ranks

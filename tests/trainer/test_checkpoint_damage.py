@@ -4,14 +4,15 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from orchestrator.plan import Exit
 from tests.trainer.states import checkpoints, equal, resume, saved, state
 from trainer.checkpoint import save as save_module
-from trainer.checkpoint.format import MANIFEST, Piece, rank_file, step_name
-from trainer.checkpoint.save import committed
+from trainer.checkpoint.format import MANIFEST, Piece, decode, encode, rank_file, step_name
+from trainer.checkpoint.retention import committed
 from trainer.errors import CheckpointError, SaveError
 from trainer.parallel.params import whole
 
@@ -55,9 +56,17 @@ def damage_manifest_schema(step: Path) -> None:
     (step / MANIFEST).write_text('{"schema": "orch.checkpoint/99"}')
 
 
+def damage_manifest_digit(step: Path) -> None:
+    """One digit: a manifest that decodes, and says something else."""
+    text = (step / MANIFEST).read_text()
+    (step / MANIFEST).write_text(text.replace('"samples": ', '"samples": 9'))
+
+
 def damage_manifest_path(step: Path) -> None:
-    text = (step / MANIFEST).read_text().replace(rank_file(0), "../../secret", 1)
-    (step / MANIFEST).write_text(text)
+    """By somebody who can make the hash right too."""
+    manifest = decode((step / MANIFEST).read_bytes())
+    files = [msgspec.structs.replace(manifest.files[0], file="../../secret")]
+    (step / MANIFEST).write_bytes(encode(msgspec.structs.replace(manifest, files=files)))
 
 
 DAMAGE = {
@@ -69,6 +78,7 @@ DAMAGE = {
     damage_manifest_missing: "manifest.json: No such file",
     damage_manifest_cut: "manifest.json: ",
     damage_manifest_schema: "schema is 'orch.checkpoint/99'",
+    damage_manifest_digit: "manifest.json: its content is not what was hashed",
     damage_manifest_path: "is not a plain file name",
 }
 
@@ -96,9 +106,10 @@ def test_when_nothing_can_be_trusted_the_run_does_not_start_over_silently(tmp_pa
     assert step_name(1) in str(caught.value) and step_name(2) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_every_single_bit_of_a_small_file_matters(tmp_path):
+@pytest.mark.parametrize("name", [rank_file(0), MANIFEST])
+def test_every_single_bit_of_a_small_file_matters(tmp_path, name):
     saved(tmp_path, 1)
-    file = tmp_path / step_name(1) / rank_file(0)
+    file = tmp_path / step_name(1) / name
     raw = file.read_bytes()
     for at in range(0, len(raw), max(1, len(raw) // 50)):
         flipped = bytearray(raw)

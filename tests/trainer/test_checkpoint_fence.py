@@ -10,7 +10,7 @@ from orchestrator.plan import Exit
 from tests.trainer.states import equal, resume, saved, state
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.format import step_name
-from trainer.checkpoint.save import committed, prune
+from trainer.checkpoint.retention import committed, prune
 from trainer.errors import CheckpointError, Fenced
 
 # ---------------------------------------------------------------------------------------------- fencing, retention

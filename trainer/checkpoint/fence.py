@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from trainer.durable import write_atomic
+from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced
 
 from .files import locked
@@ -30,7 +30,7 @@ def claim(folder: Path, token: Fence) -> None:
     Raises Fenced when a newer epoch of the same run holds it. Another run's claim is taken over: the folder was given
     to this run by its plan, and the other run finds itself fenced at its next save.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make(folder)
     with locked(folder):
         current = read(folder)
         if current and current.run_id == token.run_id and current.epoch > token.epoch:
@@ -38,6 +38,14 @@ def claim(folder: Path, token: Fence) -> None:
         write_atomic(folder / FENCE, msgspec.json.encode(token))
         for left in [*folder.glob(".tmp-*"), *folder.glob(".trash-*")]:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _make(folder: Path) -> None:
+    """With the names of all that is new made durable: a checkpoint in a folder that a power cut takes is none."""
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for one in new:
+        sync_folder(one.parent)
 
 
 def check(folder: Path, token: Fence) -> None:

@@ -9,9 +9,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO, Self
 
+import msgspec
 import torch
 from torch import Tensor
+
+from trainer.errors import CheckpointError
 
 #: torch dtype -> name in the safetensors format (its README, "Format").
 DTYPES: dict[torch.dtype, str] = {
@@ -54,9 +58,61 @@ def _parts(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | mem
             yield memoryview(tensor.detach().contiguous().view(torch.uint8).cpu().numpy())
 
 
+class TensorFile:
+    """A safetensors file of 1-D tensors, of which any range can be read by itself.
+
+    By pread, not by mapping the file: what cannot be read is an OSError here and not the death of the process (SIGBUS).
+    """
+
+    def __init__(self, file: BinaryIO, path: Path):
+        self._file, self.path = file, path
+        try:
+            size = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(min(size, os.fstat(file.fileno()).st_size)))
+            self._tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        except (msgspec.DecodeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: no safetensors file ({error})") from None
+        self._data = 8 + size
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: Path) -> Iterator[Self]:
+        """Raises OSError, CheckpointError."""
+        with path.open("rb", buffering=0) as file:
+            yield cls(file, path)
+
+    def read(self, key: str, first: int, out: Tensor) -> None:
+        """Fill `out`, 1-D, contiguous and in CPU memory, with the elements of `key` from number `first` on.
+
+        Raises CheckpointError where the file does not hold them in that dtype, OSError where they cannot be read.
+        """
+        entry = self._tensors.get(key)
+        if entry is None or entry["dtype"] != DTYPES[out.dtype]:
+            held = entry and entry["dtype"]
+            raise CheckpointError(f"{self.path}: holds {key} as {held}, wanted {DTYPES[out.dtype]}")
+        begin, end = (self._data + edge for edge in entry["data_offsets"])
+        at, left = begin + first * out.itemsize, memoryview(out.view(torch.uint8).numpy())
+        if at + len(left) > end:
+            raise CheckpointError(f"{self.path}: {key} is shorter than the manifest says")
+        while left:
+            count = os.preadv(self._file.fileno(), [left], at)
+            if not count:
+                raise CheckpointError(f"{self.path}: ends in the middle of {key}")
+            left, at = left[count:], at + count
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_from_disk(path: Path) -> str:
+    """The hash of what the disk holds of a file that was fsynced: its pages are dropped from memory first, as far as
+    the file system does that."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return sha256(path)
 
 
 @contextlib.contextmanager

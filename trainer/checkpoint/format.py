@@ -8,11 +8,12 @@
         .tmp-step-00000200.e3/       a save under way, or what a killed one left
 
 State is stored by full names (`layers.17.attn.wq.weight`), global shapes, and where each slice lies in them, never by
-rank or stage, so that a later version can read it into another layout. Padding is not stored.
+rank or stage, so that any layout can read what any other has written. Padding is not stored.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.parallel.params import ParamInfo
 
-SCHEMA = "orch.checkpoint/1"
+from .geometry import Part, tiling_problem
+
+SCHEMA = "orch.checkpoint/2"
 MANIFEST = "manifest.json"
 FENCE = "fence.json"
+RNG_KEY = "rng/cpu"  # a rank's random state, in its file
 STEP = re.compile(r"step-(\d{8})")
 
 Kind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
@@ -71,6 +75,11 @@ class Piece:
         valid = size * prod(info.global_shape[1:]) - self.offset
         return Piece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
 
+    @property
+    def part(self) -> Part:
+        """Where the elements of `data` lie in the global parameter."""
+        return Part(*block(self.info), self.offset, self.data.numel())
+
 
 class Slice(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the flat elements [offset, offset + count) of a file's tensor lie in the global parameter.
@@ -87,6 +96,10 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True):
     offset: int
     count: int
 
+    @property
+    def part(self) -> Part:
+        return Part(self.dim, self.start, self.stop, self.offset, self.count)
+
 
 def block(info: ParamInfo) -> tuple[int | None, int, int]:
     """(dim, start, stop) of `Slice` for a rank's share of a parameter."""
@@ -102,7 +115,7 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of the plan that wrote it, for messages and for choosing between exact and converted resume."""
+    """Degrees of the plan that wrote it: for messages, and to tell a resume to the bit from one on another layout."""
 
     tp: int
     cp: int
@@ -120,6 +133,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The last file written of a checkpoint, and the only one that says what the others are."""
 
     schema: str = SCHEMA
+    hash: str = ""  # sha256 of this file with the hash itself left out
     run_id: str
     epoch: int
     plan_hash: str
@@ -137,23 +151,23 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def coverage_problem(manifest: Manifest) -> str | None:
-    """None, or the first parameter that the files do not hold exactly once in every kind of state that they hold.
-
-    Counts elements, which finds what goes wrong in practice: a shard that nobody writes, a replica written twice.
-    """
-    counts: dict[tuple[str, Kind], int] = {}
-    for _, part in manifest.slices():
-        counts[part.name, part.kind] = counts.get((part.name, part.kind), 0) + part.count
+    """None, or the first parameter that the files do not hold exactly once in every kind of state that they hold:
+    a shard that nobody writes, a replica written twice."""
+    parts: dict[tuple[str, Kind], list[Part]] = {}
+    for _, one in manifest.slices():
+        parts.setdefault((one.name, one.kind), []).append(one.part)
+    kinds = sorted({kind for _, kind in parts})
     for name, shape in manifest.parameters.items():
-        for kind in sorted({kind for _, kind in counts}):
-            found, wanted = counts.get((name, kind), 0), prod(shape)
-            if found != wanted:
-                return f"{kind} of {name} has {wanted} elements, the ranks have written {found}"
+        for kind in kinds:
+            if problem := tiling_problem(parts.get((name, kind), []), shape):
+                return f"{kind} of {name}: {problem}"
     return None
 
 
 def encode(manifest: Manifest) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    """The manifest's file, sealed with its hash."""
+    raw = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, hash="")), indent=1)
+    return raw.replace(_hash_line(""), _hash_line(hashlib.sha256(raw).hexdigest()), 1)
 
 
 def decode(raw: bytes) -> Manifest:
@@ -163,9 +177,17 @@ def decode(raw: bytes) -> Manifest:
         schema = msgspec.json.decode(head["schema"]) if "schema" in head else None
         if schema != SCHEMA:
             raise CheckpointError(f"schema is {schema!r}, this version reads {SCHEMA!r}")
-        return msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise CheckpointError(str(error)) from None
+    unsealed = raw.replace(_hash_line(manifest.hash), _hash_line(""), 1)
+    if hashlib.sha256(unsealed).hexdigest() != manifest.hash:
+        raise CheckpointError("its content is not what was hashed: it has changed")
+    return manifest
+
+
+def _hash_line(digest: str) -> bytes:
+    return b'"hash": "%s"' % digest.encode()
 
 
 def parameter_shapes(pieces: Iterable[Piece]) -> dict[str, list[int]]:

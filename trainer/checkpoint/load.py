@@ -1,25 +1,23 @@
-"""Loading: the newest checkpoint whose every byte is as it was written; older ones only after naming what is broken.
+"""Choosing: the newest checkpoint whose every byte is as it was written; older ones only after naming what is broken.
 
 Ranks share the verification: rank r hashes files r, r + world, ... and all learn of any problem, so all choose the same
-folder. Then each rank copies its slices into live state, found by full name and place, whichever file they are in.
+folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
-from safetensors import SafetensorError, safe_open
 
 from trainer import messages
 from trainer.errors import CheckpointError
 
-from .files import DTYPES, sha256
-from .format import MANIFEST, FileRecord, Manifest, Piece, Slice, block, decode, rank_file
-from .save import RNG_KEY, committed
+from .files import sha256
+from .format import MANIFEST, FileRecord, Manifest, decode
+from .retention import committed
 
 
 @dataclass(frozen=True)
@@ -84,74 +82,3 @@ def check_file(path: Path, record: FileRecord) -> str | None:
     except OSError as error:
         return f"{record.file}: {error.strerror}"
     return None
-
-
-def restore(found: Found, pieces: Iterable[Piece], rank: int) -> None:
-    """Fill the pieces' data from the checkpoint, bit for bit, and this rank's random state.
-
-    Raises CheckpointError if an element is missing (another layout, which this version does not convert), has another
-    dtype, or belongs to a parameter of another shape.
-    """
-    index: dict[tuple, list[tuple[FileRecord, Slice]]] = {}
-    for record, part in found.manifest.slices():
-        index.setdefault((part.kind, part.name, part.dim, part.start, part.stop), []).append((record, part))
-    reads: dict[str, list[tuple[Slice, Piece]]] = {}
-    for piece in pieces:
-        wanted = piece.unpadded()
-        if wanted is None or not wanted.data.numel():
-            continue
-        _check_shape(found, wanted)
-        parts = index.get((wanted.kind, wanted.info.name, *block(wanted.info)), [])
-        covered = 0
-        for record, part in parts:
-            begin, end = overlap(part.offset, part.count, wanted.offset, wanted.data.numel())
-            if begin < end:
-                covered += end - begin
-                _check_dtype(found, record, wanted)
-                reads.setdefault(record.file, []).append((part, wanted))
-        if covered != wanted.data.numel():
-            raise CheckpointError(
-                f"{found.path.name} was written by layout {found.manifest.layout} and does not hold this rank's part of"
-                f" {wanted.info.name} ({wanted.kind}); resuming needs the layout that wrote it"
-            )
-    for file, wants in reads.items():
-        _read(found.path / file, wants)
-    own = rank_file(rank)
-    if any(record.file == own for record in found.manifest.files):
-        with safe_open(found.path / own, framework="pt") as tensors:
-            torch.set_rng_state(tensors.get_tensor(RNG_KEY))
-
-
-def overlap(offset: int, count: int, other_offset: int, other_count: int) -> tuple[int, int]:
-    """The common range [begin, end) of two flat ranges; empty when begin >= end."""
-    return max(offset, other_offset), min(offset + count, other_offset + other_count)
-
-
-def _read(file: Path, wants: Sequence[tuple[Slice, Piece]]) -> None:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for part, piece in wants:
-                begin, end = overlap(part.offset, part.count, piece.offset, piece.data.numel())
-                values = tensors.get_slice(part.key)[begin - part.offset : end - part.offset]
-                piece.data[begin - piece.offset : end - piece.offset].copy_(values)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: {error}") from None
-
-
-def _check_shape(found: Found, piece: Piece) -> None:
-    shape = found.manifest.parameters.get(piece.info.name)
-    if shape is None:
-        raise CheckpointError(f"{found.path.name} has no parameter {piece.info.name}: it is of another model")
-    if tuple(shape) != piece.info.global_shape:
-        raise CheckpointError(
-            f"{found.path.name} has {piece.info.name} with shape {tuple(shape)},"
-            f" the plan's model has {piece.info.global_shape}"
-        )
-
-
-def _check_dtype(found: Found, record: FileRecord, piece: Piece) -> None:
-    stored, wanted = record.dtypes.get(piece.kind), DTYPES[piece.data.dtype]
-    if stored != wanted:
-        raise CheckpointError(
-            f"{found.path.name}: {record.file} holds {piece.kind} state as {stored}, this plan trains with {wanted}"
-        )

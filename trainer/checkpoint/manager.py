@@ -1,18 +1,23 @@
-"""One run's checkpoints as the training loop sees them: claim, resume, save."""
+"""One run's checkpoints as the training loop sees them: claim, resume, save beside training, save now."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.plan import Plan
+from trainer.errors import SaveError
 from trainer.metrics.report import Reporter
 
+from .background import BackgroundSave
 from .fence import Fence
 from .format import Manifest, Piece
-from .load import newest, restore
-from .save import claim, save, set_aside
+from .load import newest
+from .restore import restore
+from .retention import set_aside
+from .save import Contents, Target, claim, layout_of, save
 
 
 class Checkpoints:
@@ -20,9 +25,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, plan: Plan, token: Fence, rank: int, reporter: Reporter, data: str = ""):
         """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused."""
-        self.data = data
-        self.folder, self.plan, self.token, self.rank, self.reporter = folder, plan, token, rank, reporter
-        self.saved_step: int | None = None  # newest step that is on disk and was verified or written by this process
+        self.target, self.reporter = Target(folder, token, plan, rank, data), reporter
+        self.keep_last = plan.job.checkpoint.keep_last
+        self.saved_step: int | None = None  # newest step that is on disk
+        self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
+        self._background = BackgroundSave(self.target, self.keep_last)
+        self._started, self._stall_s = 0.0, 0.0  # of the save under way
 
     def resume(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
         """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.
@@ -30,52 +38,119 @@ class Checkpoints:
         Newer ones that do not verify are reported (event `checkpoint_rejected`) and set aside under another name.
         Raises Fenced, CheckpointError.
         """
-        claim(self.folder, self.token, self.rank)
+        folder, plan, token, rank = self.target.folder, self.target.plan, self.target.token, self.target.rank
+        claim(folder, token, rank)
         start, rejected = time.perf_counter(), []
 
         def reject(path: Path, problem: str) -> None:
             rejected.append(path)
-            if self.rank == 0:
+            if rank == 0:
                 self.reporter.event("checkpoint_rejected", path=str(path), problem=problem)
 
-        found = newest(self.folder, self.rank, reject)
+        found = newest(folder, rank, reject)
         if found is None:
             return None
-        restore(found, pieces(), self.rank)
-        if self.rank == 0:
+        layout = layout_of(plan)
+        restore(found, pieces(), rank, layout, plan.job.train.seed)
+        if rank == 0:
             for path in rejected:
-                set_aside(path, self.token)
+                set_aside(path, token)
             self.reporter.event(
                 "resumed",
                 found.manifest.step,
                 path=str(found.path),
                 samples=found.manifest.samples,
                 seconds=time.perf_counter() - start,
-                same_plan=found.manifest.plan_hash == self.plan.hash,
-                same_data=found.manifest.data == self.data,
+                same_plan=found.manifest.plan_hash == plan.hash,
+                same_layout=found.manifest.layout == layout,
+                layout=str(found.manifest.layout),
+                same_data=found.manifest.data == self.target.data,
             )
-        self.saved_step = found.manifest.step
+        self.saved_step = self.verified_step = found.manifest.step
         return found.manifest
 
-    def save(self, pieces: Sequence[Piece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> None:
-        """Commit the checkpoint of `step`, unless that step is on disk already. Raises SaveError, Fenced."""
+    # ------------------------------------------------------------------------------------------- beside training
+
+    def start(self, pieces: Sequence[Piece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> None:
+        """Begin to save `step` while training goes on. A save still under way is waited for: there is memory for one.
+
+        A save that fails, this one or the one before, is the event `checkpoint_failed`: what is in memory is not lost,
+        and the next one may succeed. Raises Fenced.
+        """
+        self.settle()
+        if step == self.saved_step:
+            return
+        self._started = time.perf_counter()
+        with self._failure_told(step):
+            self._background.start(Contents(step, samples, pieces, dict(scalars)), self.verified_step)
+        self._stall_s = time.perf_counter() - self._started
+
+    @property
+    def vote(self) -> int:
+        """To be summed over the ranks at each step boundary, for `advance`."""
+        return self._background.vote
+
+    def advance(self, votes: int) -> None:
+        """At a step boundary: let a save under way go on. Raises Fenced."""
+        self._follow(lambda: self._background.advance(votes))
+
+    def settle(self) -> None:
+        """Wait until no save is under way. Raises Fenced."""
+        self._follow(self._background.settle)
+
+    def _follow(self, move: Callable[[], int | None]) -> None:
+        contents, start = self._background.contents, time.perf_counter()
+        if contents is None:
+            return
+        with self._failure_told(contents.step):
+            size = move()
+            self._stall_s += time.perf_counter() - start
+            if size is not None:
+                self._saved(contents, size, time.perf_counter() - self._started, self._stall_s)
+
+    @contextlib.contextmanager
+    def _failure_told(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            if self.target.rank == 0:
+                self.reporter.event("checkpoint_failed", step, error=str(error))
+
+    # ------------------------------------------------------------------------------------------- now
+
+    def save(
+        self,
+        pieces: Sequence[Piece],
+        step: int,
+        samples: int,
+        scalars: Mapping[str, float] = {},
+        read_back: bool = True,
+    ) -> None:
+        """Commit the checkpoint of `step` before returning, unless that step is on disk already.
+
+        Without `read_back` it is faster, for a notice that leaves little time; retention then keeps the newest one that
+        was read back beside it. Raises SaveError, Fenced.
+        """
+        self.settle()
         if step == self.saved_step:
             return
         start = time.perf_counter()
-        size = save(
-            self.folder,
-            self.plan,
-            self.token,
-            self.rank,
-            pieces,
-            step=step,
-            samples=samples,
-            scalars=scalars,
-            data=self.data,
-            keep_last=self.plan.job.checkpoint.keep_last,
-            protected=self.saved_step,
-        )
-        self.saved_step = step
-        if self.rank == 0:
-            seconds = time.perf_counter() - start
-            self.reporter.event("checkpoint_saved", step, bytes=size, seconds=seconds, folder=str(self.folder))
+        contents = Contents(step, samples, pieces, dict(scalars), read_back=read_back)
+        size = save(self.target, contents, self.keep_last, self.verified_step)
+        seconds = time.perf_counter() - start
+        self._saved(contents, size, seconds, seconds)
+
+    def _saved(self, contents: Contents, size: int, seconds: float, stall_s: float) -> None:
+        self.saved_step = contents.step
+        if contents.read_back:
+            self.verified_step = contents.step
+        if self.target.rank == 0:
+            self.reporter.event(
+                "checkpoint_saved",
+                contents.step,
+                bytes=size,
+                seconds=seconds,
+                stall_s=stall_s,
+                verified=contents.read_back,
+                folder=str(self.target.folder),
+            )

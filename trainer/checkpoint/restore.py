@@ -1,0 +1,116 @@
+"""Filling live state from a verified checkpoint, whatever layout wrote it.
+
+Each rank finds its slices by full name and place, in whichever files they are, and reads those bytes and no others:
+runs of elements go from the file into the live tensor; of a matrix that is cut along its columns, rows of at least a
+page are read one by one, and shorter ones together with what lies between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+
+from .files import DTYPES, TensorFile
+from .format import RNG_KEY, FileRecord, Layout, Piece, Slice, rank_file
+from .geometry import Common, common
+from .load import Found
+
+#: Rows shorter than this are not worth a read each: the kernel would read the page anyway.
+PAGE_BYTES = 4096
+#: Of short rows, this much of the file at a time.
+SPAN_BYTES = 16 << 20
+
+
+class _Read(NamedTuple):
+    part: Slice
+    piece: Piece
+    shared: Common
+
+
+def restore(found: Found, pieces: Iterable[Piece], rank: int, layout: Layout, seed: int) -> None:
+    """Fill the pieces' data from the checkpoint, bit for bit, and this rank's random state.
+
+    `layout` is that of the pieces. On the one that wrote the checkpoint each rank gets its random state back; on
+    another the ranks' streams begin anew, from `seed`, the step and the rank.
+
+    Raises CheckpointError if an element is missing, has another dtype, or belongs to a parameter of another shape;
+    OSError, with the file's name, if a file cannot be read.
+    """
+    stored: dict[tuple[str, str], list[tuple[FileRecord, Slice]]] = {}
+    for record, part in found.manifest.slices():
+        stored.setdefault((part.kind, part.name), []).append((record, part))
+    reads: dict[str, list[_Read]] = {}
+    for piece in pieces:
+        wanted = piece.unpadded()
+        if wanted is None or not wanted.data.numel():
+            continue
+        _check_shape(found, wanted)
+        missing = wanted.data.numel()
+        for record, part in stored.get((wanted.kind, wanted.info.name), []):
+            for shared in common(part.part, wanted.part, wanted.info.global_shape):
+                _check_dtype(found, record, wanted)
+                missing -= shared.rows * shared.columns
+                reads.setdefault(record.file, []).append(_Read(part, wanted, shared))
+        if missing:
+            raise CheckpointError(
+                f"{found.path.name} holds {'too much' if missing < 0 else 'too little'} of {wanted.info.name}"
+                f" ({wanted.kind}): {abs(missing)} elements of this rank's part"
+            )
+    for name, wants in reads.items():
+        with TensorFile.open(found.path / name) as file:
+            for part, piece, shared in wants:
+                _copy(file, part.key, piece.data, shared)
+    own = rank_file(rank)
+    if found.manifest.layout == layout and any(record.file == own for record in found.manifest.files):
+        state = torch.empty_like(torch.get_rng_state())
+        with TensorFile.open(found.path / own) as file:
+            file.read(RNG_KEY, 0, state)
+        torch.set_rng_state(state)
+    else:
+        text = f"orch.random/1 {seed} {found.manifest.step} {rank}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True))
+
+
+def _copy(file: TensorFile, key: str, data: Tensor, shared: Common) -> None:
+    """The rectangle `shared` of the file's tensor `key` (left) into `data` (right)."""
+    shape, step = (shared.rows, shared.columns), (shared.right_step, 1)
+    into = data.as_strided(shape, step, data.storage_offset() + shared.right)
+    here = data.device.type == "cpu"
+    if shared.columns * data.itemsize >= PAGE_BYTES or shared.rows == 1:
+        for row in range(shared.rows):
+            line = into[row] if here else torch.empty(shared.columns, dtype=data.dtype)
+            file.read(key, shared.left + row * shared.left_step, line)
+            if not here:
+                into[row].copy_(line)
+        return
+    at_once = max(1, SPAN_BYTES // (shared.left_step * data.itemsize))
+    for row in range(0, shared.rows, at_once):
+        rows = min(at_once, shared.rows - row)
+        span = torch.empty((rows - 1) * shared.left_step + shared.columns, dtype=data.dtype)
+        file.read(key, shared.left + row * shared.left_step, span)
+        into[row : row + rows].copy_(span.as_strided((rows, shared.columns), (shared.left_step, 1)))
+
+
+def _check_shape(found: Found, piece: Piece) -> None:
+    shape = found.manifest.parameters.get(piece.info.name)
+    if shape is None:
+        raise CheckpointError(f"{found.path.name} has no parameter {piece.info.name}: it is of another model")
+    if tuple(shape) != piece.info.global_shape:
+        raise CheckpointError(
+            f"{found.path.name} has {piece.info.name} with shape {tuple(shape)},"
+            f" the plan's model has {piece.info.global_shape}"
+        )
+
+
+def _check_dtype(found: Found, record: FileRecord, piece: Piece) -> None:
+    stored, wanted = record.dtypes.get(piece.kind), DTYPES[piece.data.dtype]
+    if stored != wanted:
+        raise CheckpointError(
+            f"{found.path.name}: {record.file} holds {piece.kind} state as {stored}, this plan trains with {wanted}"
+        )
