@@ -69,8 +69,13 @@ class _CrossEntropy(torch.autograd.Function):
         here = (column >= 0) & (column < valid)  # never true for IGNORED, which is negative
         column = column.masked_fill(~here, 0)
         mine = flat.new_zeros(1, 2, goal.numel(), dtype=wide)
-        for rows in _chunks(flat):
-            torch.logsumexp(flat[rows, :valid].to(wide), dim=-1, out=mine[0, 0, rows])
+        if not valid:
+            mine[0, 0] = -torch.inf
+        for rows in _chunks(flat) if valid else ():
+            # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column tells lse best.
+            part = flat[rows, :valid]
+            log_softmax = torch.log_softmax(part, dim=-1, dtype=wide)
+            torch.sub(part.amax(-1), log_softmax.amax(-1), out=mine[0, 0, rows])
         if valid:
             mine[0, 1] = flat.gather(1, column[:, None]).squeeze(1).to(wide).masked_fill(~here, 0.0)
         log_sums, goals = all_gather(mine, group, AXIS, counter).unbind(1)
@@ -86,12 +91,15 @@ class _CrossEntropy(torch.autograd.Function):
         logits, total, column, here, counted = ctx.saved_tensors
         flat = logits.flatten(0, -2)
         out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
-        scale = grad * counted
-        for rows in _chunks(flat):
-            part = (flat[rows, : ctx.valid].to(total.dtype) - total[rows, None]).exp_()
-            if ctx.valid:
-                part.scatter_add_(1, column[rows, None], -here[rows, None].to(part.dtype))
-            out[rows, : ctx.valid] = part.mul_(scale[rows, None])
+        scale = (grad * counted)[:, None]
+        for rows in _chunks(flat) if ctx.valid else ():
+            there = out[rows, : ctx.valid]
+            part = there if out.dtype == total.dtype else there.new_empty(there.shape, dtype=total.dtype)
+            torch.sub(flat[rows, : ctx.valid], total[rows, None], out=part)
+            part.exp_().mul_(scale[rows])
+            part.scatter_add_(1, column[rows, None], scale[rows] * -here[rows, None].to(part.dtype))
+            if part is not there:
+                there.copy_(part)
         return out.view_as(logits), None, None, None, None, None
 
 
