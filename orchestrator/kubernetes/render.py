@@ -39,7 +39,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     plan: Plan
     options: KubernetesOptions
     config: bytes
-    namespace: str
+    namespace: str = ""  # "": whichever the objects are applied to
     key: str = NO_KEY  # hex
     environment: dict[str, str] = {}  # values of the variables that were passed on
     topology: Topology | None = None  # of all nodes that pods may come to lie on, where it is known
@@ -56,7 +56,7 @@ def render(run: Manifest) -> list[dict[str, Any]]:
     """The objects in the order in which they are sent. OrchError (65) when something does not fit Kubernetes."""
     if run.options.image is None:
         raise OrchError(
-            "backend.options.image: the image that holds orch and torch; see docs/kubernetes.md", Exit.CONFIG
+            "backend.options.image is not set: the image that holds orch and torch; see docs/kubernetes.md", Exit.CONFIG
         )
     objects = [_secret(run), _config_map(run)]
     if run.options.kind == "job":  # JobSet makes its own
@@ -103,7 +103,10 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
 
 def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
     labels = standard_labels(run.request.run_id) | run.options.labels
-    found: dict[str, Any] = {"name": run.name, "namespace": run.namespace, "labels": labels}
+    found: dict[str, Any] = {"name": run.name}
+    if run.namespace:
+        found["namespace"] = run.namespace
+    found["labels"] = labels
     notes = {names.SUBMISSION: run.submission} if run.submission else {}
     notes |= dict(run.options.annotations) | annotations
     if notes:

@@ -18,6 +18,7 @@ from .state import RunState
 BACKENDS: dict[str, str] = {
     "local": "orchestrator.launch.local:LocalBackend",
     "slurm": "orchestrator.slurm.backend:SlurmBackend",
+    "kubernetes": "orchestrator.kubernetes.backend:KubernetesBackend",
 }
 
 

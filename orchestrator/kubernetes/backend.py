@@ -1,0 +1,196 @@
+"""The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API server alone.
+
+The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have said. The run
+itself lives in the cluster, with its checkpoints on a claim.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from functools import cached_property
+
+import msgspec
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.deliver import delivered
+from orchestrator.launch.local import Cancel, prepare_resume
+from orchestrator.launch.request import PASSED, LaunchRequest, Parcel
+from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.state import RunState, read_state, write_state
+from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.plan.codec import from_json
+
+from .client import Cluster
+from .live import Place, place
+from .options import KubernetesOptions, read_options
+from .record import KubernetesRecord, read_record, verdict, write_record
+from .render import NO_KEY, Manifest, render, to_yaml
+from .sending import remove, send
+from .watch import Watch, last_said
+
+#: Variables of the submitting machine that mean nothing, or something else, inside a pod.
+_OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
+
+
+class KubernetesBackend:
+    name = "kubernetes"
+    agent_flags = ()
+
+    def __init__(self) -> None:
+        self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
+
+    @cached_property
+    def _watch(self) -> Watch:
+        return Watch(self._cluster)
+
+    def check(self, request: LaunchRequest) -> None:
+        """Whether a cluster answers, and the options make sense."""
+        options = read_options(request.backend_options)
+        self._cluster(options.context, options.namespace).version()
+
+    def script(self, request: LaunchRequest, plan: Plan) -> str:
+        """The objects of a run as `submit` sends them, but for the key, which is drawn then."""
+        options = read_options(request.backend_options)
+        manifest = Manifest(request=request, plan=plan, options=options, config=b"", namespace=options.namespace or "")
+        return to_yaml(render(manifest))
+
+    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
+        request = parcel.request
+        plan = from_json(parcel.contents["plan.json"])
+        self.script(request, plan)  # what cannot be rendered leaves no folder behind
+        with delivered(parcel, self.name) as folder:
+            self._start(folder, request, plan, environ, generation=0)
+        return request.handle
+
+    def render(self, parcel: Parcel) -> str:
+        """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
+        plan = from_json(parcel.contents["plan.json"])
+        self.script(parcel.request, plan)
+        with delivered(parcel, self.name) as folder:
+            options = read_options(parcel.request.backend_options)
+            manifest = self._manifest(folder, parcel.request, plan, options, os.environ, "", 0, None, None)
+            return to_yaml(render(manifest))
+
+    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+        """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
+        record = read_record(folder)
+        if self.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        if record:
+            remove(self._of(record), record.kind, record.name, folder.run_id)
+        prepare_resume(folder)
+        self._start(folder, request, load_plan(folder.plan), environ, record.generation + 1 if record else 0)
+        return request.handle
+
+    def cancel(self, folder: RunFolder, force: bool) -> None:
+        """Delete the Job: its pods get SIGTERM and their grace period to save; by force they get none."""
+        record = read_record(folder)
+        if record is None or not self.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
+        wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
+        write_private(folder.cancel, msgspec.json.encode(wish))
+        cluster = self._of(record)
+        self._remember(folder)
+        cluster.delete(record.kind, record.name, "Foreground")
+        if force:
+            for pod in self._watch.seen(record, folder.run_id).pods:
+                cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
+        self._watch.clear()
+
+    def is_alive(self, folder: RunFolder) -> bool:
+        record = read_record(folder)
+        return record is not None and record.sent and not self._watch.meaning(record, folder.run_id).over
+
+    def state(self, folder: RunFolder) -> RunState:
+        """The cluster's answer and the pods' own words together; the folder's alone while the cluster is away."""
+        record = read_record(folder)
+        if record is None:
+            return read_state(folder)
+        try:
+            what = self._watch.meaning(record, folder.run_id)
+            self._remember(folder)
+        except OrchError as error:
+            state = read_state(folder)
+            return state if state.is_final else structs.replace(state, reason=error.message)
+        state = verdict(read_state(folder), what, folder.cancel.exists(), record.sent)
+        if state.is_final and not read_state(folder).is_final:
+            state = structs.replace(state, ended_at=state.ended_at or time.time())
+            write_state(folder, state)  # the cluster forgets; this folder does not
+        return state
+
+    # ---------------------------------------------------------------------------------- parts
+
+    def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
+        return self._clusters.setdefault((context, namespace), Cluster(context, namespace))
+
+    def _of(self, record: KubernetesRecord) -> Cluster:
+        return self._cluster(record.context, record.namespace)
+
+    def _start(
+        self, folder: RunFolder, request: LaunchRequest, plan: Plan, environ: Mapping[str, str], generation: int
+    ) -> None:
+        options = read_options(request.backend_options)
+        cluster = self._cluster(options.context, options.namespace)
+        submission = secrets.token_hex(8)
+        with place(cluster, plan, options, folder.run_id) as found:
+            for line in found.warnings:
+                print(f"orch: warning: {line}", file=sys.stderr)
+            space = cluster.namespace
+            manifest = self._manifest(folder, request, plan, options, environ, submission, generation, found, space)
+            record = KubernetesRecord(
+                context=options.context,
+                namespace=space,
+                kind="JobSet" if options.kind == "jobset" else "Job",
+                name=manifest.name,
+                submission=submission,
+                submitted_at=time.time(),
+                generation=generation,
+            )
+            write_record(folder, record)
+            send(cluster, render(manifest), folder.run_id, submission)
+            write_record(folder, structs.replace(record, sent=True))
+        self._watch.clear()
+
+    def _manifest(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        plan: Plan,
+        options: KubernetesOptions,
+        environ: Mapping[str, str],
+        submission: str,
+        generation: int,
+        found: Place | None,
+        namespace: str | None,
+    ) -> Manifest:
+        key = folder.key.read_text().strip() if folder.key.exists() else NO_KEY
+        passed = {n: environ[n] for n in request.environment.names if n in environ and n not in _OF_THIS_MACHINE}
+        return Manifest(
+            request=request,
+            plan=plan,
+            options=options,
+            config=folder.config.read_bytes(),
+            namespace=namespace or options.namespace or "",
+            key=key,
+            environment=passed,
+            topology=found.topology if found else None,
+            chosen=found.chosen if found else None,
+            submission=submission,
+            generation=generation,
+        )
+
+    def _remember(self, folder: RunFolder) -> None:
+        """Write down what index 0 has said of the run: its log goes with its pod."""
+        record, state = read_record(folder), read_state(folder)
+        if record is None or state.is_final:
+            return
+        said = last_said(self._of(record), self._watch.seen(record, folder.run_id))
+        if said.state is not None:
+            write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))
+        if said.step and said.node:
+            write_private(folder.metrics(said.node), said.step, durable=False)

@@ -1,0 +1,165 @@
+"""The cluster as it is now: what a plan is placed on, and what `cluster=kubernetes` plans on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import Struct, structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Plan
+from orchestrator.plan.exits import Exit
+from orchestrator.topology.kubernetes import Profile, parse_nodes, profile_of, profiles
+from orchestrator.topology.model import Topology
+
+from .client import Cluster
+from .names import NODES, selector
+from .options import KubernetesOptions
+from .placing import Chosen, check_levels, choose
+
+_LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
+
+
+class Place(Struct, frozen=True):
+    """What is known of where a run may go."""
+
+    topology: Topology | None = None
+    chosen: Chosen | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def place(cluster: Cluster, plan: Plan, options: KubernetesOptions, run_id: str) -> Iterator[Place]:
+    """The topology, and without a queue the nodes for the plan. The body creates the Job.
+
+    All or nothing: nodes that a living run was given are not given again, and two submitters in one namespace take
+    turns while they choose and create (a Lease), so no two runs ever wait for each other's nodes. OrchError (76) when
+    there is no room now.
+    """
+    check_levels(plan, options)
+    try:
+        topology = live_topology(cluster, profile(options))
+    except OrchError as error:
+        if getattr(error, "status", None) != 403:
+            raise
+        text = f"nodes cannot be read ({error.message}): placed without knowing the network"
+        yield Place(warnings=(text,))
+        return
+    if options.queue is not None or plan.cluster.device == "cpu":
+        yield Place(topology)
+        return
+    with _turn(cluster, run_id):
+        topology = _without_taken(topology, _taken(cluster))
+        yield Place(topology, choose(plan, topology, _tier_labels(options, topology)))
+
+
+def profile(options: KubernetesOptions) -> str | Profile:
+    """Labels of the levels, if they are named, innermost first as in the plan; else a profile by its name."""
+    if options.levels:
+        return Profile(levels={name: [label] for name, label in reversed(options.levels.items())})
+    return profile_of(options.profile) if "=" in options.profile else options.profile
+
+
+def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:
+    """Nodes, GPUs and what is free of them under the cluster's own switches. OrchError (65, 76, 78)."""
+    nodes = cluster.list("Node")
+    if not nodes:
+        raise OrchError("the cluster has no nodes", Exit.CAPACITY)
+    topology = parse_nodes(json.dumps({"items": nodes}), profile)
+    return _without_taken(structs.replace(topology, name="kubernetes"), _used(cluster))
+
+
+def _tier_labels(options: KubernetesOptions, topology: Topology) -> dict[str, str]:
+    if options.levels:
+        return dict(options.levels)
+    shipped = profiles().get(options.profile)
+    return {name: keys[0] for name, keys in (shipped.levels if shipped else {}).items()}
+
+
+def _used(cluster: Cluster) -> dict[str, str]:
+    """Node -> pod that has GPUs there, of any namespace if that may be read, else of our own."""
+    try:
+        pods = cluster.list("AllPods", fields="status.phase!=Succeeded,status.phase!=Failed")
+    except OrchError as error:
+        if getattr(error, "status", None) != 403:
+            raise
+        pods = cluster.list("Pod")
+    found = {}
+    for pod in pods:
+        node = pod["spec"].get("nodeName")
+        if node and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed") and _gpus(pod):
+            found[node] = pod["metadata"]["name"]
+    return found
+
+
+def _gpus(pod: dict[str, Any]) -> int:
+    amounts = [c.get("resources", {}).get("limits") or {} for c in pod["spec"].get("containers", ())]
+    return sum(int(count) for amount in amounts for name, count in amount.items() if name.endswith("/gpu"))
+
+
+def _taken(cluster: Cluster) -> dict[str, str]:
+    """Node -> living run of this namespace that was given it, whether or not its pods are there yet."""
+    found = {}
+    for kind in ("Job", "JobSet"):
+        for job in cluster.list(kind, selector(), absent_ok=kind == "JobSet"):
+            ended = any(
+                c.get("status") == "True" and c.get("type") in ("Complete", "Completed", "Failed")
+                for c in job.get("status", {}).get("conditions") or ()
+            )
+            if not ended:
+                names = (job["metadata"].get("annotations") or {}).get(NODES, "")
+                found |= dict.fromkeys(filter(None, names.split(",")), job["metadata"]["name"])
+    return found
+
+
+def _without_taken(topology: Topology, taken: dict[str, str]) -> Topology:
+    machines = {
+        name: structs.replace(machine, free=False, reason=f"has pod {taken[name]}") if name in taken else machine
+        for name, machine in topology.machines.items()
+    }
+    return structs.replace(topology, machines=machines)
+
+
+# ------------------------------------------------------------------------------------------ taking turns
+
+
+@contextlib.contextmanager
+def _turn(cluster: Cluster, run_id: str) -> Iterator[None]:
+    """Hold the namespace's placement Lease. A holder that died is overtaken after _LEASE_S seconds."""
+    end = time.monotonic() + _LEASE_WAIT_S
+    while not _take(cluster, run_id):
+        if time.monotonic() > end:
+            raise OrchError(f"other submissions hold Lease {_LEASE}: try again", Exit.CAPACITY)
+        time.sleep(0.3)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OrchError):
+            cluster.delete("Lease", _LEASE)
+
+
+def _take(cluster: Cluster, run_id: str) -> bool:
+    now = datetime.now(UTC)
+    body = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": _LEASE, "namespace": cluster.namespace},
+        "spec": {
+            "holderIdentity": run_id,
+            "leaseDurationSeconds": _LEASE_S,
+            "acquireTime": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        },
+    }
+    if cluster.create(body) is not None:
+        return True
+    there: Sequence[dict] = [found] if (found := cluster.get("Lease", _LEASE)) else []
+    for lease in there:
+        since = datetime.fromisoformat(lease["spec"]["acquireTime"])
+        if (now - since).total_seconds() > _LEASE_S:
+            cluster.delete("Lease", _LEASE)
+    return False

@@ -1,0 +1,241 @@
+"""The objects of a run: golden text, sizes, rules from the exit codes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from msgspec import structs
+
+from orchestrator.config.compose import load
+from orchestrator.errors import OrchError
+from orchestrator.kubernetes import names
+from orchestrator.kubernetes.compact import pack, unpack
+from orchestrator.kubernetes.options import KubernetesOptions, read_options
+from orchestrator.kubernetes.placing import kueue_annotations
+from orchestrator.kubernetes.pod import quantity
+from orchestrator.kubernetes.render import Manifest, render, to_yaml
+from orchestrator.kubernetes.rules import pod_exit, pod_failure_policy
+from orchestrator.launch.request import Code, Site, make_request
+from orchestrator.plan import Exit, PlanError
+from orchestrator.planner.build import build_plan
+from tests.plans import make_plan
+
+GOLDEN = Path(__file__).parent / "golden"
+IMAGE = {"image": "registry.example/orch@sha256:" + "0" * 64}
+LEVELS = {"leaf": "example.org/leaf", "spine": "example.org/spine"}
+
+CASES: dict[str, dict] = {
+    "plain": {},
+    "queue": {"queue": "team-a", "workload_priority": "high", "levels": LEVELS, "claim": "runs"},
+    "jobset": {"kind": "jobset", "queue": "team-a", "levels": LEVELS, "topology": "required"},
+    "everything": {
+        **{"namespace": "llm", "pull_secrets": ["reg"], "service_account": "trainer", "cpus": 96, "memory_gib": 1024.0},
+        **{"shm_gib": 100.5, "rdma": {"rdma/ib": 8}, "security": "baseline", "priority_class": "urgent"},
+        **{"node_selector": {"pool": "a"}, "tolerations": [{"key": "team", "operator": "Equal", "value": "x"}]},
+        **{"volumes": [{"claim": "data", "path": "/data"}], "claim": "runs", "ttl_s": None, "network_policy": True},
+        **{"labels": {"cost-centre": "7"}, "annotations": {"example.org/note": "it's: #1"}, "checkpoint_gb_per_s": 0.1},
+        "owner": {"kind": "ConfigMap", "name": "release", "uid": "1234"},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def main_line():
+    """+cluster=h100x64 parallel=tp8_pp4_zero1, as a request."""
+    config = load(["cluster=h100x64", "model=llama3_8b", "backend=kubernetes", "run.name=main"], None)
+    plan = build_plan(config)
+    site = Site(run_id="main-1", home="/h", runs_dir="/h/runs", python="/py", environment_names=["NCCL_DEBUG", "HOME"],
+                cwd="/w", code=Code(kind="none"))  # fmt: skip
+    return make_request(config, plan, site), plan
+
+
+def manifest(main_line, options: dict, **changes: object) -> Manifest:
+    parcel, plan = main_line
+    given = read_options({**IMAGE, **options})
+    space = given.namespace or "default"
+    run = Manifest(request=parcel.request, plan=plan, options=given, config=b"run: main\n", namespace=space)
+    return structs.replace(run, **{"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}, **changes})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(main_line, name):
+    """Byte for byte, but for what is packed. Delete a golden file to have it written anew, then read the difference."""
+    objects = render(manifest(main_line, CASES[name]))
+    for body in objects:
+        for key in body.get("binaryData", {}):
+            body["binaryData"][key] = "(packed)"
+        if "request.json" in body.get("data", {}):
+            body["data"]["request.json"] = "(the request)"
+    text, path = to_yaml(objects), GOLDEN / f"{name}.yaml"
+    if "hash" in text:
+        text = text.replace(main_line[1].hash, "f" * 64)
+    if not path.exists():
+        path.write_text(text)
+        pytest.fail(f"{path.name} did not exist: written, look at it and run again")
+    assert text == path.read_text()
+
+
+def test_what_is_printed_is_what_is_sent(main_line):
+    objects = render(manifest(main_line, CASES["everything"]))
+    assert list(yaml.safe_load_all(to_yaml(objects))) == json.loads(json.dumps(objects))
+
+
+def test_the_same_run_gives_the_same_bytes(main_line):
+    assert to_yaml(render(manifest(main_line, CASES["queue"]))) == to_yaml(render(manifest(main_line, CASES["queue"])))
+
+
+def test_the_job_comes_last_and_all_carry_the_run(main_line):
+    for options in CASES.values():
+        objects = render(manifest(main_line, options))
+        assert objects[-1]["kind"] in ("Job", "JobSet")
+        assert all(body["metadata"]["labels"][names.RUN] == "main-1" for body in objects)
+
+
+def test_sixteen_thousand_ranks_fit():
+    """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a second time."""
+    config = load(["cluster=h100x16384", "model=llama3_405b", "backend=kubernetes", "run.name=big"], None)
+    plan = build_plan(config)
+    assert len(plan.ranks) == 16384
+    site = Site(run_id="big-1", home="/h", runs_dir="/h", python="/py", environment_names=[], cwd="/",
+                code=Code(kind="none"))  # fmt: skip
+    objects = render(manifest((make_request(config, plan, site), plan), {}))
+    assert max(len(json.dumps(body)) for body in objects) < 262_144
+    assert unpack(pack(plan)) == plan
+
+
+def test_a_plan_survives_packing_and_a_damaged_one_does_not():
+    plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
+    assert unpack(pack(plan)) == plan
+    for raw in (b"", b"no plan", pack(plan)[:-9], pack(plan) + b"x" * 3):
+        try:
+            assert unpack(raw) == plan
+        except PlanError:
+            continue
+
+
+def test_ranks_that_do_not_follow_from_the_order_are_kept():
+    """A rank map of a user's own making travels as it is."""
+    plan = make_plan(tp=2, dp=2, nodes=2)
+    swapped = [structs.replace(plan.ranks[i], rank=j) for j, i in enumerate((1, 0, 3, 2))]
+    from orchestrator.plan import seal
+    from orchestrator.plan.ranks import all_groups, as_dict
+
+    own = seal(structs.replace(plan, ranks=swapped, groups=all_groups([as_dict(r) for r in swapped], 1)))
+    assert unpack(pack(own)) == own
+
+
+# ------------------------------------------------------------------------------------------ rules
+
+
+def _first_rule(code: int, disrupted: bool = False) -> str:
+    """What Kubernetes does with a pod that ended with this code (batch/v1: the first matching rule, else Count)."""
+    for rule in pod_failure_policy()["rules"]:
+        if "onPodConditions" in rule and disrupted:
+            return rule["action"]
+        if "onExitCodes" in rule and code in rule["onExitCodes"]["values"]:
+            return rule["action"]
+    return "Count"
+
+
+@pytest.mark.parametrize("code", list(Exit))
+def test_every_exit_code_has_its_rule(code):
+    expected = {
+        **dict.fromkeys((Exit.USAGE, Exit.CONFIG, Exit.SECURITY, Exit.USER, Exit.INTERNAL), "FailJob"),
+        Exit.RESTART: "Ignore",
+    }
+    assert _first_rule(int(code)) == expected.get(code, "Count")
+    assert _first_rule(137, disrupted=True) == "Ignore"
+    assert _first_rule(137) == "Count"
+
+
+def test_losing_a_peer_never_costs_a_pod():
+    """An agent says 76 when a node is lost and 77 when it was overtaken: the pod comes back, uncounted."""
+    assert {pod_exit(code) for code in (Exit.CAPACITY, Exit.FENCED, Exit.RESTART)} == {Exit.RESTART}
+    assert all(pod_exit(code) == code for code in (0, 1, 64, 65, 70, 74, 78))
+
+
+def test_the_agent_ends_its_workers_before_the_kubelet_ends_the_agent(main_line):
+    for speed in (10.0, 0.001):
+        *_, job = render(manifest(main_line, {"checkpoint_gb_per_s": speed}))
+        spec = job["spec"]["template"]["spec"]
+        cm = next(b for b in render(manifest(main_line, {"checkpoint_gb_per_s": speed})) if b["kind"] == "ConfigMap")
+        grace = json.loads(cm["data"]["request.json"])["policy"]["grace_s"]
+        assert spec["terminationGracePeriodSeconds"] >= grace + 30
+        assert grace >= (120 if speed > 1 else 1000)
+
+
+def test_shared_memory_is_counted_in_the_limit(main_line):
+    *_, job = render(manifest(main_line, {"memory_gib": 10.0, "shm_gib": 2.5, "rdma": {"rdma/ib": 8}}))
+    spec = job["spec"]["template"]["spec"]
+    resources = spec["containers"][0]["resources"]
+    assert resources["limits"]["memory"] == resources["requests"]["memory"] == "12800Mi"
+    assert {**resources["limits"]}.items() >= {"nvidia.com/gpu": "8", "rdma/ib": "8"}.items()
+    assert resources["requests"].items() >= {"nvidia.com/gpu": "8", "rdma/ib": "8"}.items()
+    assert next(v for v in spec["volumes"] if v["name"] == "shm")["emptyDir"]["sizeLimit"] == quantity(2.5) == "2560Mi"
+
+
+# ------------------------------------------------------------------------------------------ placing
+
+
+def test_kueue_is_asked_for_whole_pipelines(main_line):
+    """tp8 pp4 on nodes of 8: a pipeline is four nodes, a leaf holds four, the job needs the spine."""
+    options = KubernetesOptions(queue="q", levels=LEVELS)
+    assert kueue_annotations(main_line[1], options) == {
+        "kueue.x-k8s.io/podset-preferred-topology": "example.org/spine",
+        "kueue.x-k8s.io/podset-slice-required-topology": "example.org/leaf",
+        "kueue.x-k8s.io/podset-slice-size": "4",
+    }
+
+
+def test_a_job_that_fits_a_leaf_is_asked_there():
+    plan = make_plan(tp=2, pp=2, nodes=2)
+    options = KubernetesOptions(
+        queue="q", levels={plan.cluster.levels[0].name: "example.org/leaf"}, topology="required"
+    )
+    assert kueue_annotations(plan, options) == {"kueue.x-k8s.io/podset-required-topology": "example.org/leaf"}
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"immage": "x"}, "backend.options.immage is not an option of kubernetes; did you mean 'image'"),
+        ({"image": "a b"}, "backend.options.image"),
+        ({"namespace": "Team"}, "backend.options.namespace"),
+        ({"labels": {"a b": "c"}}, "backend.options"),
+        ({"queue": "q\nx"}, "backend.options.queue"),
+        ({"cpus": 0}, "backend.options.cpus"),
+        ({"image": None}, "backend.options.image is not set"),
+        ({"levels": {"leave": "a/b"}}, "did you mean 'leaf'"),
+    ],
+)
+def test_bad_options_are_one_line(main_line, options, says):
+    with pytest.raises(OrchError) as caught:
+        render(manifest(main_line, options))
+    assert caught.value.exit == Exit.CONFIG
+    assert says in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_names_that_would_be_too_long_are_refused_early():
+    assert names.object_name("9lives", 8, "job") == "r9lives"
+    assert names.object_name("a" * 61, 8, "job") == "a" * 61
+    with pytest.raises(OrchError, match="too long for Kubernetes by 1"):
+        names.object_name("a" * 61, 11, "job")
+    with pytest.raises(OrchError, match="too long"):
+        names.object_name("a" * 61, 8, "jobset")
+
+
+def test_a_program_in_a_folder_is_refused(main_line):
+    config = load(["cluster=h100x64", "model=llama3_8b", "backend=kubernetes", "run.name=main"], None)
+    plan = main_line[1]
+    site = Site(run_id="own-1", home="/h", runs_dir="/h", python="/py", environment_names=[], cwd="/w",
+                code=Code(kind="folder", root="/w"))  # fmt: skip
+    own = make_request(config, plan, site, ["python", "train.py"])
+    with pytest.raises(OrchError, match="--in-place"):
+        render(manifest((own, plan), {}))
