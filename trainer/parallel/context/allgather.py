@@ -27,17 +27,22 @@ class AllGatherAttention:
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
-        first = all_gather(local.movedim(dim, 0).contiguous(), self.group, "cp", self.counter)
-        return first[self._natural(first.shape[0], local.device)].movedim(0, dim).contiguous()
+        joined = all_gather(local.contiguous()[None], self.group, "cp", self.counter)
+        halves = [half for rank in joined.unbind(0) for half in rank.chunk(2, dim=dim)]
+        return torch.cat([halves[place] for place in self._places()], dim=dim)
 
     def scatter(self, full: Tensor, dim: int) -> Tensor:
         """The sum over the group of this rank's shard of `full`."""
-        laid = torch.empty_like(full.movedim(dim, 0), memory_format=torch.contiguous_format)
-        laid[self._natural(full.shape[dim], full.device)] = full.movedim(dim, 0)
-        return reduce_scatter(laid, self.group, "cp", self.counter).movedim(0, dim)
+        halves = full.chunk(2 * self.size, dim=dim)
+        laid = full.new_empty(self.size, *full.shape[:dim], full.shape[dim] // self.size, *full.shape[dim + 1 :])
+        slots = [half for rank in laid.unbind(0) for half in rank.chunk(2, dim=dim)]
+        for half, place in zip(halves, self._places(), strict=True):
+            slots[place].copy_(half)
+        return reduce_scatter(laid, self.group, "cp", self.counter)[0]
 
-    def _natural(self, seq_len: int, device: torch.device) -> Tensor:
-        return torch.tensor(natural_order("allgather", seq_len, self.size), device=device)
+    def _places(self) -> list[int]:
+        """Where the n-th of 2 cp chunks of the sequence lies when the ranks' pairs are laid end to end."""
+        return natural_order("allgather", 2 * self.size, self.size)
 
     def blocks(self, seq_len: int):
         """(local queries, keys, on the diagonal) of each chunk: everything before it, then its own causal square."""
@@ -54,14 +59,19 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, documents, scale, core: AllGatherAttention):
         wide = block.accumulation_dtype(q.dtype)
-        out = torch.zeros_like(q, dtype=wide)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
-        all_k, all_v = core.gather(k, 2), core.gather(v, 2)
+        out = torch.empty_like(q, dtype=wide)
+        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+        all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_documents = core.gather(documents, 1) if documents is not None else None
+        before = None
         for rows, keys, causal in core.blocks(all_k.shape[2]):
             mask = None if documents is None else block.document_mask(documents[:, rows], all_documents[:, keys])
             part = block.forward(q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, mask)
-            out[:, :, rows], lse[:, :, rows] = block.join(out[:, :, rows], lse[:, :, rows], *part)
+            if before is not None:
+                part = block.join(before[0].to(wide), before[1].to(wide), *part)
+            before = None if causal else part
+            if causal:  # the diagonal is a chunk's last block
+                out[:, :, rows], lse[:, :, rows] = part
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, lse)
         ctx.scale, ctx.core = scale, core
@@ -72,10 +82,10 @@ class _AllGather(torch.autograd.Function):
         q, k, v, documents, out, lse = ctx.saved_tensors
         core, grad, wide = ctx.core, grad.contiguous(), block.accumulation_dtype(q.dtype)
         # Gathered again rather than kept: the point of context parallelism is not to hold the whole sequence.
-        all_k, all_v = core.gather(k, 2), core.gather(v, 2)
+        all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_documents = core.gather(documents, 1) if documents is not None else None
         dq = torch.zeros_like(q, dtype=wide)
-        dk, dv = torch.zeros_like(all_k, dtype=wide), torch.zeros_like(all_v, dtype=wide)
+        dkv = torch.zeros(2, *all_k.shape, dtype=wide, device=q.device)
         for rows, keys, causal in core.blocks(all_k.shape[2]):
             mask = None if documents is None else block.document_mask(documents[:, rows], all_documents[:, keys])
             parts = block.backward(
@@ -83,7 +93,7 @@ class _AllGather(torch.autograd.Function):
                 *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, causal, mask),
             )
             dq[:, :, rows] += parts[0]
-            dk[:, :, keys] += parts[1]
-            dv[:, :, keys] += parts[2]
-        dk, dv = core.scatter(dk, 2), core.scatter(dv, 2)
+            dkv[0][:, :, keys] += parts[1]
+            dkv[1][:, :, keys] += parts[2]
+        dk, dv = core.scatter(dkv, 3)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

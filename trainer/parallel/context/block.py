@@ -50,11 +50,12 @@ def backward(
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the keys of both. A side that saw no key has lse = -inf and weighs nothing."""
-    joined = torch.logaddexp(lse, more_lse)
-    safe = _finite(joined)
-    left, right = torch.exp(lse - safe)[..., None], torch.exp(more_lse - safe)[..., None]
-    return out * left + more.to(out.dtype) * right, joined
+    """The attention over the keys of both. A side that saw no key has lse = -inf and weighs nothing.
+
+    With the weights e^lse and e^more_lse the mean is out + sigmoid(more_lse - lse) (more - out): one pass over both.
+    """
+    weight = torch.sigmoid(more_lse - lse).nan_to_num(0.0)  # nan: neither saw a key, and both are zero
+    return torch.lerp(out, more.to(out.dtype), weight[..., None].to(out.dtype)), torch.logaddexp(lse, more_lse)
 
 
 def document_mask(documents_q: Tensor | None, documents_k: Tensor | None) -> Tensor | None:

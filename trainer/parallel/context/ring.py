@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.metrics.comm import CommCounter, start_rotate
 from trainer.parallel.context import block
-from trainer.parallel.context.order import visible
+from trainer.parallel.context.order import ALL, visible
 
 
 class RingAttention:
@@ -45,22 +45,20 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, documents, scale, ring: RingAttention):
         wide = block.accumulation_dtype(q.dtype)
-        out = torch.zeros_like(q, dtype=wide)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
-        travelling = [k.contiguous(), v.contiguous()] + ([documents.contiguous()] if documents is not None else [])
+        out = lse = None
+        travelling = _pack(k, v, documents)
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
             see = ring.sees(step, q.shape[-2])
             if see is not None:
-                rows = see.queries
-                mask = _mask(documents, travelling, see)
-                part = block.forward(
-                    *(q[:, :, rows], travelling[0][:, :, see.keys], travelling[1][:, :, see.keys]),
-                    scale,
-                    see.causal,
-                    mask,
-                )
-                out[:, :, rows], lse[:, :, rows] = block.join(out[:, :, rows], lse[:, :, rows], *part)
+                rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
+                part = block.forward(q[:, :, rows], keys, values, scale, see.causal, _mask(documents, travelling, see))
+                if out is None:  # the first are the rank's own keys, which all its queries see
+                    out, lse = part[0].to(wide), part[1].to(wide)
+                elif rows == ALL:
+                    out, lse = block.join(out, lse, *part)
+                else:
+                    out[:, :, rows], lse[:, :, rows] = block.join(out[:, :, rows], lse[:, :, rows], *part)
             if arrived is not None:
                 travelling = arrived()
         out = out.to(q.dtype)
@@ -73,35 +71,45 @@ class _Ring(torch.autograd.Function):
         q, k, v, documents, out, lse = ctx.saved_tensors
         ring, grad = ctx.ring, grad.contiguous()
         wide = block.accumulation_dtype(q.dtype)
-        dq = torch.zeros_like(q, dtype=wide)
-        travelling = [k.contiguous(), v.contiguous()] + ([documents.contiguous()] if documents is not None else [])
-        gradients = [torch.zeros_like(travelling[0], dtype=wide), torch.zeros_like(travelling[1], dtype=wide)]
+        dq, dkv = None, None
+        travelling = _pack(k, v, documents)
         gradients_arrived = None
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
             see = ring.sees(step, q.shape[-2])
             parts = None
             if see is not None:
-                rows = see.queries
+                rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
                 parts = block.backward(
-                    *(grad[:, :, rows], q[:, :, rows], travelling[0][:, :, see.keys], travelling[1][:, :, see.keys]),
+                    *(grad[:, :, rows], q[:, :, rows], keys, values),
                     *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, see.causal),
                     _mask(documents, travelling, see),
                 )
-                dq[:, :, rows] += parts[0]
+                if dq is None:
+                    dq = parts[0].to(wide)
+                else:
+                    dq[:, :, rows] += parts[0]
             if gradients_arrived is not None:  # sent on by the previous rank during our computation
-                gradients = gradients_arrived()
-            if parts is not None:
-                gradients[0][:, :, see.keys] += parts[1]
-                gradients[1][:, :, see.keys] += parts[2]
-            gradients_arrived = ring.rotate(gradients)
+                (dkv,) = gradients_arrived()
+            if dkv is None:
+                dkv = torch.stack([parts[1].to(wide), parts[2].to(wide)])
+            elif parts is not None:
+                dkv[0][:, :, see.keys] += parts[1]
+                dkv[1][:, :, see.keys] += parts[2]
+            gradients_arrived = ring.rotate([dkv])
             if arrived is not None:
                 travelling = arrived()
-        dk, dv = gradients_arrived()
+        (dkv,) = gradients_arrived()
+        dk, dv = dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _pack(k: Tensor, v: Tensor, documents: Tensor | None) -> list[Tensor]:
+    """What goes round: keys and values [2, b, h, s, d] as one message, documents [b, s] if there are any."""
+    return [torch.stack([k, v])] + ([documents.contiguous()] if documents is not None else [])
 
 
 def _mask(documents: Tensor | None, travelling: list[Tensor], see) -> Tensor | None:
     if documents is None:
         return None
-    return block.document_mask(documents[:, see.queries], travelling[2][:, see.keys])
+    return block.document_mask(documents[:, see.queries], travelling[1][:, see.keys])
