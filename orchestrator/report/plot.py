@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,27 @@ CSS = (
 
 def save(plan: Plan, path: Path) -> None:
     """Write the picture. Raises OrchError for an unknown ending (64), a missing matplotlib (65), a bad path (64)."""
-    ending = path.suffix.lower()
-    if ending not in FORMATS:
+    ending(path)
+    write(
+        figure(plan),
+        path,
+        f"{_title(plan)}: plan {plan.hash[:12]}",
+        [f"limited by {plan.time.limited_by}", *plan.warnings],
+    )
+
+
+def ending(path: Path) -> str:
+    """The format that a file's name asks for. Raises OrchError (64) for one that there is not."""
+    found = path.suffix.lower()
+    if found not in FORMATS:
         raise OrchError(f"--plot {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
-    data = _html(plan) if ending == ".html" else _image(figure(plan), ending[1:])
+    return found
+
+
+def write(drawn: Figure, path: Path, title: str, notes: Sequence[str]) -> None:
+    """The picture in the format of its name; a page has a title and a list of notes as well."""
+    kind = ending(path)
+    data = _html(drawn, title, notes) if kind == ".html" else _image(drawn, kind[1:])
     try:
         path.write_bytes(data)
     except OSError as error:
@@ -40,8 +58,7 @@ def save(plan: Plan, path: Path) -> None:
 
 def figure(plan: Plan) -> Figure:
     """The matplotlib figure, drawn without any display."""
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context(panels.RC):
+    with matplotlib().rc_context(panels.RC):
         from matplotlib.figure import Figure
 
         topology = panels.Topology(plan)
@@ -85,26 +102,26 @@ def _subtitle(plan: Plan) -> str:
     )
 
 
-def _matplotlib() -> Any:
+def matplotlib() -> Any:
+    """The module. Raises OrchError (65) where it is not installed."""
     try:
-        import matplotlib
+        import matplotlib as found
     except ImportError:
         raise OrchError("--plot needs matplotlib: install orch[plot]", Exit.CONFIG) from None
-    return matplotlib
+    return found
 
 
 def _image(drawn: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
     # no date and fixed ids: the same plan gives the same bytes
-    with _matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
+    with matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
         drawn.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return buffer.getvalue()
 
 
-def _html(plan: Plan) -> bytes:
-    svg = _image(figure(plan), "svg").decode()
+def _html(drawn: Figure, title: str, notes: Sequence[str]) -> bytes:
+    svg = _image(drawn, "svg").decode()
     svg = svg[svg.index("<svg") :]
-    title = html.escape(f"{_title(plan)}: plan {plan.hash[:12]}")
-    rows = "".join(f"<li>{html.escape(line)}</li>" for line in [f"limited by {plan.time.limited_by}", *plan.warnings])
-    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{CSS}</style>"
-    return f"{page}<body>{svg}<ul>{rows}</ul></body></html>\n".encode()
+    rows = "".join(f"<li>{html.escape(line)}</li>" for line in notes)
+    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+    return f"{page}<style>{CSS}</style><body>{svg}<ul>{rows}</ul></body></html>\n".encode()

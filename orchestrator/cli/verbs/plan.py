@@ -26,8 +26,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.plot:
         from orchestrator.report import plot
 
-        if args.plot.suffix.lower() not in plot.FORMATS:  # before the work, not after it
-            raise OrchError(f"--plot {args.plot}: the file must end in {', '.join(plot.FORMATS)}", Exit.USAGE)
+        plot.ending(args.plot)  # before the work, not after it
     from orchestrator.config.compose import load
     from orchestrator.planner.build import build_plan
 

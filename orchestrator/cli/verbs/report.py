@@ -1,0 +1,97 @@
+"""`orch report [run]`: what was planned against what was measured, and the memory of the first steps as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.launch.run_folder import RunFolder
+    from orchestrator.plan import Plan
+    from orchestrator.report.timeline import Timeline
+
+HELP = "a run's measurements against its plan; memory of its first steps"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument("--rank", type=int, metavar="N", help="whose memory over time (default: the fullest planned)")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw that memory over time: .png .svg .html")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.find import find_run
+    from orchestrator.launch.report import make_report, read_steps
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.launch.state import read_state
+    from orchestrator.plan import PlanError, load_plan
+
+    if args.plot:
+        from orchestrator.report.plot import ending
+
+        ending(args.plot)  # before the work, not after it
+    folder = find_run(home_folder(os.environ), args.run)
+    try:
+        plan = load_plan(folder.plan)
+    except PlanError as error:
+        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+    state = get_backend(read_state(folder).backend).state(folder)
+    report = make_report(plan, state, read_steps(folder, plan.cluster.node_names))
+    timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
+    if args.plot:
+        _plot(args.plot, folder.run_id, plan, timeline)
+    if args.json:
+        _print_json(report, plan, timeline)
+    else:
+        from orchestrator.cli.terminal import style
+        from orchestrator.report.measured import render
+
+        print(render(report, plan, style(), timeline))
+    return Exit.DONE
+
+
+def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:
+    """Of the rank that was asked for; else of the fullest one, or the first that has one."""
+    from orchestrator.plan.worker import trace_file
+    from orchestrator.report.timeline import read_timeline, recorded_ranks
+
+    if rank is not None and not 0 <= rank < len(plan.ranks):
+        raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(plan.ranks) - 1}", Exit.USAGE)
+    known = recorded_ranks(trace_file(folder.path, 0).parent)
+    if rank is None:
+        if not known and not needed:
+            return None
+        rank = plan.memory.worst_rank if plan.memory.worst_rank in known or not known else known[0]
+    return read_timeline(trace_file(folder.path, rank), rank)
+
+
+def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
+    import msgspec
+
+    from orchestrator.report.measured import formulas
+
+    found = {**report, "formulas": formulas(report, plan)}
+    if timeline is not None:
+        steps = [
+            {"name": step.name, "seconds": step.end - step.start, "peak": timeline.peak(step)}
+            for step in timeline.steps
+        ]
+        memory = [{"at": held.at, **held.bytes} for held in timeline.memory]
+        found["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
+    print(msgspec.json.encode(found).decode())
+
+
+def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
+    from orchestrator.report.plot import write
+    from orchestrator.report.plot_memory import figure
+
+    title = f"{plan.model.name} on {plan.cluster.name}: {run_id}"
+    notes = [f"{step.name}: peak {sum(timeline.peak(step).values()):,} bytes" for step in timeline.steps]
+    write(figure(timeline, title), path, title, notes)
