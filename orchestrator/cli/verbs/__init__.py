@@ -24,6 +24,7 @@ VERBS: dict[str, Verb] = {
     "render": Verb("write a run's folder and print its job script", overrides=True, command=True),
     "list": Verb("runs of this machine"),
     "status": Verb("one run, live: state, step, loss, tokens/s, memory"),
+    "report": Verb("a run's measurements against its plan; memory of its first steps"),
     "logs": Verb("what a run's workers and agents wrote"),
     "cancel": Verb("stop a run after it has saved"),
     "resume": Verb("continue a stopped run from its last checkpoint"),
