@@ -1,0 +1,150 @@
+"""What any layout has saved, any other resumes: to the bit, and then it is the run that one process would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from orchestrator.plan import Plan
+from tests.plans import make_plan, tiny_model
+from tests.reference import single
+from tests.reference.assemble import assemble
+from tests.trainer.samples import GPT
+from tests.trainer.states import Recorder
+from trainer.checkpoint.fence import Fence
+from trainer.checkpoint.format import Piece, step_name
+from trainer.checkpoint.manager import Checkpoints
+from trainer.data.batch import IGNORED
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.optim.lr import learning_rate
+from trainer.optim.precision import FP64
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import run_ranks
+
+pytestmark = pytest.mark.process
+
+BATCH, SAVED, STEPS = 4, 2, 4
+#: Biases, positions and tied embeddings: every kind of parameter; 257 rows of vocabulary, which tp pads.
+MODEL = tiny_model(**GPT, tied_embeddings=True)
+SMALL_BUCKETS = {"bucket_bytes": 1 << 12}
+
+LAYOUTS: dict[str, dict] = {
+    "one process": {},
+    "dp4 zero1": {"dp": 4, "zero": 1, **SMALL_BUCKETS},
+    "dp2 zero0": {"dp": 2},
+    "dp2 zero2": {"dp": 2, "zero": 2, **SMALL_BUCKETS},
+    "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3},
+    "dp4 zero1 hybrid": {"dp": 4, "zero": 1, "zero_group": 2},
+    "tp4 shared kv heads": {"tp": 4},
+    "pp3 uneven": {"pp": 3, "stage_layers": [1, 2, 1]},
+    "pp2 interleaved": {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+    "pp2 dualpipe": {"pp": 2, "schedule": "dualpipe"},
+    "cp2 zero1": {"cp": 2, "zero": 1},
+    "tp2 pp2 dp2 zero1": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "stage_layers": [3, 1], **SMALL_BUCKETS},
+}
+
+
+def plan_of(name: str, seed: int = 1234) -> Plan:
+    layout = LAYOUTS[name]
+    return make_plan(
+        **{"steps": STEPS, "model": MODEL, "seed": seed, "micro_batches": BATCH // layout.get("dp", 1), **layout}
+    )
+
+
+class Trained:
+    """One rank's engine and checkpoints, in double precision."""
+
+    def __init__(self, plan: Plan, rank: int):
+        self.plan, self.rank = plan, rank
+        self.engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+
+    def checkpoints(self, folder: Path, epoch: int) -> Checkpoints:
+        return Checkpoints(folder, self.plan, Fence("run", epoch), self.rank, Recorder())
+
+    def advance(self, step: int) -> float | None:
+        """The mean loss of step number `step`, where the last stage is."""
+        places = range((step - 1) * BATCH, step * BATCH)
+        tokens = int((single.micro_batch(self.plan, list(places)).targets != IGNORED).sum())
+        mine = samples_of_step(self.plan.parallel, self.engine.mesh.coord, places[0])
+        lr = learning_rate(step, self.plan.job.optim, STEPS)
+        outcome = self.engine.step([single.micro_batch(self.plan, one) for one in mine], tokens, lr)
+        return self.engine.mean_loss(outcome.loss_sum, tokens)
+
+    def save(self, folder: Path, epoch: int = 0) -> None:
+        manager = self.checkpoints(folder, epoch)
+        manager.resume(lambda: [])
+        manager.save(list(self.engine.pieces(own=True)), SAVED, SAVED * BATCH, self.engine.scalars())
+
+    def resume(self, folder: Path, epoch: int) -> None:
+        found = self.checkpoints(folder, epoch).resume(lambda: list(self.engine.pieces(own=False)))
+        assert (found.step, found.samples) == (SAVED, SAVED * BATCH)
+        self.engine.resumed(found.step, found.scalars)
+
+
+def run_to_save(rank: int, plan: Plan, folder: Path) -> None:
+    run = Trained(plan, rank)
+    for step in range(1, SAVED + 1):
+        run.advance(step)
+    run.save(folder)
+
+
+class Save(NamedTuple):
+    folder: Path
+    whole: dict[tuple[str, str], torch.Tensor]  # what is in it, by the naive twin
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> dict[str, Save]:
+    """Every layout's own run, saved after two steps."""
+    result = {}
+    for name in LAYOUTS:
+        folder, plan = tmp_path_factory.mktemp(name.replace(" ", "-")), plan_of(name)
+        run_ranks(run_to_save, plan.parallel.world_size, plan, folder)
+        result[name] = Save(folder, assemble(folder / step_name(SAVED)))
+    return result
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    return [outcome.loss for outcome in single.train(plan_of("one process"), STEPS, torch.float64)]
+
+
+def as_stored(piece: Piece, save: Save) -> bool:
+    """Whether a piece, padding left out, has the elements that are in the files."""
+    stored = piece.unpadded()
+    if stored is None:
+        return True
+    whole = save.whole[stored.kind, stored.info.name][stored.info.global_slices].reshape(-1)
+    return torch.equal(stored.data, whole[stored.offset : stored.offset + stored.data.numel()])
+
+
+def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, again: Path) -> dict:
+    """Into one engine of this layout, one after the other: what differs from the files, and what losses follow."""
+    run, wrong, losses = Trained(plan, rank), [], {}
+    for at, (name, save) in enumerate(saves.items()):
+        run.resume(save.folder, epoch=number + 1)
+        pieces = list(run.engine.pieces(own=False))
+        wrong += [f"{one.kind} {one.info.name} of {name}" for one in pieces if not as_stored(one, save)]
+        if at == (number + 5) % len(saves):
+            run.save(again)
+        if (at - number) % 4 == 1:
+            losses[name] = [run.advance(step) for step in range(SAVED + 1, STEPS + 1)]
+    return {"wrong": wrong, "losses": losses}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_this_layout_resumes_what_any_has_saved(saves, undisturbed, tmp_path, name):
+    """The state of every save to the bit, the losses after three of them, and its own files of that of a fourth."""
+    plan, number = plan_of(name, seed=77), list(LAYOUTS).index(name)
+    results = run_ranks(resume_each, plan.parallel.world_size, plan, saves, number, tmp_path)
+    assert [result["wrong"] for result in results] == [[] for _ in results]
+    assert len(results[0]["losses"]) == 3
+    for source in results[0]["losses"]:
+        losses = next(found for found in (result["losses"][source] for result in results) if found[0] is not None)
+        assert losses == pytest.approx(undisturbed[SAVED:], rel=1e-10), f"saved by {source}"
+    there, back = list(saves.values())[(number + 5) % len(saves)].whole, assemble(tmp_path / step_name(SAVED))
+    assert there.keys() == back.keys() and all(torch.equal(there[key], back[key]) for key in there)
