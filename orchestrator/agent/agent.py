@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.launch.request import LaunchRequest
+from orchestrator.launch.request import LaunchRequest, Worker
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Exit, Plan, meaning
 from orchestrator.plan.worker import WorkerEnv
@@ -36,8 +36,8 @@ from .messages import (
     Stopped,
     WorkerExit,
 )
+from .nursery import REPORT_FD
 from .recorder import Recorder
-from .warden import REPORT_FD
 from .workers import Workers
 
 #: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
@@ -74,7 +74,7 @@ class Agent:
         self._folder, self._plan, self._request = folder, plan, request
         self._node, self._place, self._key = node, place, key
         self._recorder, self._metrics_address = recorder, metrics_address
-        self._workers = Workers(self._worker_ended, self._all_ended, recorder.on_line)
+        self._workers = Workers(self._worker_ended, self._all_ended, recorder.on_line, preloaded(request.worker))
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._assigned = False  # workers of this epoch were started, and not all have ended
@@ -292,6 +292,11 @@ class Agent:
 
 class _Ended(Exception):
     """The agent is over before it joined."""
+
+
+def preloaded(worker: Worker) -> list[str]:
+    """The words that start the bundled trainer, `python … -m trainer`; nothing for a program of the user's."""
+    return worker.argv[: worker.argv.index("-m") + 2] if worker.bundled else []
 
 
 def free_port(address: str) -> int:

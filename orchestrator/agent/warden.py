@@ -6,6 +6,7 @@ below it before it leaves too. If the warden itself is killed, the kernel kills 
 they had started falls to the agent, which is a subreaper as well.
 
 It is single-threaded on purpose (code between fork and exec is only safe there) and imports only the standard library.
+Workers of a program that can be preloaded come from its nursery (nursery.py), everything else by fork and exec.
 Requests and answers are JSON, one a packet, over a Unix socketpair of type SEQPACKET: message borders and an end of
 file come with it, and descriptors can travel along.
 """
@@ -13,51 +14,64 @@ file come with it, and descriptors can travel along.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from orchestrator.launch.processes import (
     become_subreaper,
     descendants,
-    die_with_parent,
     kill_descendants,
     reap_children,
 )
 from orchestrator.plan.exits import Exit
 
-REPORT_FD = 3  # where a worker finds its report pipe
-LARGEST_PACKET = 1 << 17  # bytes
-_HANDLED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-)
+from .nursery import LARGEST_PACKET, SIGNALS, settle
+
+
+@dataclass
+class Unborn:
+    """A worker that the nursery was asked for. Descriptors of its log, its reports, and the word that lets it run."""
+
+    order: dict
+    log: int
+    report: int
+    word: int
+
+    def close(self) -> None:
+        for descriptor in (self.log, self.report, self.word):
+            os.close(descriptor)
 
 
 class Warden:
-    def __init__(self, agent: socket.socket):
+    def __init__(self, agent: socket.socket, program: Sequence[str] = ()):
         self._agent = agent
+        self._program = list(program)  # interpreter, flags, "-m", package: what can be preloaded
+        self._nursery: socket.socket | None = None
+        self._nurse = 0  # the nursery's pid
+        self._unborn: dict[int, Unborn] = {}  # by ticket: a rank may be asked for again before the nursery has answered
+        self._tickets = itertools.count()
         self._ranks: dict[int, int] = {}  # pid -> rank of the workers that live
         self._sweep = False  # workers have lived; what they left behind must go
 
     def run(self) -> None:
         """Serve the agent until it is gone, then kill everything below."""
         become_subreaper()
-        for signum in _HANDLED:  # a Ctrl-C or a scheduler's signal to the whole group is the agent's to judge
+        for signum in SIGNALS:  # a Ctrl-C or a scheduler's signal to the whole group is the agent's to judge
             signal.signal(signum, signal.SIG_IGN)
         wake, tick = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        if self._program:
+            self._open_nursery()
         try:
             while self._serve(wake):
                 pass
@@ -65,7 +79,10 @@ class Warden:
             kill_descendants()
 
     def _serve(self, wake: int) -> bool:
-        readable, _, _ = select.select([self._agent, wake], [], [])
+        heard = [self._agent, wake] + ([self._nursery] if self._nursery else [])
+        readable, _, _ = select.select(heard, [], [])
+        if self._nursery in readable:
+            self._hear_nursery()  # before the dead are counted: one may just have been born
         if wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
@@ -90,10 +107,14 @@ class Warden:
             for pid in list(self._ranks):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, order["signal"])
+            if order["signal"] != signal.SIGCONT:
+                self._forget_unborn(order["signal"])
         elif what == "kill":
             for pid in descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                if pid != self._nurse:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self._forget_unborn(signal.SIGKILL)
 
     def _tell(self, **answer: object) -> None:
         with contextlib.suppress(OSError):  # the agent is gone: the next recv says so
@@ -119,42 +140,103 @@ class Warden:
                 self._sweep = True
                 self._reap()  # says "empty" where nothing else lives
                 return
-            warden = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                _become_worker(warden, argv, environment, log, report)
+            self._sweep = True
+            if self._nursery and argv[: len(self._program)] == self._program:
+                self._ask_nursery(order, log, report)
+            else:
+                self._exec(rank, argv, environment, log, report)
         finally:
             os.close(log)
+
+    def _exec(self, rank: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
+        warden = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(warden, argv, environment, log, report)
+        self._born(rank, pid)
+
+    def _born(self, rank: int, pid: int) -> None:
         self._ranks[pid] = rank
-        self._sweep = True
         self._tell(started=rank, pid=pid)
+
+    # ---------------------------------------------------------------------------------- the nursery
+
+    def _open_nursery(self) -> None:
+        self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        *interpreter, package = self._program
+        argv = [*interpreter, "orchestrator.agent.nursery", str(theirs.fileno()), package]
+        with theirs:
+            self._nurse = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            ).pid
+
+    def _ask_nursery(self, order: dict, log: int, report: int) -> None:
+        theirs, word = os.pipe2(os.O_CLOEXEC)
+        unborn = Unborn(order, os.dup(log), os.dup(report), word)
+        ticket = next(self._tickets)
+        self._unborn[ticket] = unborn
+        wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
+        wanted |= {"arguments": order["argv"][len(self._program) :], "environment": order["environment"]}
+        try:
+            socket.send_fds(self._nursery, [json.dumps(wanted).encode()], [log, report, theirs])
+        except OSError:
+            self._lose_nursery()
+        finally:
+            os.close(theirs)
+
+    def _hear_nursery(self) -> None:
+        while self._nursery:
+            try:
+                packet = self._nursery.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._lose_nursery()
+                return
+            born = json.loads(packet)
+            unborn = self._unborn.pop(born["ticket"], None)
+            if unborn is not None:  # else it was not wanted any more, and finds its word's pipe closed
+                self._born(unborn.order["rank"], born["pid"])
+                os.write(unborn.word, b"!")
+                unborn.close()
+
+    def _lose_nursery(self) -> None:
+        """It could not import the program, or somebody killed it: workers start the plain way from now on."""
+        self._nursery.close()
+        self._nursery, self._nurse = None, 0
+        waiting, self._unborn = self._unborn, {}
+        for unborn in waiting.values():
+            order = unborn.order
+            os.chdir(order["cwd"])
+            self._exec(order["rank"], order["argv"], {**os.environ, **order["environment"]}, unborn.log, unborn.report)
+            unborn.close()
+
+    def _forget_unborn(self, signum: int) -> None:
+        """Told to end before they began: that is how they ended."""
+        gone, self._unborn = self._unborn, {}
+        for unborn in gone.values():
+            unborn.close()
+            self._tell(exit=unborn.order["rank"], code=-signum)
+        if gone:
+            self._reap()
 
     def _reap(self) -> None:
         for pid, code in reap_children():
             rank = self._ranks.pop(pid, None)
             if rank is not None:  # the others are orphans that fell to this process
                 self._tell(exit=rank, code=code)
-        if self._sweep and not self._ranks:
-            left = kill_descendants()
+        if self._sweep and not self._ranks and not self._unborn:
+            left = kill_descendants(spare=self._nurse)
             self._sweep = False
             self._tell(empty=True, survivors=left)
 
 
 def _become_worker(warden: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
-    """In the child: own session, output to the log, pipe on descriptor 3, dead when the warden is. Never returns."""
+    """In the child. Never returns."""
     try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        for signum in (*_HANDLED, signal.SIGCHLD):
-            signal.signal(signum, signal.SIG_DFL)
-        die_with_parent(warden)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        kept = os.dup(report)  # out of the way of the numbers below
-        kept = kept if kept > REPORT_FD else os.dup(kept)
-        os.dup2(nothing, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.dup2(kept, REPORT_FD)
+        settle(warden, log, report)
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         os.write(2, f"orch: cannot start {argv[0]!r}: {error}\n".encode(errors="replace"))
@@ -164,7 +246,7 @@ def _become_worker(warden: int, argv: list[str], environment: dict[str, str], lo
 
 def main() -> int:
     with socket.socket(fileno=int(sys.argv[1])) as agent:
-        Warden(agent).run()
+        Warden(agent, sys.argv[2:]).run()
     return 0
 
 

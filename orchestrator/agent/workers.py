@@ -15,8 +15,8 @@ from pathlib import Path
 
 from orchestrator.launch.processes import become_subreaper, kill_descendants
 
+from .nursery import LARGEST_PACKET
 from .reports import ReportPipe
-from .warden import LARGEST_PACKET
 
 _PIPE_BYTES = 1 << 20
 
@@ -33,7 +33,9 @@ class Workers:
         on_exit: Callable[[int, int, bool], None],
         on_empty: Callable[[], None],
         on_line: Callable[[int, bytes], None],
+        program: Sequence[str] = (),
     ):
+        self._program = program  # a command that begins so is forked from a preloaded process (nursery.py)
         self._on_exit, self._on_empty, self._on_line = on_exit, on_empty, on_line
         self._warden: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
@@ -56,6 +58,7 @@ class Workers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = [sys.executable, "-P", "-m", "orchestrator.agent.warden", str(theirs.fileno())]
+            argv += self._program
             self._warden = subprocess.Popen(
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )

@@ -38,6 +38,12 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` call this process, 15 bytes at most."""
+    with open("/proc/self/comm", "w") as file:
+        file.write(name[:15])
+
+
 @dataclass(frozen=True)
 class Identity:
     """A process beyond the reuse of its number: the kernel's start time (clock ticks since boot) goes with the pid."""
@@ -98,14 +104,15 @@ def descendants(root: int) -> list[int]:
     return found_below
 
 
-def kill_descendants(reap: bool = True, timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL everything below this process until nothing is left; the pids that survived `timeout_s` are returned.
+def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:
+    """SIGKILL everything below this process, but not process `spare`, until nothing is left; the pids that survived
+    `timeout_s` are returned.
 
     Killing goes in rounds because a process may fork between the listing and the signal; as subreaper this process
     inherits what such a fork leaves. `reap` collects every dead child (a caller that waits itself sets it to False).
     """
     end = time.monotonic() + timeout_s
-    while left := descendants(os.getpid()):
+    while left := [pid for pid in descendants(os.getpid()) if pid != spare]:
         if time.monotonic() > end:
             return left
         for pid in left:

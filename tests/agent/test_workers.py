@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,22 +15,25 @@ from orchestrator.agent.workers import Workers
 from orchestrator.launch.processes import identity, is_alive
 
 pytestmark = pytest.mark.process
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = [sys.executable, "-m", "tests.agent.preloadable"]
 
 
 class Harness:
-    def __init__(self, tmp_path):
-        self.tmp_path = tmp_path
+    def __init__(self, tmp_path, forked=False):
+        self.tmp_path, self.forked = tmp_path, forked
         self.ended: dict[int, tuple[int, bool]] = {}
         self.lines: list[tuple[int, bytes]] = []
         self.empty = asyncio.Event()
-        self.workers = Workers(self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)))
+        program = PROGRAM if forked else ()
+        self.workers = Workers(self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)), program)
 
     def _exit(self, rank, code, asked):
         assert rank not in self.ended, "told twice"
         self.ended[rank] = (code, asked)
 
     def start(self, code: str, rank: int = 0, environment=(), argv=None):
-        argv = argv or [sys.executable, "-S", "-c", code]
+        argv = argv or [*(PROGRAM if self.forked else [sys.executable, "-S", "-c"]), code]
         self.workers.start(rank, argv, dict(environment), str(self.tmp_path), self.log(rank))
 
     def log(self, rank: int = 0):
@@ -47,18 +51,25 @@ class Harness:
         raise AssertionError(f"{text!r} never came: {self.log(rank).read_text()}")
 
 
-def run(scenario, tmp_path):
-    async def main():
-        harness = Harness(tmp_path)
-        try:
-            await scenario(harness)
-        finally:
-            harness.workers.close()
+@pytest.fixture(params=["plain", "forked"])
+def run(request, monkeypatch):
+    """Runs a scenario with workers that are programs of their own, and with workers from a preloaded process."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    asyncio.run(main())
+    def run(scenario, tmp_path):
+        async def main():
+            harness = Harness(tmp_path, forked=request.param == "forked")
+            try:
+                await scenario(harness)
+            finally:
+                harness.workers.close()
+
+        asyncio.run(main())
+
+    return run
 
 
-def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(tmp_path):
+def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(run, tmp_path):
     code = """
 import os, signal, sys
 print(sorted(map(int, os.listdir('/proc/self/fd')))[:5], os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
@@ -67,7 +78,7 @@ print([s.name for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.S
 """
 
     async def scenario(h):
-        h.start(code, argv=[sys.executable, "-S", "-c", code])
+        h.start(code)
         await h.until_empty()
         # descriptor 4 is the listing itself; Python ignores SIGPIPE by itself
         assert h.log().read_text() == "[0, 1, 2, 3, 4] True ''\n['SIGPIPE']\n"
@@ -76,7 +87,7 @@ print([s.name for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.S
     run(scenario, tmp_path)
 
 
-def test_reports_arrive_whole_and_the_last_ones_before_the_exit(tmp_path):
+def test_reports_arrive_whole_and_the_last_ones_before_the_exit(run, tmp_path):
     code = "import os\nfor i in range(2000): os.write(3, b'line %d\\n' % i)\nos.write(3, b'no end')"
 
     async def scenario(h):
@@ -87,7 +98,7 @@ def test_reports_arrive_whole_and_the_last_ones_before_the_exit(tmp_path):
     run(scenario, tmp_path)
 
 
-def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(tmp_path):
+def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(run, tmp_path):
     """Nobody reads while the loop is stuck; the writes fail instead of waiting."""
     code = """
 import os, time
@@ -102,7 +113,7 @@ print('full' if time.monotonic() < until else 'never full', flush=True)
         h.start(code)
         for _ in range(400):  # the agent is stuck: its loop does not run until the worker has been refused
             time.sleep(0.05)
-            if "full" in h.log().read_text():
+            if h.log().exists() and "full" in h.log().read_text():
                 break
         assert h.log().read_text() == "full\n"
         await h.until_empty()
@@ -110,7 +121,7 @@ print('full' if time.monotonic() < until else 'never full', flush=True)
     run(scenario, tmp_path)
 
 
-def test_asked_and_unasked_ends_are_told_apart(tmp_path):
+def test_asked_and_unasked_ends_are_told_apart(run, tmp_path):
     async def scenario(h):
         h.start("import sys; sys.exit(7)", rank=0)
         h.start("import time; print('up', flush=True); time.sleep(60)", rank=1)
@@ -128,7 +139,7 @@ def test_asked_and_unasked_ends_are_told_apart(tmp_path):
     run(scenario, tmp_path)
 
 
-def test_a_kill_of_nothing_does_not_colour_the_next_life(tmp_path):
+def test_a_kill_of_nothing_does_not_colour_the_next_life(run, tmp_path):
     async def scenario(h):
         h.workers.kill()
         h.workers.stop(signal.SIGTERM, 0.0)
@@ -139,7 +150,7 @@ def test_a_kill_of_nothing_does_not_colour_the_next_life(tmp_path):
     run(scenario, tmp_path)
 
 
-def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(tmp_path):
+def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(run, tmp_path):
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     polite = (
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
@@ -161,7 +172,7 @@ def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
-def test_signals_reach_the_worker_and_not_what_it_started(tmp_path, signum):
+def test_signals_reach_the_worker_and_not_what_it_started(run, tmp_path, signum):
     code = f"""
 import signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])
@@ -184,7 +195,7 @@ time.sleep(60)
     run(scenario, tmp_path)
 
 
-def test_what_a_worker_leaves_behind_is_gone_when_all_have_ended(tmp_path):
+def test_what_a_worker_leaves_behind_is_gone_when_all_have_ended(run, tmp_path):
     """A double fork with setsid, as daemons do it: only a subreaper still finds it."""
     code = f"""
 import os, time
@@ -211,7 +222,7 @@ while not os.path.exists({str(tmp_path / "daemon")!r}) or not open({str(tmp_path
 
 
 @pytest.mark.parametrize("argv", [["no-such-program"], ["/no/such/program"], ["./relative"]])
-def test_a_program_that_is_not_there_ends_with_64_and_a_line(tmp_path, argv):
+def test_a_program_that_is_not_there_ends_with_64_and_a_line(run, tmp_path, argv):
     async def scenario(h):
         h.start("", rank=0, argv=argv)
         h.start("print('fine')", rank=1)
@@ -222,7 +233,7 @@ def test_a_program_that_is_not_there_ends_with_64_and_a_line(tmp_path, argv):
     run(scenario, tmp_path)
 
 
-def test_words_and_values_arrive_byte_exact(tmp_path):
+def test_words_and_values_arrive_byte_exact(run, tmp_path):
     words = ["a b", "new\nline", "quote'\"", "$(id)", "ü\udcff", ""]
     code = "import os, sys; os.write(1, repr((sys.argv[1:], os.environ['WORD'])).encode(errors='backslashreplace'))"
 
@@ -234,7 +245,7 @@ def test_words_and_values_arrive_byte_exact(tmp_path):
     run(scenario, tmp_path)
 
 
-def test_an_environment_that_is_too_large_is_an_error_not_a_hang(tmp_path):
+def test_an_environment_that_is_too_large_is_an_error_not_a_hang(run, tmp_path):
     async def scenario(h):
         with pytest.raises(ValueError, match=r"take \d+ bytes, over"):
             h.start("", environment={"X": "x" * 200_000})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus):
     broken = start(tmp_path, spec, "broken", max_restarts=1)
     wait_step(broken, 12, workers=2, timeout_s=100)
     pids = json.loads(broken.backend.read_text())["agents"]
-    victim = next(pid for pid in children_of(children_of(pids["node1"])[0]))
+    victim = next(pid for pid in children_of(children_of(pids["node1"])[0]) if comm(pid).startswith("orch-rank-"))
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), 100, "resuming")
     wait_for(lambda: max(losses(broken), default=0) > 30, 100, "progress")
@@ -76,6 +77,10 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus):
     assert losses(broken) == losses(whole)  # to the bit, over a crash and a cancel
     report = json.loads(broken.report.read_text())
     assert report["steps"]["completed"] == steps and report["memory"]["params"]["measured"] > 0
+
+
+def comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
 
 
 def children_of(pid: int) -> list[int]:

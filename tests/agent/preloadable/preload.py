@@ -1,0 +1,15 @@
+"""What is imported once, in the nursery."""
+
+import os
+import time
+
+if os.path.exists(broken := os.environ.get("PRELOAD_BROKEN", "")):
+    raise RuntimeError("cannot be imported")
+while os.path.exists(os.environ.get("PRELOAD_WAITS", "")):
+    time.sleep(0.01)
+
+PRELOADED_BY = os.getpid()
+
+
+def after_fork() -> None:
+    os.environ["FORKED"] = "yes"

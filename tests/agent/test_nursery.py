@@ -1,0 +1,164 @@
+"""Workers forked from a preloaded process: what is theirs alone, and what happens when that process is not there.
+
+What they share with plain workers is tested for both in test_workers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from orchestrator.launch.processes import descendants, identity, is_alive
+
+from .test_workers import ROOT, Harness
+
+pytestmark = pytest.mark.process
+
+WHO = """
+import os, sys
+loaded = sys.modules.get('tests.agent.preloadable.preload')
+print(getattr(loaded, 'PRELOADED_BY', None), os.environ.get('FORKED'), os.environ['MINE'], os.getcwd(), flush=True)
+"""
+
+
+def run(scenario, tmp_path, monkeypatch, **environment):
+    for name, value in {"PYTHONPATH": ROOT, **environment}.items():
+        monkeypatch.setenv(name, str(value))
+
+    async def main():
+        harness = Harness(tmp_path, forked=True)
+        try:
+            await scenario(harness)
+        finally:
+            harness.workers.close()
+
+    asyncio.run(main())
+
+
+def children_of(pid: int) -> list[int]:
+    return descendants(pid)
+
+
+def test_every_life_comes_from_one_import_and_is_the_wardens_child(tmp_path, monkeypatch):
+    async def scenario(h):
+        nurses = set()
+        for life in range(2):
+            for rank in (0, 1):
+                h.start(WHO + "import time; time.sleep(0.5)", rank, {"MINE": f"{life}-{rank}"})
+            while not all(h.workers.pids.values()):
+                await asyncio.sleep(0.01)
+            for rank, pid in h.workers.pids.items():
+                await h.until_logged(f"{life}-{rank}", rank)
+                assert Path(f"/proc/{pid}/comm").read_text() == f"orch-rank-{rank}\n"
+                assert f"\nPPid:\t{h.workers.warden_pid}\n" in Path(f"/proc/{pid}/status").read_text()
+            await h.until_empty()
+            for rank in (0, 1):
+                by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
+                assert (forked, mine, cwd) == ("yes", f"{life}-{rank}", str(tmp_path))
+                nurses.add(by)
+            assert h.ended == {0: (0, False), 1: (0, False)}
+            h.ended.clear()
+        assert len(nurses) == 1
+        assert children_of(h.workers.warden_pid) == [int(nurses.pop())]  # the nursery alone outlives a life
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_without_a_nursery_workers_start_the_plain_way(tmp_path, monkeypatch, when):
+    """It cannot import the program, or somebody killed it: before a worker was asked of it, or while one waits."""
+    waits = tmp_path / "waits"
+    if when == "between":
+        waits.touch()
+
+    async def scenario(h):
+        h.workers.open()
+        while not (nurse := children_of(h.workers.warden_pid)):
+            await asyncio.sleep(0.01)
+        if when == "between":
+            h.start(WHO, 0, {"MINE": "x", "PRELOAD_WAITS": ""})
+            await asyncio.sleep(0.2)
+            os.kill(nurse[0], signal.SIGKILL)
+        else:
+            os.kill(nurse[0], signal.SIGKILL)
+            while children_of(h.workers.warden_pid):
+                await asyncio.sleep(0.01)
+            h.start(WHO, 0, {"MINE": "x"})
+        await h.until_empty()
+        assert h.log().read_text().split() == ["None", "None", "x", str(tmp_path)]
+        assert h.ended == {0: (0, False)}
+
+    run(scenario, tmp_path, monkeypatch, PRELOAD_WAITS=waits)
+
+
+def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(tmp_path, monkeypatch):
+    """The plain start fails as it would have without a nursery, with the program's own words."""
+    (tmp_path / "broken").touch()
+
+    async def scenario(h):
+        h.start("import tests.agent.preloadable.preload", 0)
+        await h.until_empty()
+        assert "RuntimeError: cannot be imported" in h.log().read_text()
+        assert h.ended == {0: (1, False)}
+
+    run(scenario, tmp_path, monkeypatch, PRELOAD_BROKEN=tmp_path / "broken")
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_worker_told_to_end_before_it_is_born_has_ended(tmp_path, monkeypatch, end):
+    waits = tmp_path / "waits"
+    waits.touch()
+
+    async def scenario(h):
+        h.start("print('ran')", 0)
+        h.start("print('ran')", 1)
+        if end == "stop":
+            h.workers.stop(signal.SIGTERM, 5.0)
+        else:
+            h.workers.kill()
+        await h.until_empty()
+        code = -15 if end == "stop" else -9
+        assert h.ended == {0: (code, True), 1: (code, True)}
+        waits.unlink()
+        h.ended.clear()
+        h.start("print('next life')", 0)  # from the same nursery, which has meanwhile borne two that nobody wants
+        await h.until_empty()
+        assert h.ended == {0: (0, False)}
+        assert h.log(0).read_text() == "next life\n" and h.log(1).read_text() == ""
+
+    run(scenario, tmp_path, monkeypatch, PRELOAD_WAITS=waits)
+
+
+@pytest.mark.parametrize("victim", ["warden", "nursery"])
+def test_nothing_is_left_when_a_warden_dies_and_workers_outlive_a_nursery(tmp_path, monkeypatch, victim):
+    async def scenario(h):
+        h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'nursery' else 600})")
+        await h.until_logged("up")
+        worker = h.workers.pids[0]
+        (nurse,) = [pid for pid in children_of(h.workers.warden_pid) if pid != worker]
+        seen = [identity(worker), identity(nurse)]
+        os.kill(h.workers.warden_pid if victim == "warden" else nurse, signal.SIGKILL)
+        await h.until_empty()
+        if victim == "warden":
+            assert h.ended == {0: (-9, False)}
+        else:
+            assert h.ended == {0: (0, False)}
+        assert not any(is_alive(one) for one in seen)
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_a_traceback_and_an_exit_code_are_the_programs_own(tmp_path, monkeypatch):
+    async def scenario(h):
+        h.start("raise ValueError('mine')", 0)
+        h.start("import sys; sys.exit('words')", 1)
+        await h.until_empty()
+        assert h.ended == {0: (1, False), 1: (1, False)}
+        assert h.log(0).read_text().endswith("ValueError: mine\n")
+        assert h.log(1).read_text() == "words\n"
+
+    run(scenario, tmp_path, monkeypatch)
