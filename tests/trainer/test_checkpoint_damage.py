@@ -144,33 +144,6 @@ def test_what_a_killed_save_leaves_is_never_loaded_and_is_swept_up(tmp_path):
     assert manifest.step == 1 and not half.exists()
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("moment", ["write_tensors", "write_atomic", "rename", "prune"])
-def test_sigkill_at_any_moment_of_a_save_leaves_a_checkpoint_that_loads(tmp_path, monkeypatch, moment):
-    """The child dies by SIGKILL in the middle of saving step 2; the parent resumes from what is on disk."""
-    saved(tmp_path, 1)
-
-    def die(*args: object, **kwargs: object) -> None:
-        os.kill(os.getpid(), 9)
-
-    pid = os.fork()
-    if pid == 0:
-        if moment == "rename":
-            Path.rename = die
-        else:
-            setattr(save_module, moment, die)
-        manager = checkpoints(tmp_path)
-        manager.saved_step = 1
-        manager.save(state(2), step=2, samples=20)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
-    live, manager, manifest = resume(tmp_path)
-    expected = 2 if moment == "prune" else 1
-    assert manifest.step == expected and equal(live, state(expected))
-    assert not manager.reporter.named("checkpoint_rejected")
-    assert not list(tmp_path.glob(".tmp-*"))
-
-
 def test_a_full_disk_is_one_clear_line_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     manager = saved(tmp_path, 1)
 
