@@ -39,4 +39,4 @@ def search(config: Config, near: float = NEAR) -> Answer:
 
 def settled(config: Config) -> Config:
     """A configuration with nothing left open."""
-    return search(config).front[0].config if config.parallel.auto else config
+    return search(config, near=0.0).front[0].config if config.parallel.auto else config

@@ -6,6 +6,8 @@ Each group takes the longer of its FLOPs at the reachable rate and its bytes at 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec import Struct
 
 from orchestrator.errors import OrchError
@@ -25,6 +27,7 @@ from .profile import Profile
 from .traffic import WIDTH
 
 KERNELS_A_LAYER = 14  # forward: 4 to 7 matmuls, attention, 2 norms, rotary, activation, 2 residual sums
+KERNELS_AGAIN = 5  # of them in selective recomputation: 2 norms, rotary of queries and keys, activation
 
 
 class Rates(Struct, frozen=True):
@@ -64,8 +67,18 @@ class StageSeconds(Struct, frozen=True):
         return self.forward + self.backward
 
 
-def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates) -> tuple[float, float]:
-    """(forward seconds, of which attention core) of one decoder layer and micro-batch on one GPU."""
+class LayerSeconds(NamedTuple):
+    """One micro-batch through one decoder layer on one GPU."""
+
+    forward: float
+    core: float  # of it, attention scores and weighted values
+    selective: float  # of it, what selective recomputation repeats in backward
+
+
+def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates) -> LayerSeconds:
+    """Selective recomputation keeps matrix products and attention and repeats norms, rotary positions and the
+    activation (`trainer/parallel/recompute.py`); under context parallelism it keeps no attention either.
+    """
     width, tp = WIDTH[train.precision], parallel.tp
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     flops = layer_flops(model, layer, train.seq_len)
@@ -76,27 +89,32 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
     core = flops.attention_core * tokens / tp / rate.attention
     # read and write: two norms and two residual sums over hidden; rotary over queries and keys; the activation
     ffn = model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden if experts else model.ffn_hidden
-    rows = 10 * model.hidden / (tp if parallel.sp else 1)
+    row = model.hidden / (tp if parallel.sp else 1)
     columns = ((3 if model.mlp == "gated" else 2) * ffn + 2 * (model.heads + model.kv_heads) * model.head_dim) / tp
-    elementwise = (rows + columns) * width * tokens / rate.memory
-    return matmul + core + elementwise + KERNELS_A_LAYER * rate.launch_s, core
+    moved = width * tokens / rate.memory
+    elementwise = (10 * row + columns) * moved + KERNELS_A_LAYER * rate.launch_s
+    selective = (4 * row + columns) * moved + KERNELS_AGAIN * rate.launch_s
+    return LayerSeconds(matmul + core + elementwise, core, selective + (core if parallel.cp > 1 else 0.0))
+
+
+NO_LAYER = LayerSeconds(0.0, 0.0, 0.0)
 
 
 def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[StageSeconds]:
     """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
     kinds = [
-        (0.0, 0.0) if layer is None else layer_seconds(model, layer, parallel, train, rate)
+        NO_LAYER if layer is None else layer_seconds(model, layer, parallel, train, rate)
         for layer in samples_of_kinds(model)
     ]
     result, start = [], 0
     for stage, count in enumerate(parallel.stage_layers):
         counts = dense_and_moe(model, start, start + count)
-        forward, core = (sum(n * kind[part] for n, kind in zip(counts, kinds, strict=True)) for part in (0, 1))
+        forward, core, selective = (sum(n * kind[i] for n, kind in zip(counts, kinds, strict=True)) for i in range(3))
         start += count
-        again = {"none": 0.0, "selective": core, "full": forward}.get(train.recompute)
+        again = {"none": 0.0, "selective": selective, "full": forward}.get(train.recompute)
         if again is None:  # budget: mode by mode
             again = sum(
-                n * {"none": 0.0, "selective": kinds[kind][1], "full": kinds[kind][0]}[mode]
+                n * {"none": 0.0, "selective": kinds[kind].selective, "full": kinds[kind].forward}[mode]
                 for kind, mode, n in layer_groups(model, train, [range(start - count, start)])
             )
         if stage == len(parallel.stage_layers) - 1:

@@ -40,15 +40,24 @@ def model_states(dense: int, experts: int, parallel: Parallel, train: Train) -> 
     two moments in fp32, and an fp32 master copy when the weights are narrower. Experts shard over cp * dp, all other
     weights over cp * ep * dp.
     """
-    weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
-    state = 8 if weight == 4 else 12
     params = grads = optimizer = 0.0
     for count, replicas in ((dense, parallel.cp * parallel.ep * parallel.dp), (experts, parallel.cp * parallel.dp)):
-        shards = min(replicas, parallel.zero_group or replicas)
-        params += count * weight / (shards if parallel.zero >= 3 else 1)
-        grads += count * gradient / (shards if parallel.zero >= 2 else 1)
-        optimizer += count * state / (shards if parallel.zero >= 1 else 1)
+        each = state_bytes(replicas, parallel, train)
+        params += count * each.params
+        grads += count * each.grads
+        optimizer += count * each.optimizer
     return States(params, grads, optimizer)
+
+
+def state_bytes(replicas: int, parallel: Parallel, train: Train) -> States:
+    """Of one parameter that `replicas` ranks hold."""
+    weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
+    shards = min(replicas, parallel.zero_group or replicas)
+    return States(
+        params=weight / (shards if parallel.zero >= 3 else 1),
+        grads=gradient / (shards if parallel.zero >= 2 else 1),
+        optimizer=(8 if weight == 4 else 12) / (shards if parallel.zero >= 1 else 1),
+    )
 
 
 def layer_activations(

@@ -53,10 +53,10 @@ def _cheapest(
     if not layers:
         return []
     rate = rates(cluster, profile_for(cluster.gpu.name, cluster.device), train.precision)
-    forward, core = layer_seconds(model, layers[-1], parallel, train, rate)
+    layer = layer_seconds(model, layers[-1], parallel, train, rate)
     many = len(layers)
     choices = sorted(
-        (full * forward + selective * core, full, selective)
+        (full * layer.forward + selective * layer.selective, full, selective)
         for full in range(many + 1)
         for selective in range(many + 1 - full)
     )

@@ -8,7 +8,7 @@ sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2P
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -78,9 +78,7 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     layers = sum(map(len, stages)) / copies
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     hidden_bytes = tokens * model.hidden * width
-    full = (train.recompute_layers or ["full"]).count("full") / len(train.recompute_layers or ["full"])
-    again = full if train.recompute == "budget" else float(train.recompute == "full")
-    passes = 2 + again  # forward, (forward again,) backward
+    again = repeats(parallel, train)
     m = parallel.micro_batches
     result: list[Traffic] = []
 
@@ -93,24 +91,24 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
             result.append(Traffic(axis, tuple(varying), operation, size, count, window, n))
 
     # two boundaries a layer and pass: an all-reduce, or with SP the all-gather and reduce-scatter that make one up
-    boundaries = 2 * layers * m * passes
+    boundaries = 2 * layers * m
     if parallel.sp:
-        add("tp", "all_gather", hidden_bytes, boundaries)
-        add("tp", "reduce_scatter", hidden_bytes, boundaries)
+        add("tp", "all_gather", hidden_bytes, boundaries * (2 + again.gather))
+        add("tp", "reduce_scatter", hidden_bytes, boundaries * (2 + again.layer))
     else:
-        add("tp", "all_reduce", hidden_bytes, boundaries)
+        add("tp", "all_reduce", hidden_bytes, boundaries * (2 + again.layer))
 
     kv_heads_here = max(1, model.kv_heads // parallel.tp)
     key_values = 2 * kv_heads_here * model.head_dim * tokens * width
     # keys and values go round in forward, they and their gradients in backward
     ring_steps = (parallel.cp - 1) * layers * m
-    add("cp", "p2p", key_values, ring_steps * (passes - 1), "attention")
+    add("cp", "p2p", key_values, ring_steps * (1 + again.core), "attention")
     add("cp", "p2p", 2 * key_values, ring_steps, "attention")
 
     if model.moe is not None:
         moe_layers = sum(dense_and_moe(model, part.start, part.stop)[1] for part in stages) / copies
         routed = hidden_bytes * model.moe.top_k / (parallel.tp if parallel.sp else 1)
-        add("ep", "all_to_all", routed, 2 * moe_layers * m * passes)
+        add("ep", "all_to_all", routed, 2 * moe_layers * m * (2 + again.layer))
 
     boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
     add("pp", "p2p", boundary, m * sends_a_micro_batch(parallel))
@@ -120,6 +118,24 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     for count, varying in ((dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))):
         _gradients(add, count, varying, parallel, width, grad_width)
     return result
+
+
+class Repeats(NamedTuple):
+    """Share of the layers that do a part of forward again in backward."""
+
+    layer: float  # all of it
+    gather: float  # the sequence is gathered again (sequence parallelism)
+    core: float  # attention: keys and values go round again (context parallelism)
+
+
+def repeats(parallel: Parallel, train: Train) -> Repeats:
+    """Selective recomputation repeats what it does not keep: gathered inputs, attention over other ranks' keys."""
+    if train.recompute == "budget":
+        modes = train.recompute_layers or ["full"]
+        full, selective = (modes.count(mode) / len(modes) for mode in ("full", "selective"))
+    else:
+        full, selective = float(train.recompute == "full"), float(train.recompute == "selective")
+    return Repeats(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1))
 
 
 def sends_a_micro_batch(parallel: Parallel) -> float:

@@ -54,8 +54,8 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
     chosen = plan(budget, degrees, model=model)
     par, train = chosen.parallel, chosen.job.train
     rate = rates(chosen.cluster, profile_for(chosen.cluster.gpu.name, "cuda"), train.precision)
-    forward, core = layer_seconds(chosen.model, 0, par, train, rate)
-    seconds = {"none": 0.0, "selective": core, "full": forward}
+    one = layer_seconds(chosen.model, 0, par, train, rate)
+    seconds = {"none": 0.0, "selective": one.selective, "full": one.forward}
     for rank, stages in enumerate(rank_stages(par)):
         layers = [layer for stage in stages for layer in stage_range(par, stage)]
         mine = sum(seconds[train.recompute_layers[layer]] for layer in layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.pipeline import held_at_once
-from orchestrator.planner.search.bound import SpotBound
 from orchestrator.planner.search.search import Search
+from orchestrator.planner.search.space import Choice
 from tests.reference.every_layout import every_layout, front
 
 from . import configs, shapes
@@ -58,22 +60,18 @@ def test_equals_costing_every_layout(config):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
     search = Search(config)
-    for spot in search.space.spots():
-        base = SpotBound(spot, search.ground, search.best, search._template(spot))
-        for branch in base.branches(search.space.recompute, search.space.zeros(spot)):
-            least_bytes, least_s = branch.least(search.balanced)
-            for schedule, vpp in ((s, v) for s, vpps in search.space.schedules(spot).items() for v in vpps):
-                choice = next(
-                    one
-                    for one in search.space.choices(spot)
-                    if one[1:] == (branch.recompute, branch.zero, schedule, vpp)
-                )
-                shape = search._shape(schedule, spot.pp, vpp, base.par)
-                size, seconds = branch.bytes_of(shape, schedule, vpp), branch.seconds_of(shape, schedule, vpp)
-                assert least_bytes <= size and max(base.least_seconds(), least_s) <= seconds * (1 + 1e-9)
-                found = search.cost(choice)
-                if found is not None:
-                    assert size <= found.memory.total + 8 and seconds <= found.step_s
+    for base in search.spots():
+        for branch in base.branches(search.space.recompute, search.space.zeros(base.spot), search.par):
+            least_bytes, least_s = branch.least_bytes(), branch.least_seconds()
+            assert base.least_seconds() <= least_s * (1 + 1e-9)
+            for row, schedules in search.rows(branch):
+                for schedule, sharded in itertools.product(schedules, branch.sharded):
+                    size, seconds = row.bytes_of(row.kept(schedule), sharded), row.seconds_of(sharded)
+                    assert least_bytes <= size and max(least_s, row.least_s) <= seconds * (1 + 1e-9)
+                    choice = Choice(base.spot, branch.recompute, sharded.par.zero, schedule, row.vpp)
+                    found = search.cost(choice)
+                    if found is not None:
+                        assert size <= found.memory.total + 8 and seconds <= found.step_s
 
 
 def test_the_same_on_every_run_and_the_same_as_the_plan():

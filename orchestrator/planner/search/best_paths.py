@@ -19,6 +19,7 @@ class BestPaths:
         self.inside = 1.0 / float(fabric.rate[0])
         self.share = 1.0 / float(fabric.rate[1:].max())  # over one GPU's share of the NICs, nothing else in the way
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
+        self._rings: dict[tuple[int, int, int], Path] = {}
         self.latency = [float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))]  # of this tier or above
 
     def mates(self, tp: int, tier: int = 0) -> int:
@@ -30,6 +31,12 @@ class BestPaths:
 
         `beside`: members of another axis that have their places in the same domain.
         """
+        key = members, tp, beside
+        if key not in self._rings:
+            self._rings[key] = self._ring(members, tp, beside)
+        return self._rings[key]
+
+    def _ring(self, members: int, tp: int, beside: int) -> Path:
         if members == 1:
             return NOWHERE
         mates = -(-self.mates(tp) // beside)

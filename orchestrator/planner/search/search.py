@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -25,11 +26,13 @@ from orchestrator.planner.solve import Ground, Solution, solve
 from orchestrator.planner.topology import build_cluster
 
 from .best_paths import BestPaths
-from .bound import SpotBound
-from .shapes import Shape, shape_of
+from .bound import SPLIT, BranchBound, RowBound, SpotBound
+from .pieces import Piece
+from .shapes import Pipes, Shape, pipes_of, shape_of
 from .space import RECOMPUTE, Choice, Space, Spot
 
 SPOT, BRANCH, ROW, CHOICE, FOUND = range(5)  # kinds of nodes; of equal bounds the coarser is opened first
+LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 NEAR = 0.05  # layouts that take this much longer than the fastest are still worth a line when they need less memory
 
 
@@ -77,14 +80,14 @@ class Search:
         self.space = Space(config, self.ground)
         self.best = BestPaths(self.ground.roads.fabric, confined=not config.parallel.allow_tp_across_nvlink)
         self.capacity = cluster.gpu.memory_bytes
-        self.template: doc.Parallel | None = None
         self._shapes: dict[tuple[str, int, int], Shape] = {}
-        self.balanced = config.parallel.stage_layers is None
+        self._pieces: dict[tuple, Piece] = {}
+        self._all_pipes: dict[int, Pipes] = {}
         self.legal = self.costed = 0
 
     def run(self, near: float = NEAR) -> Answer:
         """Raises OrchError where the configuration contradicts itself. An empty front: nothing legal fits."""
-        heap = [(bound.least_seconds(), SPOT, (number,), bound) for number, bound in enumerate(self._spots())]
+        heap = [(bound.least_seconds(), SPOT, (number,), bound) for number, bound in enumerate(self.spots())]
         heapq.heapify(heap)
         serial, front = len(heap), []
         while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
@@ -101,56 +104,77 @@ class Search:
 
     # -------------------------------------------------------------------------------------- bounds
 
-    def _spots(self) -> Iterator[SpotBound]:
+    def spots(self) -> Iterator[SpotBound]:
+        """Every spot that has a choice; counts those."""
         for spot in self.space.spots():
             count = self.space.count(spot)
             if count:
                 self.legal += count
-                yield SpotBound(spot, self.ground, self.best, self._template(spot))
+                yield SpotBound(spot, self._piece(spot), self._pipes(spot.pp), self.best)
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[tuple[float, int, tuple, Any]]:
         """What lies below a node and may need no more than `most` bytes: (seconds at least, state, key, item)."""
         if state == SPOT:
-            for branch in item.branches(self.space.recompute, self.space.zeros(item.spot)):
-                size, seconds = branch.least(self.balanced)
-                if size <= most:
-                    yield seconds, BRANCH, (), branch
+            space = self.space
+            for branch in item.branches(space.recompute, space.zeros(item.spot), self.par):
+                if branch.least_bytes() <= most:
+                    yield branch.least_seconds(), BRANCH, (), branch
         elif state == BRANCH:
-            for schedule, stages in self.space.schedules(item.base.spot).items():
-                yield item.row_seconds(stages[0]), ROW, (), (item, schedule, stages)
-        elif state == ROW:  # the next number of virtual stages: each sends more than the one before
-            branch, schedule, (vpp, *more) = item
-            spot = branch.base.spot
-            if more:
-                yield branch.row_seconds(more[0]), ROW, (), (branch, schedule, more)
-            shape = self._shape(schedule, spot.pp, vpp, branch.base.par)
-            size = branch.bytes_of(shape, schedule, vpp)
-            if size <= most:
-                choice = Choice(spot, branch.recompute, branch.zero, schedule, vpp)
-                yield branch.seconds_of(shape, schedule, vpp), CHOICE, (), (choice, size)
+            for row, names in self.rows(item):
+                yield row.least_s, ROW, (), (row, names)
+        elif state == ROW:
+            row, names = item
+            for schedule in names:
+                kept = row.kept(schedule)
+                for sharded in row.branch.sharded:
+                    size = row.bytes_of(kept, sharded)
+                    if size <= most:
+                        choice = Choice(row.branch.spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)
+                        yield row.seconds_of(sharded), CHOICE, (), (choice, size)
         else:
             choice, size = item
             found = self.cost(choice) if size <= most else None
             if found is not None:
                 yield found.step_s, FOUND, (found.memory.total, preference(choice)), found
 
-    def _template(self, spot: Spot) -> doc.Parallel:
-        if self.template is None:
-            choice = next(iter(self.space.choices(spot)))
-            config = self.space.fixed(choice)
-            self.template = make_parallel(config, self._case(config))
-        return self.template
+    def rows(self, branch: BranchBound) -> Iterator[tuple[RowBound, list[str]]]:
+        """Every way that stages lie on ranks, with the schedules that run it."""
+        pp = branch.spot.pp
+        for (place, split, vpp), names in _alike(self.space.schedules(pp, branch.spot.micro_batches)).items():
+            yield RowBound(branch, self._shape(place, names[0], pp, vpp), split, vpp), names
+
+    def _pipes(self, pp: int) -> Pipes:
+        """Of all schedules, also those that some number of micro-batches cannot run."""
+        if pp not in self._all_pipes:
+            alike = _alike(self.space.schedules(pp))
+            shapes = ((self._shape(place, names[0], pp, vpp), split) for (place, split, vpp), names in alike.items())
+            self._all_pipes[pp] = pipes_of(shapes)
+        return self._all_pipes[pp]
+
+    @cached_property
+    def par(self) -> doc.Parallel:
+        """Of any layout: bounds read of it what all have in common."""
+        spot = next(spot for spot in self.space.spots() if self.space.count(spot))
+        config = self.space.fixed(next(iter(self.space.choices(spot))))
+        return make_parallel(config, self._case(config))
 
     def _case(self, config: Config) -> legality.Case:
         return make_case(config, self.ground.cluster, self.ground.model)
 
-    def _shape(self, schedule: str, pp: int, vpp: int, par: doc.Parallel) -> Shape:
-        place = "loop" if schedule in ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2") else schedule
+    def _piece(self, spot: Spot) -> Piece:
+        names = ("tp", "cp", "ep", "sp", "micro_batch_size")
+        key = tuple(getattr(spot, name) for name in names)
+        if key not in self._pieces:
+            par = structs.replace(self.par, **dict(zip(names, key, strict=True)))
+            self._pieces[key] = Piece(par, self.ground, self.best)
+        return self._pieces[key]
+
+    def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> Shape:
         key = place, pp, vpp
         if key not in self._shapes:
             layers = self.space.stage_layers(pp * vpp)
-            piped = structs.replace(par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
-            self._shapes[key] = shape_of(self.ground.model, piped)
+            piped = structs.replace(self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
+            self._shapes[key] = shape_of(place, self.ground.model, piped)
         return self._shapes[key]
 
     # -------------------------------------------------------------------------------------- costs
@@ -172,3 +196,13 @@ class Search:
         if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
             return None  # an order that was given puts it there
         return Found(choice, solution, worst, config)
+
+
+def _alike(schedules: dict[str, list[int]]) -> dict[tuple[str, bool, int], list[str]]:
+    """(how stages are placed, whether backward is in two pieces, virtual stages) -> schedules."""
+    found: dict[tuple[str, bool, int], list[str]] = {}
+    for schedule, stages in schedules.items():
+        for vpp in stages:
+            place = "loop" if schedule in LOOPED else schedule
+            found.setdefault((place, schedule in SPLIT, vpp), []).append(schedule)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from orchestrator.plan.document import Model, Parallel
@@ -22,13 +23,31 @@ class RankShape(NamedTuple):
 
 
 class Shape(NamedTuple):
+    key: tuple[str, int, int]  # how stages are placed, pp, vpp
     copies: int  # of the model on the pipeline
     ranks: list[RankShape]  # one for all ranks that hold the same
     sends: float  # messages a micro-batch of the rank that sends most
     single: bool  # the whole model is one stage
 
 
-def shape_of(model: Model, parallel: Parallel) -> Shape:
+class Way(NamedTuple):
+    """The rank with most layers ahead of it, in some shapes: what they have at least."""
+
+    before: int  # layers
+    own: float  # layers, a copy of the model
+    sends: float
+    split: bool  # backward is in two pieces: only forward must come through all stages ahead
+
+
+class Pipes(NamedTuple):
+    """All shapes of a pipeline together."""
+
+    least: float  # layers of any rank, a copy of the model
+    most: int  # layers of any rank, all its copies
+    ways: list[Way]
+
+
+def shape_of(place: str, model: Model, parallel: Parallel) -> Shape:
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
     starts = [0]
@@ -44,4 +63,28 @@ def shape_of(model: Model, parallel: Parallel) -> Shape:
     ranks = [
         RankShape(*key, rank, (stage, *dense_and_moe(model, 0, starts[stage]))) for key, (rank, stage) in alike.items()
     ]
-    return Shape(sum(map(len, held)) // stages, ranks, sends_a_micro_batch(parallel), stages == 1)
+    copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
+    return Shape(key, copies, ranks, sends_a_micro_batch(parallel), stages == 1)
+
+
+def pipes_of(shapes: Iterable[tuple[Shape, bool]]) -> Pipes:
+    """What holds for all of some shapes, each with whether backward is in two pieces."""
+    least, most = float("inf"), 0
+    groups: dict[tuple[bool, int], Way] = {}  # by size of vpp: more virtual stages wait less and send more
+    for shape, split in shapes:
+        layers = [rank.dense + rank.moe for rank in shape.ranks]
+        least, most = min(least, min(layers) / shape.copies), max(most, *layers)
+        last = max(range(len(layers)), key=lambda index: shape.ranks[index].before)
+        before = sum(shape.ranks[last].before[1:])
+        way = Way(before, layers[last] / shape.copies, shape.sends, split)
+        key = split, shape.key[2].bit_length()
+        other = groups.get(key, way)
+        groups[key] = Way(*(min(pair) for pair in zip(way[:3], other[:3], strict=True)), split)
+    ways = list(groups.values())
+    return Pipes(least, most, [way for way in ways if not any(_under(other, way) for other in ways)])
+
+
+def _under(other: Way, way: Way) -> bool:
+    """Whether `other` bounds whatever `way` bounds, and lower."""
+    lower = all(a <= b for a, b in zip(other[:3], way[:3], strict=True))
+    return other != way and lower and other.split >= way.split

@@ -25,6 +25,8 @@ from orchestrator.planner.solve import Ground
 RECOMPUTE = ("none", "selective", "full")
 #: Rules that only a whole choice can break.
 _LATER = ("virtual_stages", "zero_group", "schedule")
+#: Rules about tp alone: asked once for each.
+_TENSOR = ("heads", "kv_heads", "ffn", "nvlink")
 
 
 class Spot(NamedTuple):
@@ -62,6 +64,7 @@ class Space:
         self.config, self.ground, self.par = config, ground, par
         self.samples = global_batch(config)
         self.gpus = len(ground.cluster.node_names) * ground.cluster.gpus_per_node
+        self._schedules: dict[tuple[int, int | None], dict[str, list[int]]] = {}
         given = config.train.recompute
         self.recompute = RECOMPUTE if given is None else (given,)
         self.base = Case(
@@ -94,7 +97,7 @@ class Space:
         """Degrees of an axis that divide the GPUs which the axes before it leave, and that keep its rules."""
         given = getattr(self.par, axis)
         if given is not None:
-            return [given] if gpus % given == 0 else []
+            return [given] if gpus % given == 0 and (axis == "pp" or self._keeps({axis: given})) else []
         found = [degree for degree in _divisors(gpus) if degree <= most]
         return [degree for degree in found if axis == "pp" or self._keeps({axis: degree})]
 
@@ -114,26 +117,34 @@ class Space:
     def _keeps(self, degrees: dict[str, int]) -> bool:
         """Whether the degrees keep every rule that they can be judged by (alone, an axis cannot fill the cluster)."""
         case = structs.replace(self.base, **degrees)
-        alone = ("gpus", "batch") if len(degrees) == 1 else ()
-        rules = (rule for name, rule in legality.RULES.items() if name not in (*_LATER, *alone))
-        return not any(rule(case) for rule in rules)
+        skip = _LATER if "tp" in degrees and len(degrees) == 1 else (*_LATER, *_TENSOR)
+        skip += ("gpus", "batch") if len(degrees) == 1 else ()
+        return not any(rule(case) for name, rule in legality.RULES.items() if name not in skip)
 
     # -------------------------------------------------------------------------------------- choices
 
-    def schedules(self, spot: Spot) -> dict[str, list[int]]:
-        """Schedule -> virtual stages that the spot's pipeline can run. One stage knows one schedule, 1f1b."""
-        if spot.pp == 1:
+    def schedules(self, pp: int, micro_batches: int | None = None) -> dict[str, list[int]]:
+        """Schedule -> virtual stages that a pipeline can run; None: with some number of micro-batches. One stage
+        knows one schedule, 1f1b."""
+        key = pp, micro_batches
+        if key not in self._schedules:
+            self._schedules[key] = self._runnable(*key)
+        return self._schedules[key]
+
+    def _runnable(self, pp: int, micro_batches: int | None) -> dict[str, list[int]]:
+        if pp == 1:
             given = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
             return {"1f1b": [1]} if given and not self._other_stages(1) else {}
         names = list(SCHEDULES) if self.par.schedule is None else [self.par.schedule]
         found = {}
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
-            most = self.ground.model.layers // spot.pp
+            most = self.ground.model.layers // pp
             vpps = range(low, (most if high is None else min(high, most)) + 1)
-            vpps = [vpp for vpp in vpps if self.par.vpp in (None, vpp) and not self._other_stages(spot.pp * vpp)]
-            # whether a schedule takes pp and the micro-batches does not depend on the virtual stages
-            if vpps and illegal(name, spot.pp, spot.micro_batches, vpps[0]) is None:
+            vpps = [vpp for vpp in vpps if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)]
+            # whether a schedule takes pp and the micro-batches does not depend on the virtual stages; even takes all
+            many = 2 * pp if micro_batches is None else micro_batches
+            if vpps and illegal(name, pp, many, vpps[0]) is None:
                 found[name] = vpps
         return found
 
@@ -154,11 +165,15 @@ class Space:
     def choices(self, spot: Spot) -> Iterator[Choice]:
         for recompute in self.recompute:
             for zero in self.zeros(spot):
-                for schedule, vpps in self.schedules(spot).items():
+                for schedule, vpps in self.schedules(spot.pp, spot.micro_batches).items():
                     yield from (Choice(spot, recompute, zero, schedule, vpp) for vpp in vpps)
 
     def count(self, spot: Spot) -> int:
-        return len(self.recompute) * len(self.zeros(spot)) * sum(map(len, self.schedules(spot).values()))
+        return (
+            len(self.recompute)
+            * len(self.zeros(spot))
+            * sum(map(len, self.schedules(spot.pp, spot.micro_batches).values()))
+        )
 
     def fixed(self, choice: Choice) -> Config:
         """The configuration with everything open filled in by a choice."""
