@@ -206,16 +206,20 @@ def start_rotate(
 ) -> Callable[[], list[Tensor]]:
     """Send `tensors` to the global rank `to` and receive as many of the same shapes from `source`.
 
-    Returns a function that waits and gives what arrived. All transfers start as one batch, since NCCL may deadlock on
-    a ring of single sends.
+    Returns a function that waits and gives what arrived. All members of the group must call it. On CUDA all transfers
+    start as one batch, since NCCL may deadlock on a ring of single sends.
     """
     arrived = [torch.empty_like(tensor) for tensor in tensors]
-    operations = [dist.P2POp(dist.isend, tensor, to, group) for tensor in tensors]
-    operations += [dist.P2POp(dist.irecv, out, source, group) for out in arrived]
     counter.sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), len(tensors))
     ended = counter.under_way()
     with counter.waiting(axis, tensors[0]):
-        works = dist.batch_isend_irecv(operations)
+        if tensors[0].is_cuda:
+            operations = [dist.P2POp(dist.isend, tensor, to, group) for tensor in tensors]
+            operations += [dist.P2POp(dist.irecv, out, source, group) for out in arrived]
+            works = dist.batch_isend_irecv(operations)
+        else:
+            ends = dist.get_group_rank(group, to), dist.get_group_rank(group, source)
+            works = [gloo.start_exchange(*pair, *ends, group) for pair in zip(tensors, arrived, strict=True)]
 
     def wait() -> list[Tensor]:
         with counter.waiting(axis, tensors[0]):
