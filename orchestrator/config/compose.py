@@ -25,16 +25,20 @@ from .structured import optional, register, struct_of, twin
 from .validate import validate
 
 
-def load(overrides: list[str], config_dir: str | Path | None = None) -> Config:
+def load(overrides: list[str], config_dir: str | Path | None = None, ranges: bool = False) -> Config:
     """Compose, resolve and check. Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets.
 
-    `config_dir` is searched before the shipped files; without it `./conf` is, when it exists. Not for use from several
-    threads at once: Hydra keeps its state in the process.
+    `config_dir` is searched before the shipped files; without it `./conf` is, when it exists. `ranges`: the caller
+    takes a range of sizes (`nodes=4..8`), which most have no use for. Not for use from several threads at once: Hydra
+    keeps its state in the process.
     """
     library = Library(folders(config_dir))
     given = read(list(overrides), library)
     tree, choices = _compose(library, given)
-    return _typed(tree, Origin(library, given, choices))
+    config = _typed(tree, Origin(library, given, choices))
+    if config.nodes is not None and not ranges:
+        raise OrchError(f"nodes={config.nodes} is for orch plan, submit and render; here it is cluster.nodes=N")
+    return config
 
 
 # ------------------------------------------------------------------------------------------- Hydra

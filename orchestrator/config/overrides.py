@@ -83,7 +83,7 @@ def _choice(group: str, text: str, library: Library) -> Override:
     if name in files:
         return Override(group, name, True)
     if "," in name or name.startswith("["):
-        raise OrchError(f"{group}={show(name)}: one at a time; a sweep is one command each")
+        raise OrchError(f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun")
     if group == "parallel" and grammar.looks_like_word(name):
         grammar.parse(name)  # refuses what is not a word
         return Override(group, name, True)
@@ -162,7 +162,7 @@ def _parse(key: str, raw: str, shown: str, annotation: Any) -> Any:
     if is_list and not raw.startswith(("[", "$")):
         raise OrchError(f"{shown}: {key} is a list, write {key}=[{raw}]")
     if parsed.is_sweep_override():
-        raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is one command each")
+        raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is orch submit --multirun")
     return _plain(parsed.value())
 
 

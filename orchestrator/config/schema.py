@@ -31,6 +31,11 @@ Text = Annotated[str, Meta(max_length=1000, description="at most 1000 printable 
 
 Extension = Annotated[str, Meta(pattern=r"^\.[A-Za-z0-9]{1,16}\Z", description="a dot and 1 to 16 letters or digits")]
 
+#: Elastic: the job may run on any legal number of nodes in the range.
+NodeRange = Annotated[
+    str, Meta(pattern=r"^[1-9][0-9]{0,6}\.\.[1-9][0-9]{0,6}\Z", description="a range of node counts like 4..8")
+]
+
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")]
 
 _MANY = 2**53  # every integer up to here is exact in JSON and in a float
@@ -267,4 +272,5 @@ class Config(Frozen):
     metrics: MetricsSpec
     backend: BackendSpec
     run: RunSpec = RunSpec()
+    nodes: NodeRange | None = None  # sizes that the job may be started at, in place of cluster.nodes
     choices: dict[str, str] = {}

@@ -12,6 +12,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -105,6 +106,7 @@ class LaunchRequest(Frozen):
     policy: Policy
     code: Code
     files: list[File]
+    sizes: list[int] = []  # node counts at which an elastic run may start, largest first; each has a plan of its own
 
 
 class Site(Frozen):
@@ -129,9 +131,15 @@ class Parcel(Frozen):
 
 
 def make_request(
-    config: Config, plan: Plan, site: Site, command: Sequence[str] = (), keep: Iterable[str] = ()
+    config: Config,
+    plan: Plan,
+    site: Site,
+    command: Sequence[str] = (),
+    keep: Iterable[str] = (),
+    sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> Parcel:
-    """The whole launch as a value. `command`: the user's program, not the trainer; `keep`: more variables to pass on.
+    """The whole launch as a value. `command`: the user's program, not the trainer; `keep`: more variables to pass on;
+    `sizes`: the plans of an elastic run by node count, `plan` being one of them.
 
     OrchError: 64 for a bad variable name or argument, 78 for a secret written into the configuration.
     """
@@ -157,6 +165,7 @@ def make_request(
     contents = {
         run.plan.name: to_json(plan, indent=1) + b"\n",
         run.config.name: frozen_config(config),
+        **{run.sized_plan(nodes).name: to_json(sized, indent=1) + b"\n" for nodes, sized in sizes.items()},
     }
     files = [
         File(path=name, mode="0600", size=len(content), sha256=hashlib.sha256(content).hexdigest())
@@ -196,6 +205,7 @@ def make_request(
         ),
         code=site.code,
         files=files,
+        sizes=sorted(sizes, reverse=True),
     )
     return Parcel(request=request, contents=contents)
 

@@ -159,6 +159,10 @@ class RunFolder:
     checkpoints = property(lambda self: self.path / "checkpoints")
     report = property(lambda self: self.path / "report.json")
 
+    def sized_plan(self, nodes: int) -> Path:
+        """The plan of one size of an elastic run, as it was submitted."""
+        return self.path / f"plan.nodes{nodes}.json"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.deliver import delivered
 from orchestrator.launch.local import Cancel, prepare_resume
+from orchestrator.launch.offer import After, Choice
 from orchestrator.launch.request import LaunchRequest, Parcel
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import RunState, read_state
@@ -20,13 +24,20 @@ from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
 from orchestrator.topology.slurm import parse_topology
 
+from .array import refuse_impossible, send_all
 from .commands import Slurm
+from .dependency import add_dependencies, without_dependency
+from .flags import used_node_count
 from .options import SlurmOptions, read_options
 from .preflight import check_partition, warnings
 from .queue import Job
 from .record import SlurmRecord, find_job, read_record, verdict, write_record
 from .render import JobScript, render
+from .starts import Start, choose
 from .states import meaning
+
+_GLANCE_S = 3.0  # for a question that nobody has asked for
+_ASKED = 16  # sizes, in `orch plan`
 
 
 class SlurmBackend:
@@ -50,30 +61,81 @@ class SlurmBackend:
 
     def script(self, request: LaunchRequest, plan: Plan) -> str:
         """The job script of a run, as `submit` sends it and `orch render` prints it."""
+        return render(self._job(request, plan))
+
+    def _job(self, request: LaunchRequest, plan: Plan) -> JobScript:
         options = self._options(request)
         work = [request.run_dir, plan.job.data.cache_dir, plan.job.checkpoint.dir]
         work += [path for path in plan.job.data.paths if path.startswith("/")]
-        return render(
-            JobScript(
-                run_id=request.run_id,
-                run_dir=request.run_dir,
-                plan=plan,
-                options=options,
-                python=request.agents[0].argv[0],
-                export=tuple(request.environment.names),
-                python_path=tuple(request.environment.python_path_first),
-                bind=tuple(dict.fromkeys(filter(None, work))),
-            )
+        return JobScript(
+            run_id=request.run_id,
+            run_dir=request.run_dir,
+            plan=plan,
+            options=options,
+            python=request.agents[0].argv[0],
+            export=tuple(request.environment.names),
+            python_path=tuple(request.environment.python_path_first),
+            bind=tuple(dict.fromkeys(filter(None, work))),
+            sizes=tuple(request.sizes),
         )
+
+    def choose(self, parcels: Sequence[Parcel], environ: Mapping[str, str], patience_s: float = 30.0) -> Choice:
+        """The size of an elastic job to send now, and when Slurm would start each (`sbatch --test-only`).
+
+        Raises OrchError when it takes none of several sizes; one size alone is never refused here.
+        """
+        slurm, now = Slurm(environ, timeout_s=patience_s), datetime.now()
+        within_s = read_options(parcels[0].request.backend_options).start_within_s
+        starts: list[Start] = []
+        for parcel in parcels:
+            starts.append(self._start(parcel, slurm))
+            wait = starts[-1].wait_s(now)
+            if wait is not None and wait <= within_s:
+                break  # smaller ones need not be asked for
+        if len(parcels) == 1:
+            return Choice(0, [starts[0].text(now)])
+        index = choose(starts, now, within_s)
+        lines = [f"{start.nodes} nodes: {start.text(now)}" for start in starts]
+        sizes = ", ".join(str(size) for size in parcels[0].request.sizes)
+        return Choice(index, [*lines, f"taken: {starts[index].nodes} nodes, of the sizes {sizes}"])
+
+    def starts(self, parcels: Sequence[Parcel], environ: Mapping[str, str]) -> list[str]:
+        """When each would start, for a plan's page. OrchError soon when there is no Slurm here, or it does not answer.
+
+        A long list is cut off where the largest sizes have been asked for.
+        """
+        slurm, now = Slurm(environ, timeout_s=_GLANCE_S), datetime.now()
+        if "is UP" not in slurm.run(["scontrol", "ping"]):
+            raise OrchError("the controller of Slurm does not answer", Exit.CAPACITY)
+        return [self._start(parcel, slurm).text(now) if index < _ASKED else "" for index, parcel in enumerate(parcels)]
 
     def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
         self.check(parcel.request)
         plan = from_json(parcel.contents["plan.json"])
         text = self.script(parcel.request, plan)
-        self._look_ahead(parcel.request, plan)
+        for line in self._warned(parcel.request, plan):
+            print(f"orch: warning: {line}", file=sys.stderr)
         with delivered(parcel, self.name) as folder:
             self._send(folder, text, environ)
         return parcel.request.handle
+
+    def submit_all(self, parcels: Sequence[Parcel], environ: Mapping[str, str]) -> list[str]:
+        """All of these runs or none: one array job where they ask for the same, else one job each."""
+        self.check(parcels[0].request)
+        plans = [from_json(parcel.contents["plan.json"]) for parcel in parcels]
+        jobs = [self._job(parcel.request, plan) for parcel, plan in zip(parcels, plans, strict=True)]
+        slurm = Slurm(environ)
+        said: dict[str, None] = {}
+        for parcel, job in zip(parcels, jobs, strict=True):
+            said |= dict.fromkeys(self._warned(parcel.request, job.plan))
+            refuse_impossible(slurm, render(job))
+        for line in said:
+            print(f"orch: warning: {line}", file=sys.stderr)
+        with ExitStack() as stack:
+            folders = [stack.enter_context(delivered(parcel, self.name)) for parcel in parcels]
+            for folder, id_ in zip(folders, send_all(jobs, slurm, self._watcher), strict=True):
+                write_record(folder, SlurmRecord(job_id=id_, submitted_at=time.time()))
+        return [parcel.request.handle for parcel in parcels]
 
     def render(self, parcel: Parcel) -> str:
         """Everything that `submit` does but the submission: the script's text, its run folder being ready."""
@@ -82,20 +144,35 @@ class SlurmBackend:
             return text
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """A new job in the old folder. The plan as it was submitted counts, not what became of it on the last nodes."""
+        """A new job in the old folder. The plan as it was submitted counts, not what became of it on the last nodes.
+
+        An elastic run chooses its size anew. What it once waited for (`--after`) it does not wait for again.
+        """
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
-        submitted = folder.path / "plan.submitted.json"
-        text = self.script(request, load_plan(submitted if submitted.exists() else folder.plan))
+        options = without_dependency(request.backend_options)
+        request = msgspec.structs.replace(request, backend_options=options)
+        text = self.script(request, self._submitted(folder, request, environ))
         prepare_resume(folder)
         for name in ("faults", "exclude"):  # a new count, and another chance for every node
             (folder.path / "slurm" / name).unlink(missing_ok=True)
         self._send(folder, text, environ)
         return request.handle
 
+    def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
+        """`backend.options` with the runs to wait for. OrchError (64) for one that this cluster knows nothing of."""
+        found = []
+        for wish in wishes:
+            name = read_state(wish.folder).backend
+            if name != self.name:
+                raise OrchError(f"--after: run {wish.folder.run_id} is of the backend {name}, not {self.name}")
+            job = self._find(wish.folder)
+            found.append((wish, self.state(wish.folder), job.id if job else None))
+        return add_dependencies(options, found)
+
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Ask for a save by SIGTERM to the steps; a job that has not started, or by force, is simply ended."""
-        job = self._job(folder)
+        job = self._find(folder)
         if job is None or meaning(job.state).over:
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
@@ -108,13 +185,13 @@ class SlurmBackend:
         self._watcher.clear()
 
     def is_alive(self, folder: RunFolder) -> bool:
-        job = self._job(folder)
+        job = self._find(folder)
         return job is not None and not meaning(job.state).over
 
     def state(self, folder: RunFolder) -> RunState:
         """Slurm's answer and the run folder's together; the folder's alone while the controller is away."""
         try:
-            job = self._job(folder)
+            job = self._find(folder)
         except OrchError as error:
             state = read_state(folder)
             return state if state.is_final else msgspec.structs.replace(state, reason=error.message)
@@ -131,13 +208,29 @@ class SlurmBackend:
         kind = parse_topology(self._slurm.topology()).kind
         return msgspec.structs.replace(options, topology="none" if kind == "flat" else kind)
 
-    def _look_ahead(self, request: LaunchRequest, plan: Plan) -> None:
-        """Refuse what would wait for ever; warn on standard error of notices that are too short for a save."""
+    def _submitted(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> Plan:
+        submitted = folder.path / "plan.submitted.json"
+        if not request.sizes:
+            return load_plan(submitted if submitted.exists() else folder.plan)
+        plans = [folder.sized_plan(size).read_bytes() for size in request.sizes]
+        parcels = [Parcel(request=request, contents={"plan.json": plan}) for plan in plans]
+        return from_json(plans[self.choose(parcels, environ).index])
+
+    def _start(self, parcel: Parcel, slurm: Slurm) -> Start:
+        plan = from_json(parcel.contents["plan.json"])
+        nodes, options = used_node_count(plan), read_options(parcel.request.backend_options)
+        try:
+            check_partition(plan, options, slurm.partition(options.partition))
+            return Start(nodes=nodes, at=slurm.start_estimate(self.script(parcel.request, plan)))
+        except OrchError as error:
+            return Start(nodes=nodes, refusal=error.message, code=int(error.exit))
+
+    def _warned(self, request: LaunchRequest, plan: Plan) -> list[str]:
+        """Refuse what would wait for ever; warnings of notices that are too short for a save."""
         options = read_options(request.backend_options)
         partition = self._slurm.partition(options.partition)
         check_partition(plan, options, partition)
-        for line in warnings(plan, options, partition, self._slurm.kill_wait_s()):
-            print(f"orch: warning: {line}", file=sys.stderr)
+        return warnings(plan, options, partition, self._slurm.kill_wait_s())
 
     def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor
@@ -147,7 +240,7 @@ class SlurmBackend:
         job = executor.launch(self._watcher)
         write_record(folder, SlurmRecord(job_id=job.job_id, submitted_at=time.time()))
 
-    def _job(self, folder: RunFolder) -> Job | None:
+    def _find(self, folder: RunFolder) -> Job | None:
         record = read_record(folder)
         jobs = self._watcher.look([record.job_id] if record else [])
         return find_job(folder.run_id, record, jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -69,29 +70,34 @@ class Slurm:
 
     def sbatch(self, script: str, *flags: str) -> str:
         """Submit a script file; the job id. A full queue is told at once: sbatch itself would try for two minutes."""
-        argv = ["sbatch", "--parsable", *flags, script]
-        try:
-            process = subprocess.Popen(
-                argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        except FileNotFoundError:
-            raise _absent(argv[0]) from None
-        out, err = _read_both(process, self._timeout_s, lambda text: _FULL in text)
-        if process.returncode:
+        code, out, err = self._sbatch(["sbatch", "--parsable", *flags, script])
+        if code:
             raise self._complaint("sbatch", err or out)
         return out.strip().split(";")[0]
 
-    def start_estimate(self, script: str, *flags: str) -> str:
-        """When the job would start if it were submitted now: local ISO-8601 time, "" when Slurm cannot say."""
-        argv = ["sbatch", "--test-only", *flags, script]
-        done = subprocess.run(
-            argv, env=self.environ, capture_output=True, text=True, timeout=self._timeout_s, check=False
-        )
-        text = done.stderr + done.stdout
-        found = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
-        if done.returncode and not found:
-            raise self._complaint("sbatch", text)
+    def start_estimate(self, text: str, *flags: str) -> str:
+        """When a job of this script text would start if it were submitted now: local ISO-8601 time, "" when unknown.
+
+        Nothing is submitted. OrchError for what Slurm would refuse, and for what no nodes of today could run.
+        """
+        code, out, err = self._sbatch(["sbatch", "--test-only", *flags], text)
+        found = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", err + out)
+        if code and not found:
+            raise self._complaint("sbatch", err + out)
         return found[1] if found else ""
+
+    def _sbatch(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
+        """(exit code, output, errors) of sbatch with `text` on its standard input."""
+        try:
+            process = subprocess.Popen(
+                argv, env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except FileNotFoundError:
+            raise _absent(argv[0]) from None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(text.encode())
+        out, err = _read_both(process, self._timeout_s, lambda text: _FULL in text)
+        return process.returncode, out, err
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
         """All of our jobs in at most two calls: what the controller remembers, and for the others the accounting."""

@@ -43,8 +43,11 @@ OWN_SRUN = frozenset(
 )
 
 
-def job_flags(plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, export: Iterable[str]) -> Flags:
-    """sbatch's flags for a run. `export`: names of the variables that may enter the job.
+def job_flags(
+    plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, export: Iterable[str], elastic: bool = False
+) -> Flags:
+    """sbatch's flags for a run. `export`: names of the variables that may enter the job. `elastic`: losing a node keeps
+    the rest.
 
     Raises OrchError (65) when the options contradict the plan, (78) for a control character anywhere.
     """
@@ -60,16 +63,19 @@ def job_flags(plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, expo
         "ntasks-per-node": 1,  # one agent a node
         **_resources(plan, options),
         **network_flags(plan, options),
-        **_life(options),
+        **_life(options, elastic),
         **_who(options),
     }
     return _with_users(flags, options.sbatch, OWN | flags.keys(), "sbatch")
 
 
-def step_flags(plan: Plan, options: SlurmOptions) -> Flags:
-    """srun's flags for a step with one task on every node: srun does not inherit all of sbatch's."""
+def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flags:
+    """srun's flags for a step with one task on every node: srun does not inherit all of sbatch's.
+
+    `elastic`: the script says itself on which of its nodes a step runs.
+    """
     flags: Flags = {
-        "nodes": used_node_count(plan),
+        **({} if elastic else {"nodes": used_node_count(plan)}),
         "ntasks-per-node": 1,
         "export": "ALL",  # of the batch script, whose own environment sbatch has already narrowed
     }
@@ -77,7 +83,7 @@ def step_flags(plan: Plan, options: SlurmOptions) -> Flags:
         flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
     else:
         flags["cpu-bind"] = "none"  # the agent shares its node out among its workers
-    if options.no_kill:
+    if options.no_kill or elastic:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # an agent's end is the coordinator's to judge, not srun's
     flags["wait"] = 60  # but all leave together: one that stays this long after the first is on a lost node
@@ -148,7 +154,7 @@ def network_flags(plan: Plan, options: SlurmOptions) -> Flags:
     return {}
 
 
-def _life(options: SlurmOptions) -> Flags:
+def _life(options: SlurmOptions, elastic: bool) -> Flags:
     flags: Flags = {}
     if options.time is not None:
         flags["time"] = options.time
@@ -160,7 +166,7 @@ def _life(options: SlurmOptions) -> Flags:
     if options.notice_s:
         flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which passes it on in its own way
     flags["requeue" if options.requeue else "no-requeue"] = True
-    if options.no_kill:
+    if options.no_kill or elastic:
         flags["no-kill"] = True
     flags["wait-all-nodes"] = 1
     return flags

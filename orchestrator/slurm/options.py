@@ -70,6 +70,7 @@ class SlurmOptions(Frozen):
     no_kill: bool = False  # keep the other nodes when one is lost; without it Slurm requeues the whole job
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
     begin: Annotated[str, Meta(max_length=64)] | None = None
+    start_within_s: Annotated[int, Meta(ge=0)] = 900  # nodes=A..B: a size that would start later gives way to a smaller
     # who and why
     comment: Annotated[str, Meta(max_length=500)] | None = None
     wckey: Word | None = None

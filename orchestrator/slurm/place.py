@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,9 +16,10 @@ from orchestrator.launch.state import read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.planner.replan import difference, replan
-from orchestrator.topology.fit import fit
+from orchestrator.topology.fit import choose_nodes, fit
 from orchestrator.topology.slurm import from_addresses
 
+from .flags import used_node_count
 from .hostlist import expand, natural_key
 from .record import SlurmRecord, read_record, write_record
 
@@ -57,15 +58,20 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
     OrchError: 65 for a damaged plan, 74 when a node did not answer, 75 when the run was cancelled in between, 76 when
     the nodes are too few.
     """
-    job_id, life = environ["SLURM_JOB_ID"], int(environ.get("SLURM_RESTART_COUNT") or 0)
+    job_id, life = own_job(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     addresses = read_probe(probe)
     _check_nodes(addresses, environ)
     if folder.cancel.exists():
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = from_bytes(folder.request.read_bytes())
-    planned = _planned(folder)
-    real = replan(planned, fit(planned.cluster, addresses, from_addresses(addresses)))
+    planned = _planned(folder, request.sizes, len(addresses))
+    topology = from_addresses(addresses)
+    names = choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
+    real = replan(planned, fit(planned.cluster, names, topology))
     found = difference(planned, real)
+    sizes = (
+        f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; " if request.sizes else ""
+    )
     placement = Placement(
         job_id=job_id,
         life=life,
@@ -73,7 +79,7 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
         addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
         planned_hash=planned.hash,
         plan_hash=real.hash,
-        summary=found.text,
+        summary=sizes + found.text,
         moved_ranks=found.moved_ranks,
         worst_levels=found.worst_levels,
         step_s=found.step_s,
@@ -92,13 +98,29 @@ def _check_nodes(addresses: Mapping[str, str], environ: Mapping[str, str]) -> No
         raise OrchError(f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}", Exit.NODE)
 
 
-def _planned(folder: RunFolder) -> Plan:
-    """The plan as it was submitted, kept beside the one that is in force."""
+def own_job(environ: Mapping[str, str]) -> str:
+    """The id by which Slurm's commands know this job and no other: `7`, or `7_2` for a member of an array."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
+
+
+def _planned(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
+    """The plan as it was submitted, kept beside the one that is in force; of several sizes the largest that fits."""
+    if sizes:
+        size = largest_size(sizes, given)
+        if size is None:
+            raise OrchError(f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}", Exit.CAPACITY)
+        return load_plan(folder.sized_plan(size))
     kept = folder.path / "plan.submitted.json"
     plan = load_plan(kept if kept.exists() else folder.plan)
     if not kept.exists():
         write_private(kept, to_json(plan, indent=1) + b"\n")
     return plan
+
+
+def largest_size(sizes: Iterable[int], nodes: int) -> int | None:
+    """The largest legal size that `nodes` nodes can hold."""
+    return max((size for size in sizes if size <= nodes), default=None)
 
 
 def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Placement) -> None:

@@ -14,14 +14,14 @@ from msgspec import Struct, structs
 from .hostlist import expand
 
 _SEP = "\x1f"
-_SQUEUE = ("%A", "%T", "%r", "%S", "%e", "%D", "%N", "%P", "%j", "%k")
-_SACCT = ("JobIDRaw", "State", "ExitCode", "Start", "End", "NNodes", "NodeList", "Partition", "JobName")
+_SQUEUE = ("%i", "%T", "%r", "%S", "%e", "%D", "%N", "%P", "%j", "%k")
+_SACCT = ("JobID", "State", "ExitCode", "Start", "End", "NNodes", "NodeList", "Partition", "JobName")
 
 
 class Job(Struct, frozen=True, kw_only=True):
     """One job as Slurm sees it. Times are local ISO-8601 text as Slurm prints them, "" when unknown."""
 
-    id: str
+    id: str  # `7`, or `7_2` for a member of an array
     state: str
     reason: str = ""
     start: str = ""  # began, or is expected to begin
@@ -40,13 +40,13 @@ def squeue_argv(user: str | None = None) -> list[str]:
     Job ids are not named: one that the controller has forgotten would fail the whole call.
     """
     who = [f"--user={user}"] if user else ["--me"]
-    return ["squeue", *who, "--noheader", "--states=all", f"--format={_SEP.join(_SQUEUE)}"]
+    return ["squeue", *who, "--noheader", "--array", "--states=all", f"--format={_SEP.join(_SQUEUE)}"]
 
 
 def sacct_argv(ids: Iterable[str]) -> list[str]:
     """The last life of each job, whatever its age."""
     fields = ",".join(_SACCT)
-    wanted = ",".join(sorted(ids, key=int))
+    wanted = ",".join(sorted(ids, key=id_key))
     return ["sacct", "-X", "-n", "-P", f"--delimiter={_SEP}", f"--format={fields}", f"--jobs={wanted}"]
 
 
@@ -87,6 +87,11 @@ def exit_code(text: str) -> int | None:
     if not code.isdigit():
         return None
     return -int(number) if number.isdigit() and int(number) else int(code)
+
+
+def id_key(id_: str) -> list[int]:
+    """Sorts ids by number, members of an array by their index."""
+    return [int(part) for part in id_.split("_")]
 
 
 def _rows(text: str, width: int) -> Iterable[list[str]]:

@@ -9,7 +9,7 @@ from orchestrator.launch.state import Cause, RunState
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-from .queue import Job
+from .queue import Job, id_key
 from .states import explain, meaning
 
 
@@ -41,7 +41,7 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
     if record is not None:
         return jobs.get(record.job_id)
     named = [job for job in jobs.values() if job.name == job_name(run_id)]
-    return max(named, key=lambda job: int(job.id), default=None)
+    return max(named, key=lambda job: id_key(job.id), default=None)
 
 
 def verdict(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True) -> RunState:

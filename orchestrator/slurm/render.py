@@ -14,7 +14,7 @@ from msgspec import Struct
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 
-from .flags import as_argv, job_flags, step_flags
+from .flags import Flags, as_argv, job_flags, step_flags, used_node_count
 from .options import SlurmOptions
 from .quoting import assignment, check_text, command, directive, file_pattern
 
@@ -33,32 +33,61 @@ class JobScript(Struct, frozen=True, kw_only=True):
     export: tuple[str, ...]  # names of the variables that may enter the job
     python_path: tuple[str, ...] = ()  # the run's own copy of the code, when it holds orch
     bind: tuple[str, ...] = ()  # folders that a container must see: run folder, data, token cache, checkpoints
+    sizes: tuple[int, ...] = ()  # node counts of an elastic run, largest first
 
 
 def render(job: JobScript) -> str:
     """The whole script. Raises OrchError (65, 78) for whatever cannot be written exactly."""
     for path in (job.run_dir, job.python, *job.bind, *job.python_path):
         check_text(path, "path")
-    flags = job_flags(job.plan, job.options, job.run_id, job.run_dir, job.export)
-    directives = [line for name, value in flags.items() if (line := directive(name, value))]
-    return "\n".join([*_head(job), *directives, "", *_body(job)]) + "\n"
+    lines = [line for name, value in directives(job).items() if (line := directive(name, value))]
+    return "\n".join([*_head(job), *lines, "", *_body(job)]) + "\n"
+
+
+def directives(job: JobScript) -> Flags:
+    """What the script asks sbatch for."""
+    return job_flags(job.plan, job.options, job.run_id, job.run_dir, job.export, elastic=bool(job.sizes))
 
 
 def _head(job: JobScript) -> list[str]:
-    return [
+    lines = [
         f"#!{job.options.shell}",
         f"# orch run {job.run_id}, plan {job.plan.hash}",
         "# Written by orch from the plan and the site's profile: change those, not this.",
     ]
+    if job.sizes:
+        others = ", ".join(map(str, job.sizes))
+        lines.append(f"# {used_node_count(job.plan)} nodes. It may start on {others}: sbatch --nodes=N this-file")
+    return lines
 
 
 def _body(job: JobScript) -> list[str]:
-    options = job.options
-    steps = as_argv(step_flags(job.plan, options))
+    options, elastic = job.options, bool(job.sizes)
+    steps = as_argv(step_flags(job.plan, options, elastic))
     task = [*_python(job), "-P", "-m", "orchestrator.slurm.task"]
     on_this_node = _single_step(job)
     agents = ["srun", *steps, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
+    one_life = [
+        'life="$run/slurm/$job.$times"',
+        _on_all(["srun", *steps, options.shell, "-c", PROBE], elastic) + ' > "$life.nodes" || finish 74',
+        f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
+        "code=$?; [ $code = 0 ] || finish $code",
+        '[ -z "$noticed" ] || finish 75',
+        "",
+        "# One agent a node. The shell waits in a way that lets a notice through.",
+        f"{_on_all(agents, elastic)} &",
+        "agents=$!",
+        "while :; do",
+        '  wait "$agents"; code=$?',
+        '  kill -0 "$agents" 2>/dev/null || break',
+        "done",
+        f'{command([*on_this_node, *task, "outcome", "--run-dir", job.run_dir])} --code "$code"',
+    ]
+    if elastic:
+        one_life = [*_ELASTIC, "", "while :; do", *one_life, "code=$?", "shrunk || finish $code", "done"]
+    else:
+        one_life.append("finish $?")
     return [
         "umask 077",
         *_search_paths(job),
@@ -71,24 +100,16 @@ def _body(job: JobScript) -> list[str]:
         "",
         *_LIFE,
         "",
-        "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
         'mkdir -p "$run/slurm" || exit 70',
-        'life="$run/slurm/$SLURM_JOB_ID.$times"',
-        command(["srun", *steps, options.shell, "-c", PROBE]) + ' > "$life.nodes" || finish 74',
-        f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
-        "code=$?; [ $code = 0 ] || finish $code",
-        '[ -z "$noticed" ] || finish 75',
-        "",
-        "# One agent a node. The shell waits in a way that lets a notice through.",
-        f"{command(agents)} &",
-        "agents=$!",
-        "while :; do",
-        '  wait "$agents"; code=$?',
-        '  kill -0 "$agents" 2>/dev/null || break',
-        "done",
-        f'{command([*on_this_node, *task, "outcome", "--run-dir", job.run_dir])} --code "$code"',
-        "finish $?",
+        "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
+        *one_life,
     ]
+
+
+def _on_all(argv: Sequence[str], elastic: bool) -> str:
+    """A step on every node of the job; of an elastic one on those that are left, which the script knows by then."""
+    where = 'srun --nodes="$count" --ntasks="$count" --nodelist="$nodes" $share' if elastic else "srun"
+    return f"{where} {command(argv[1:])}"
 
 
 def _search_paths(job: JobScript) -> list[str]:
@@ -106,7 +127,7 @@ def _single_step(job: JobScript) -> list[str]:
     """How one Python is started on the node of this script: directly, but inside a Pyxis container only by srun."""
     if job.options.container.runtime != "pyxis":
         return []
-    one = {**step_flags(job.plan, job.options), "nodes": 1, "ntasks-per-node": 1, "relative": 0}
+    one = {**step_flags(job.plan, job.options, bool(job.sizes)), "nodes": 1, "ntasks-per-node": 1, "relative": 0}
     return ["srun", *as_argv(one), *_container_flags(job)]
 
 
@@ -138,13 +159,15 @@ def _container_flags(job: JobScript) -> Sequence[str]:
 #: next life must avoid are said in one breath, since the requeue ends the script.
 _LIFE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
-say() {{ printf '%s orch: job %s life %s: %s\\n' "$(date -u +%FT%TZ)" "$SLURM_JOB_ID" "$times" "$*" >&2; }}
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
+say() {{ printf '%s orch: job %s life %s: %s\\n' "$(date -u +%FT%TZ)" "$job" "$times" "$*" >&2; }}
 
 noticed=
 agents=
 notice() {{
   say "notice ($1): workers are asked to save"
-  [ -z "$noticed" ] && [ -n "$agents" ] && [ "$1" = USR1 ] && scancel --signal=TERM "$SLURM_JOB_ID"
+  [ -z "$noticed" ] && [ -n "$agents" ] && [ "$1" = USR1 ] && scancel --signal=TERM "$job"
   noticed=$1
 }}
 trap 'notice USR1' USR1
@@ -153,7 +176,7 @@ trap 'notice TERM' TERM
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
 leave() {{ say "code $1$2"; exit "$1"; }}
 requeue() {{
-  {{ echo "requeue $SLURM_JOB_ID"; [ -z "$without" ] || echo "update JobId=$SLURM_JOB_ID ExcNodeList=$without"; }} |
+  {{ echo "requeue $job"; [ -z "$without" ] || echo "update JobId=$job ExcNodeList=$without"; }} |
     scontrol --quiet >/dev/null
 }}
 
@@ -162,14 +185,14 @@ finish() {{
   case $1 in
     {int(Exit.RESTART)}) ;;
     {int(Exit.NODE)}|{int(Exit.CAPACITY)})
-      echo "$SLURM_JOB_ID $times $1" >> "$run/slurm/faults"
+      echo "$job $times $1" >> "$run/slurm/faults"
       [ "$(wc -l < "$run/slurm/faults")" -le "$most_faults" ] || leave $1 ", after $most_faults of its kind: no more"
       ;;
     *) leave $1 "" ;;
   esac
-  if [ -e "$run/cancel.json" ]; then retry scancel "$SLURM_JOB_ID"; leave $1 ", cancelled"; fi
+  if [ -e "$run/cancel.json" ]; then retry scancel "$job"; leave $1 ", cancelled"; fi
   [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
-  state=$(retry squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+  state=$(retry squeue --noheader --jobs="$job" --format=%T)
   [ "$state" = RUNNING ] || leave $1 ", ended by Slurm ($state)"
   without=$(cat "$run/slurm/exclude" 2>/dev/null)
   say "code $1, comes back${{without:+ without $without}}"
@@ -177,3 +200,22 @@ finish() {{
   trap - TERM
   sleep 300
 }}""".splitlines()  # the last line waits to be ended by the requeue
+
+
+#: A node is lost, the others are still ours (--no-kill): the run goes on where it had saved, in the largest size that
+#: is left. `outcome` writes down which nodes those are; where they are too few it does not, and the job is requeued.
+_ELASTIC = """\
+count=$SLURM_JOB_NUM_NODES
+nodes=$SLURM_JOB_NODELIST
+share=
+shrunk() {
+  [ -s "$run/slurm/left" ] && [ -z "$noticed" ] && [ ! -e "$run/cancel.json" ] || return 1
+  echo "$job $times $code" >> "$run/slurm/faults"
+  [ "$(wc -l < "$run/slurm/faults")" -le "$most_faults" ] || return 1
+  read -r count nodes < "$run/slurm/left"
+  rm -f "$run/slurm/left"
+  export SLURM_JOB_NUM_NODES="$count" SLURM_NNODES="$count" SLURM_JOB_NODELIST="$nodes" SLURM_NODELIST="$nodes"
+  agents=
+  share=--overlap  # Slurm 22.05 never sees a step end that was on a lost node, and keeps its GPUs
+  say "code $code, goes on with the $count nodes that are left: $nodes"
+}""".splitlines()

@@ -66,19 +66,19 @@ class RunJob(SlurmJob[Any]):
 
 
 class ScriptExecutor(SlurmExecutor):
-    """Submits one ready script from `folder`, which is private and keeps it."""
+    """Submits one ready script from `folder`, which is private and keeps it as `name`."""
 
     job_class = RunJob
 
-    def __init__(self, folder: Path, script: str, slurm: Slurm):
+    def __init__(self, folder: Path, script: str, slurm: Slurm, name: str = "job.sbatch"):
         super().__init__(folder=folder)
-        self._script, self._slurm = script, slurm
+        self._script, self._slurm, self._name = script, slurm, name
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script
 
     def write(self) -> Path:
-        path = Path(self.folder) / "job.sbatch"
+        path = Path(self.folder) / self._name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_private(path, self._make_submission_file_text("", "").encode())
         return path

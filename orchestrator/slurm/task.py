@@ -145,9 +145,13 @@ def _address_towards(peer: str) -> str:
 def _outcome(folder: RunFolder, code: int) -> int:
     """The coordinator's word, or ours when it was killed before it could speak."""
     state = read_state(folder)
+    (folder.path / "slurm" / "left").unlink(missing_ok=True)  # of an earlier life
     if state.is_final:
-        if state.exit_code == Exit.NODE and state.cause and state.cause.node:
-            _exclude(folder, state.cause.node)
+        if state.cause and state.cause.node:
+            if state.exit_code == Exit.NODE:
+                _exclude(folder, state.cause.node)
+            if state.exit_code == Exit.CAPACITY and state.cause.kind == "node_lost":
+                _keep_the_rest(folder, state.cause.node)
         return state.exit_code or 0
     return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
 
@@ -162,6 +166,17 @@ def _exclude(folder: RunFolder, node: str) -> None:
     known = [name for text in options.exclude for name in expand(text)]
     known += expand(path.read_text()) if path.exists() else []
     write_private(path, compress([*known, node]).encode() + b"\n")
+
+
+def _keep_the_rest(folder: RunFolder, lost: str) -> None:
+    """Write down the nodes of an elastic run that are left, when they still make one of its sizes."""
+    from .hostlist import compress, expand
+    from .place import largest_size
+
+    sizes = from_bytes(folder.request.read_bytes()).sizes
+    rest = [node for node in expand(os.environ.get("SLURM_JOB_NODELIST", "")) if node != lost]
+    if largest_size(sizes, len(rest)) is not None:
+        write_private(folder.path / "slurm" / "left", f"{len(rest)} {compress(rest)}\n".encode())
 
 
 def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:

@@ -103,14 +103,16 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """The node vanishes, as when its power is cut: slurmd, step managers and job processes, none can say goodbye.
 
-        All are stopped before the first is killed. A step manager is known as the parent of a process of its job.
+        All are stopped before the first is killed, and the job's processes die first: those of a stopped group that
+        lose their parent would be woken by a SIGHUP. A step manager is known as the parent of a process of its job.
         """
         mine = self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0")
         managers = {parent for pid in mine if (parent := _parent(pid)) and _name(parent) == "slurmstepd"}
         everything = [self.pids[f"slurmd-{name}"], *managers, *mine]
-        for how in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in everything:
-                _signal(pid, how)
+        for pid in everything:
+            _signal(pid, signal.SIGSTOP)
+        for pid in reversed(everything):
+            _signal(pid, signal.SIGKILL)
         self._end(f"slurmd-{name}", signal.SIGKILL)
 
     def reset(self) -> None:

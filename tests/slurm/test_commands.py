@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator.errors import OrchError
@@ -67,12 +69,12 @@ class TestLive:
         assert found[held].state == "PENDING" and found[held].reason == "JobHeldUser" and job in found
 
     def test_start_estimate(self, slurm, cluster, script):
-        assert slurm.start_estimate(script("--nodes=8")).startswith("20")
+        assert slurm.start_estimate(Path(script("--nodes=8")).read_text()).startswith("20")
 
     def test_what_would_wait_for_ever_is_refused_by_the_estimate(self, slurm, cluster, script):
         """sbatch itself would take it, and it would be pending with PartitionNodeLimit."""
         with pytest.raises(OrchError) as refused:
-            slurm.start_estimate(script("--nodes=9"))
+            slurm.start_estimate(Path(script("--nodes=9")).read_text())
         assert refused.value.exit == Exit.CAPACITY
 
     @pytest.mark.parametrize(

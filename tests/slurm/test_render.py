@@ -12,6 +12,7 @@ from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.slurm.array import common_flags, render_array
 from orchestrator.slurm.flags import block_size, job_flags, leaf_switches, network_flags, step_flags, whole_unit
 from orchestrator.slurm.options import SlurmOptions, read_options
 from orchestrator.slurm.quoting import check_text, command, directive
@@ -37,31 +38,43 @@ CASES: dict[str, dict] = {
         "container": {"runtime": "pyxis", "image": "registry.example/llm:1", "mounts": ["/data:/data:ro"]},
     },
     "apptainer": {"container": {"runtime": "apptainer", "image": "/images/llm 1.sif", "python": "/opt/bin/python"}},
+    "elastic": {"sizes": (8, 4), "max_node_faults": 5},
 }  # fmt: skip
 
 
-def script(options: dict, **changes: object) -> str:
+def job(options: dict, **changes: object) -> JobScript:
+    options = dict(options)
     fields: dict = {
         **{"run_id": "tiny-1", "run_dir": "/home/o'neil/5% runs/tiny-1", "plan": MAIN_LINE},
-        **{"export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "options": read_options(options)},
+        **{"export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "sizes": options.pop("sizes", ())},
         **{"python": "/opt/py/bin/python", "python_path": ("/home/o'neil/5% runs/tiny-1/code",)},
     }  # fmt: skip
-    return render(JobScript(**fields | changes))
+    return JobScript(**{"options": read_options(options), **fields, **changes})
 
 
-@pytest.mark.parametrize("name", CASES)
+def script(options: dict, **changes: object) -> str:
+    return render(job(options, **changes))
+
+
+def array(**changes: object) -> str:
+    """Of two runs in folders of their own."""
+    return render_array([job({}, run_dir=f"/home/o'neil/5% runs/tiny-{i}", **changes) for i in (1, 2)], "tiny-1")
+
+
+@pytest.mark.parametrize("name", [*CASES, "array"])
 def test_golden(name):
     """Byte for byte. Delete a golden file to have it written anew, then read the difference."""
-    text, path = script(CASES[name]), GOLDEN / f"{name}.sbatch"
+    text, path = array() if name == "array" else script(CASES[name]), GOLDEN / f"{name}.sbatch"
     if not path.exists():
         path.write_text(text)
         pytest.fail(f"{path.name} did not exist: written, look at it and run again")
     assert text == path.read_text()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "array"])
 def test_bash_accepts_it(name):
-    done = subprocess.run(["bash", "-n"], input=script(CASES[name]), capture_output=True, text=True)
+    text = array() if name == "array" else script(CASES[name])
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -190,3 +203,12 @@ def test_block_size_is_the_nvlink_domain_or_the_leaf():
 
 def test_check_text_lets_unicode_pass():
     assert check_text("naïve 日本語", "x") == "naïve 日本語"
+
+
+def test_runs_that_ask_for_different_things_are_no_array():
+    eight, four = job({}), job({}, plan=make_plan(tp=8, pp=4, nodes=4))
+    assert common_flags([eight, job({}, run_id="tiny-2", run_dir="/runs/tiny-2")]) is not None
+    assert common_flags([eight, four]) is None
+    assert common_flags([eight, job({"time": "1:00:00"})]) is None
+    with pytest.raises(ValueError, match="no array"):
+        render_array([eight, four], "x")

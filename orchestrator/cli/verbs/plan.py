@@ -12,6 +12,7 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
     from orchestrator.plan import Plan
+    from orchestrator.planner.sizes import Sizes
 
 HELP = "place a model on a cluster: layout, memory, time, what limits it"
 
@@ -28,14 +29,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         plot.ending(args.plot)  # before the work, not after it
     from orchestrator.config.compose import load
-    from orchestrator.planner.build import build_plan
+    from orchestrator.planner.sizes import plan_sizes
 
-    config = load(overrides, args.config_dir)
-    if args.explain and config.parallel.auto:
+    config = load(overrides, args.config_dir, ranges=True)
+    if args.explain and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.auto import settled
 
         config = settled(config)
-    plan = build_plan(config)
+    sizes = plan_sizes(config, any_memory=True)
+    _, config, plan = sizes.legal[0]
     if args.out:
         from orchestrator.plan import to_json
 
@@ -46,12 +48,53 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(_explained(config, plan))
         return Exit.DONE
     show(plan, args.json)
+    if not args.json:
+        _print_sizes(sizes, config)
     if args.explain:
         from orchestrator.planner.explain import explain
         from orchestrator.report.why import render as render_why
 
         print(f"\n{render_why(explain(config, plan), plan.time.step_s)}")
     return Exit.DONE
+
+
+def _print_sizes(sizes: Sizes, config: Config) -> None:
+    """The sizes of `nodes=A..B`, and when the scheduler would start each, where there is one within reach."""
+    starts = _starts(sizes, config)
+    if not sizes.refused and len(sizes.legal) == 1:
+        if starts:
+            print(f"\nSlurm: {starts[0]}")
+        return
+    from orchestrator.cli.terminal import style
+    from orchestrator.report.style import seconds
+
+    print(f"\n{style().title('Sizes')}")
+    for index, size in enumerate(sizes.legal):
+        par, when = size.plan.parallel, f"  {starts[index]}" if starts else ""
+        step = f"step {seconds(size.plan.time.step_s)}"
+        print(f"{size.nodes:>4} nodes  dp={par.dp}, {par.micro_batches} micro-batches  {step}{when}")
+    if sizes.refused:
+        print("not legal: " + ", ".join(map(str, sizes.refused)))
+
+
+def _starts(sizes: Sizes, config: Config) -> list[str]:
+    """What the scheduler says of the start of each size; nothing where it is not here. Never an error, and quick."""
+    import os
+
+    from orchestrator.launch.backend import BACKENDS, get_backend
+
+    backend = get_backend(config.backend.name) if config.backend.name in BACKENDS else None
+    if not hasattr(backend, "starts"):
+        return []
+    from orchestrator.cli.verbs import submit
+    from orchestrator.launch.run_folder import home_folder
+
+    here = argparse.Namespace(command=None, env=[], run_id="plan", in_place=True)
+    try:
+        parcels = [submit.make_parcel(here, at, plan, backend, home_folder(os.environ)) for _, at, plan in sizes.legal]
+        return backend.starts(parcels, os.environ)
+    except OrchError:
+        return []
 
 
 def _explained(config: Config, plan: Plan) -> str:

@@ -24,18 +24,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import sys
     from pathlib import Path
 
-    from orchestrator.config.compose import load
-    from orchestrator.launch.backend import get_backend
     from orchestrator.launch.find import register
+    from orchestrator.launch.offer import preview
     from orchestrator.launch.run_folder import RunFolder, home_folder
-    from orchestrator.planner.build import build_plan
 
-    config = load(overrides, args.config_dir)
-    backend = get_backend(config.backend.name)
+    home = home_folder(os.environ)
+    backend, offers = submit.prepare(args, overrides, home)
     if not hasattr(backend, "render"):
         raise OrchError(f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE)
-    home = home_folder(os.environ)
-    parcel = submit.make_parcel(args, config, build_plan(config), backend, home)
+    offer, said = preview(offers, backend, os.environ) if len(offers) > 1 else (offers[0], [])
+    parcel = offer.parcel
     os.umask(0o077)
     text = backend.render(parcel)
     register(home, RunFolder(Path(parcel.request.run_dir)))
@@ -46,5 +44,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(json.dumps(found))
         return Exit.DONE
     print(text, end="")
+    for line in said:
+        print(f"orch: {line}", file=sys.stderr)
     print(f"run folder {parcel.request.run_dir}; follow it: orch status {parcel.request.run_id}", file=sys.stderr)
     return Exit.DONE

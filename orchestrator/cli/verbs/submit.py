@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchError
@@ -12,6 +14,7 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
     from orchestrator.launch.backend import Backend
+    from orchestrator.launch.offer import Offer
     from orchestrator.launch.request import Parcel
     from orchestrator.plan import Plan
 
@@ -21,41 +24,98 @@ HELP = "plan a job and start it; prints its handle"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show plan and request, start and write nothing")
     parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
+    parser.add_argument("--multirun", "-m", action="store_true", help="a run for every combination of key=a,b")
     add_request_arguments(parser)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `make_parcel` reads, for every verb that makes a request."""
+    """What `prepare` reads, for every verb that makes a request."""
     parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
     parser.add_argument("--in-place", action="store_true", help="run the program here, not in a copy of this folder")
     parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
+    after = "start when that run has ended well (any:RUN in any way, notok:RUN not well); repeatable"
+    parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
+    import sys
+
+    from orchestrator.launch.offer import choose, preview
+    from orchestrator.launch.run_folder import home_folder
+
+    if args.multirun:
+        from orchestrator.cli import sweep
+
+        return sweep.run(args, overrides)
+    home = home_folder(os.environ)
+    backend, offers = prepare(args, overrides, home)
+    if args.dry_run:
+        offer, said = preview(offers, backend, os.environ)
+        return show(offer.parcel, offer.plan, backend, args.json, said)
+    check_memory(args, offers[0])
+    offer, said = choose(offers, backend, os.environ)
+    handle = send(offer.parcel, backend, home)
+    for line in said:
+        print(f"orch: {line}", file=sys.stderr)
+    if not args.follow:
+        _say_handle(handle, offer.parcel, args.json)
+        return Exit.DONE
+    return follow_run(handle, offer.parcel, backend, args.json)
+
+
+def prepare(
+    args: argparse.Namespace, overrides: list[str], home: Path, member: str = ""
+) -> tuple[Backend, list[Offer]]:
+    """The backend, and what it is offered: one request, or one for each size of an elastic job.
+
+    `member`: the run's id is that of a sweep, its name and this.
+    """
+    import time
+
+    from msgspec import structs
 
     from orchestrator.config.compose import load
     from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.planner.build import build_plan
+    from orchestrator.launch.offer import make_offers, parse_after
+    from orchestrator.launch.run_folder import new_run_id
 
-    config = load(overrides, args.config_dir)
+    config = load(overrides, args.config_dir, ranges=True)
     backend = get_backend(config.backend.name)
-    plan = build_plan(config)
-    home = home_folder(os.environ)
-    parcel = make_parcel(args, config, plan, backend, home)
-    if args.dry_run:
-        return _show(parcel, plan, backend, args.json)
-    if not args.command and plan.memory.total > plan.memory.capacity and not config.run.allow_oom:
+    if args.after:
+        wishes = parse_after(args.after, home)
+        if not hasattr(backend, "after"):
+            raise OrchError(f"--after: the backend {backend.name} has no queue in which a run could wait", Exit.USAGE)
+        options = backend.after(config.backend.options, wishes)
+        config = structs.replace(config, backend=structs.replace(config.backend, options=options))
+    if member:
+        run_id = member if args.run_id else f"{_name(config)}{member}"
+    else:
+        run_id = args.run_id if args.run_id is not None else new_run_id(_name(config), time.time())
+    args = argparse.Namespace(**{**vars(args), "run_id": run_id})
+    return backend, make_offers(
+        config, bool(args.command), lambda at, plan, sizes: make_parcel(args, at, plan, backend, home, sizes)
+    )
+
+
+def check_memory(args: argparse.Namespace, offer: Offer) -> None:
+    plan = offer.plan
+    if not args.command and plan.memory.total > plan.memory.capacity and not offer.config.run.allow_oom:
         raise OrchError(_too_large(plan), Exit.CONFIG)
-    handle = send(parcel, backend, home)
-    if not args.follow:
-        _say_handle(handle, parcel, args.json)
-        return Exit.DONE
-    return _follow(handle, parcel, backend, args.json)
 
 
-def make_parcel(args: argparse.Namespace, config: Config, plan: Plan, backend: Backend, home: Path) -> Parcel:
+def _name(config: Config) -> str:
+    return config.run.name or "-".join(filter(None, (config.model.name, config.choices.get("parallel"))))
+
+
+def make_parcel(
+    args: argparse.Namespace,
+    config: Config,
+    plan: Plan,
+    backend: Backend,
+    home: Path,
+    sizes: Mapping[int, Plan] = MappingProxyType({}),
+) -> Parcel:
     """Gather the facts of this shell and render the request."""
     import os
     import sys
@@ -66,11 +126,10 @@ def make_parcel(args: argparse.Namespace, config: Config, plan: Plan, backend: B
     from orchestrator.launch.run_folder import new_run_id
     from orchestrator.launch.snapshot import find_code
 
-    name = config.run.name or "-".join(filter(None, (config.model.name, config.choices.get("parallel"))))
     runs = Path(config.run.dir).expanduser().absolute() if config.run.dir else runs_folder(home)
     cwd = Path.cwd()
     site = Site(
-        run_id=args.run_id if args.run_id is not None else new_run_id(name, time.time()),
+        run_id=args.run_id if args.run_id is not None else new_run_id(_name(config), time.time()),
         home=str(home),
         runs_dir=str(runs),
         python=sys.executable,
@@ -79,7 +138,7 @@ def make_parcel(args: argparse.Namespace, config: Config, plan: Plan, backend: B
         code=Code(kind="none") if args.in_place else find_code(cwd, wanted=bool(args.command)),
         agent_flags=list(backend.agent_flags),
     )
-    return make_request(config, plan, site, args.command or (), args.env)
+    return make_request(config, plan, site, args.command or (), args.env, sizes)
 
 
 def _too_large(plan: Plan) -> str:
@@ -88,7 +147,7 @@ def _too_large(plan: Plan) -> str:
     return f"the plan does not fit: {where}; `orch plan` shows what takes it, run.allow_oom=true submits it anyway"
 
 
-def _show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool) -> int:
+def show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()) -> int:
     from orchestrator.launch.request import to_bytes
 
     if as_json:
@@ -100,7 +159,8 @@ def _show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool) -> int:
 
     look = style()
     print(render(plan, look), request_page(parcel.request, look), sep="\n\n")
-    print("\nNothing was started or written. `--dry-run --json` prints the request as it would be sent.")
+    print("", *said, sep="\n")
+    print("Nothing was started or written. `--dry-run --json` prints the request as it would be sent.")
     try:
         backend.check(parcel.request)
         if script := getattr(backend, "script", None):  # of a scheduler: what it would be given
@@ -131,7 +191,7 @@ def _say_handle(handle: str, parcel: Parcel, as_json: bool) -> None:
         print(handle)
 
 
-def _follow(handle: str, parcel: Parcel, backend: Backend, as_json: bool) -> int:
+def follow_run(handle: str, parcel: Parcel, backend: Backend, as_json: bool) -> int:
     import sys
 
     from orchestrator.cli.terminal import style

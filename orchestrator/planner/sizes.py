@@ -1,0 +1,108 @@
+"""Elastic sizes: which numbers of nodes in `nodes=A..B` a job can run on, and its plan for each.
+
+Only whole model replicas make sense: what a size changes is the data-parallel degree and the accumulation, never the
+global batch. So every size computes the same steps, and a checkpoint of one is continued by another.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.config.schema import Config
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan
+
+from .auto import settled
+from .build import build_plan
+from .topology import LIVE
+
+MOST = 256  # sizes of one range that are planned
+
+
+class Size(NamedTuple):
+    """One legal size. `config` is the job's with exactly these nodes."""
+
+    nodes: int
+    config: Config
+    plan: Plan
+
+
+class Sizes(NamedTuple):
+    legal: list[Size]  # largest first, at least one
+    refused: dict[int, str]  # node count -> why not, largest first
+
+
+def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
+    """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
+
+    `any_memory`: sizes whose plan does not fit the memory count too. Raises OrchError (65) when no size is legal,
+    telling what is wrong with the largest; (64) when the range contradicts another key.
+    """
+    if config.nodes is None:
+        return Sizes([Size(config.cluster.nodes, config, build_plan(config))], {})
+    first, last = node_range(config.nodes)
+    if config.parallel.dp is not None:
+        raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
+    file = config.cluster.topology_file
+    if file is not None and not file.startswith(LIVE):
+        raise OrchError(f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are", Exit.USAGE)
+    if config.parallel.auto:  # one layout for all sizes, or a checkpoint of one would be of no use to another
+        config = _with_layout(config, settled(_at(config, last)))
+    legal, refused = [], {}
+    for nodes in range(last, first - 1, -1):
+        try:
+            legal.append(_size(config, nodes, any_memory))
+        except OrchError as error:
+            refused[nodes] = error.message
+    if not legal:
+        nodes, why = next(iter(refused.items()))
+        raise OrchError(f"nodes={config.nodes}: no legal size; with {nodes}: {why}", Exit.CONFIG)
+    return Sizes(legal, refused)
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """`4..8` -> (4, 8). Raises OrchError (64) for an empty or very long range."""
+    first, last = map(int, text.split(".."))
+    if first > last:
+        raise OrchError(f"nodes={text} is empty: the smaller number comes first", Exit.USAGE)
+    if last - first >= MOST:
+        raise OrchError(f"nodes={text} holds {last - first + 1} sizes, at most {MOST} are planned", Exit.USAGE)
+    return first, last
+
+
+def _at(config: Config, nodes: int) -> Config:
+    """The configuration with exactly `nodes` nodes: the cluster's first ones, where its switches are ragged."""
+    levels = [
+        structs.replace(level, nodes_per_switch=_cut(level.nodes_per_switch, nodes)) for level in config.cluster.levels
+    ]
+    return structs.replace(config, nodes=None, cluster=structs.replace(config.cluster, nodes=nodes, levels=levels))
+
+
+def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
+    if isinstance(per_switch, int):
+        return per_switch
+    kept: list[int] = []
+    for size in per_switch:
+        kept.append(min(size, nodes - sum(kept)))
+    return [size for size in kept if size]
+
+
+def _with_layout(config: Config, found: Config) -> Config:
+    parallel = structs.replace(found.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size)
+    return structs.replace(config, parallel=parallel, train=found.train)
+
+
+def _size(config: Config, nodes: int, any_memory: bool) -> Size:
+    par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
+    replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
+    if gpus % replica:
+        raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
+    at = _at(config, nodes)
+    plan = build_plan(at)
+    if plan.memory.total > plan.memory.capacity and not (any_memory or config.run.allow_oom):
+        need, have = plan.memory.total / 2**30, plan.memory.capacity / 2**30
+        raise OrchError(f"rank {plan.memory.worst_rank} needs {need:.1f} GiB of {have:.1f} GiB", Exit.CONFIG)
+    return Size(nodes, at, plan)

@@ -1,0 +1,85 @@
+"""nodes=A..B: whole replicas only, the same global batch at every size."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.config.compose import load
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.planner.sizes import MOST, node_range, plan_sizes
+
+JOB = ("+cluster=h100x64", "model=llama3_8b")
+
+
+def sizes(*words: str, any_memory: bool = False):
+    return plan_sizes(load([*JOB, *words], ranges=True), any_memory)
+
+
+def test_whole_replicas_with_the_same_batch():
+    found = sizes("parallel=tp8_pp2", "nodes=3..8")
+    assert [(size.nodes, size.plan.parallel.dp) for size in found.legal] == [(8, 4), (4, 2)]
+    assert {size.plan.parallel.global_batch_samples for size in found.legal} == {1024}
+    assert [size.plan.parallel.micro_batches for size in found.legal] == [256, 512], "accumulation takes up the rest"
+    assert all(len(size.plan.cluster.node_names) == size.nodes == size.config.cluster.nodes for size in found.legal)
+    assert all(size.config.nodes is None for size in found.legal)
+    assert "replica of 16" in found.refused[7] and "rule 'batch'" in found.refused[6]
+    assert list(found.refused) == [7, 6, 5, 3]
+
+
+def test_one_size_without_a_range():
+    (only,) = sizes("parallel=tp8_pp2").legal
+    assert (only.nodes, only.plan.parallel.dp) == (8, 4)
+
+
+def test_ragged_switches_are_cut():
+    levels = "{name: leaf, nodes_per_switch: [3,1,4], gbit_per_s: 400, latency_us: 5, source: test}"
+    top = "{name: spine, nodes_per_switch: 8, gbit_per_s: 400, latency_us: 5, source: test}"
+    found = sizes("parallel=tp8_pp2", "nodes=4..8", f"cluster.levels=[{levels},{top}]").legal
+    assert [[len(switch) for switch in size.plan.cluster.levels[0].switches] for size in found] == [[3, 1, 4], [3, 1]]
+
+
+def test_auto_finds_one_layout_for_all_sizes():
+    found = sizes("parallel=auto", "nodes=4..8", "train.global_batch_samples=768").legal
+    degrees = {(s.plan.parallel.tp, s.plan.parallel.pp, s.plan.parallel.zero) for s in found}
+    assert len(found) > 1 and len(degrees) == 1
+
+
+def test_memory_counts_unless_told_otherwise():
+    words = ("model=llama3_70b", "parallel=tp8_pp4_zero1", "nodes=4..8", "train.seq_len=8192")
+    legal = {size.nodes for size in sizes(*words, any_memory=True).legal}
+    assert legal == {4, 8}
+    fits = [s.nodes for s in sizes(*words, any_memory=True).legal if s.plan.memory.total <= s.plan.memory.capacity]
+    if fits:
+        assert [size.nodes for size in sizes(*words).legal] == fits
+    else:
+        with pytest.raises(OrchError, match="GiB of"):
+            sizes(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["parallel=tp8_pp2_dp2", "nodes=4..8"], Exit.USAGE, "leave dp=2 out"),
+        (["parallel=tp8_pp2", "nodes=8..4"], Exit.USAGE, "smaller number comes first"),
+        (["parallel=tp8_pp8", "nodes=2..3"], Exit.CONFIG, "with 3: 24 GPUs are no multiple of a model replica of 64"),
+        (["nodes=4..8", "cluster.topology_file=x.conf"], Exit.USAGE, "says which nodes there are"),
+    ],
+)
+def test_refusals(words, code, text):
+    with pytest.raises(OrchError, match=text) as refused:
+        sizes(*words)
+    assert refused.value.exit == code
+
+
+def test_ranges_are_short():
+    assert node_range(f"1..{MOST}") == (1, MOST)
+    with pytest.raises(OrchError, match="at most"):
+        node_range(f"1..{MOST + 1}")
+
+
+def test_only_who_takes_ranges_gets_them():
+    with pytest.raises(OrchError, match=r"cluster\.nodes=N"):
+        load([*JOB, "nodes=4..8"])
+    with pytest.raises(OrchError, match=r"like 4\.\.8"):
+        load([*JOB, "nodes=4-8"], ranges=True)
