@@ -16,6 +16,7 @@ import trainer.parallel.tensor as tensor
 import trainer.parallel.vocab as vocab
 from tests.plans import tiny_model
 from trainer.model.block import Block
+from trainer.model.dropout import Dropout
 from trainer.parallel.context.ulysses import UlyssesAttention
 
 from .base import Mutations
@@ -50,21 +51,35 @@ def _(patch):
 
 @MODEL("tensor parallel: no all-reduce in backward", tp=2, sp=False)
 def _(patch):
-    patch.setattr(tensor.Copy, "backward", staticmethod(lambda ctx, grad: (grad, None, None)))
+    patch.setattr(columns.Columns, "start_sum", lambda self, grad: lambda: grad)
 
 
 @MODEL("sequence parallel: backward keeps its slice and drops the others' parts", tp=2)
 def _(patch):
-    def backward(ctx, grad):
-        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None, None
+    def start_sum(self, grad):
+        return lambda: grad.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
-    patch.setattr(tensor.Gather, "backward", staticmethod(backward))
+    patch.setattr(columns.Columns, "start_sum", start_sum)
+
+
+@MODEL("sequence parallel: the input gathered again in backward is of the wrong order", tp=2)
+def _(patch):
+    original = columns._Columns.backward
+
+    def backward(ctx, *grads):
+        gather = ctx.columns.start_gather
+        patch.setattr(ctx.columns, "start_gather", lambda x: lambda: gather(x)().roll(x.shape[1], dims=1))
+        result = original(ctx, *grads)
+        patch.setattr(ctx.columns, "start_gather", gather)
+        return result
+
+    patch.setattr(columns._Columns, "backward", staticmethod(backward))
 
 
 @MODEL("output biases are added on every tp rank", tp=2, sp=False, model=GPT)
 def _(patch):
-    def forward(self, x, positions, documents=None, rope=None):
-        x = x + self.attn_out(self.attend(x, positions, documents, rope) + self.attn.out_bias)
+    def forward(self, x, serial=None, documents=None, rope=None, rows=None):
+        x = x + self.attn_out(self.attend(x, serial, documents, rope) + self.attn.out_bias)
         return x + self.mlp_out(self.mix(x) + self.mlp.out_bias)
 
     patch.setattr(Block, "forward", forward)
@@ -130,8 +145,8 @@ def _(patch):
 def _(patch):
     original = block.backward
 
-    def backward(grad, q, k, v, out, lse, scale, causal, mask):
-        dq, dk, dv = original(grad, q, k, v, out, lse, scale, causal, mask)
+    def backward(grad, q, k, v, out, lse, scale, causal, *conditions):
+        dq, dk, dv = original(grad, q, k, v, out, lse, scale, causal, *conditions)
         return (dq, dk, dv) if causal else (dq, torch.zeros_like(dk), torch.zeros_like(dv))
 
     patch.setattr(block, "backward", backward)
@@ -162,3 +177,51 @@ def _(patch):
         "exchange",
         lambda self, x, split, join: original(self, x, split, join).roll(1, dims=join),
     )
+
+
+# ------------------------------------------------------------------------------------------- dropout
+
+DROPPED = tiny_model(dropout=0.1)
+
+
+@MODEL("every shard of a sequence draws dropout for the first shard", tp=2, model=DROPPED)
+def _(patch):
+    patch.setattr(tensor.KeepShard, "forward", lambda self, x: x.chunk(self.parts, dim=1)[0])
+
+
+@MODEL("attention dropout counts heads from zero on each tp rank", tp=2, model=DROPPED)
+def _(patch):
+    patch.setattr(apply, "number_heads", lambda *args: None)
+
+
+@MODEL("context parallel ranks number their tokens alike", cp=2, model=DROPPED)
+def _(patch):
+    original = engine.shard_batch
+
+    def local(batch, *cp):
+        mine = original(batch, *cp)
+        return replace(mine, serial=batch.serial[:, : mine.tokens.shape[1]])
+
+    patch.setattr(engine, "shard_batch", local)
+
+
+@MODEL("keys do not carry their serials round the ring", cp=2, cp_method="ring", model=DROPPED)
+def _(patch):
+    original = block.between
+
+    def between(queries, keys, *rest):
+        keys = torch.stack([keys[0], queries[1]]) if keys.shape == queries.shape else keys
+        return original(queries, keys, *rest)
+
+    patch.setattr(block, "between", between)
+
+
+@MODEL("recomputation draws dropout anew", recompute="full", model=DROPPED)
+def _(patch):
+    original, draws = Dropout.forward, []
+
+    def forward(self, x, serial):
+        draws.append(self)
+        return original(self, x, serial + len(draws) if torch._C._current_graph_task_id() != -1 else serial)
+
+    patch.setattr(Dropout, "forward", forward)

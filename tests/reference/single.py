@@ -44,7 +44,9 @@ def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False) -> l
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed)
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-        scores = transformer.logits(leaves, plan.model, batch.tokens, batch.positions, batch.documents)
+        scores = transformer.logits(
+            leaves, plan.model, batch.tokens, batch.positions, batch.documents, (batch.serial, plan.job.train.seed)
+        )
         loss = transformer.loss_sum(scores, batch.targets) / int((batch.targets != IGNORED).sum())
         found = torch.autograd.grad(loss, list(leaves.values()))
         grads = dict(zip(leaves, found, strict=True))

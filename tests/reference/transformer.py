@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from . import dropout
+
 
 def norm(x, w, name, model):
     if model.norm == "rms":
@@ -30,7 +32,7 @@ def rope(x, positions, theta):
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def attention(x, w, name, model, positions, documents):
+def attention(x, w, name, model, positions, documents, drop):
     b, s, _ = x.shape
     d = model.head_dim
     q, k, v = (project(x, w, f"{name}.{part}") for part in ("wq", "wk", "wv"))
@@ -48,7 +50,10 @@ def attention(x, w, name, model, positions, documents):
         if model.position == "rope":
             qh, kh = rope(qh, positions, model.rope_theta), rope(kh, positions, model.rope_theta)
         scores = (qh @ kh.transpose(1, 2) / math.sqrt(d)).masked_fill(~allowed, -math.inf).exp()
-        heads.append(scores / scores.sum(-1, keepdim=True) @ vh)
+        weights = scores / scores.sum(-1, keepdim=True)
+        if model.dropout:
+            weights = dropout.probabilities(weights, drop[0], h, drop[1], f"{name}.drop", model.dropout)
+        heads.append(weights @ vh)
     return output(torch.cat(heads, dim=-1), w, name, "wo")
 
 
@@ -69,14 +74,22 @@ def mlp(x, w, name, model):
     return output(inner, w, name, "down")
 
 
-def logits(w, model, tokens, positions, documents=None):
-    """Full weights by name, int64 [b, s] -> [b, s, vocab]."""
+def dropped(x, name, model, drop):
+    return dropout.hidden(x, drop[0], drop[1], name, model.dropout) if model.dropout else x
+
+
+def logits(w, model, tokens, positions, documents=None, drop=None):
+    """Full weights by name, int64 [b, s] -> [b, s, vocab]. `drop`: (the tokens' serials, the run's seed)."""
     x = w["embed.weight"][tokens]
     if model.position == "learned":
         x = x + w["embed_positions.weight"][positions]
+    x = dropped(x, "drop_embed", model, drop)
     for i in range(model.layers):
-        x = x + attention(norm(x, w, f"layers.{i}.norm1", model), w, f"layers.{i}.attn", model, positions, documents)
-        x = x + mlp(norm(x, w, f"layers.{i}.norm2", model), w, f"layers.{i}.mlp", model)
+        own = norm(x, w, f"layers.{i}.norm1", model)
+        own = attention(own, w, f"layers.{i}.attn", model, positions, documents, drop)
+        x = x + dropped(own, f"layers.{i}.drop_attn", model, drop)
+        own = mlp(norm(x, w, f"layers.{i}.norm2", model), w, f"layers.{i}.mlp", model)
+        x = x + dropped(own, f"layers.{i}.drop_mlp", model, drop)
     return norm(x, w, "norm", model) @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
 
 

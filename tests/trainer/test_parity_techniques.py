@@ -153,7 +153,35 @@ SHARDING = {
     "zero2 tp2 pp2": {"dp": 2, "tp": 2, "pp": 2, "zero": 2, "model": GPT, "micro_batches": 3},
 }
 
-TECHNIQUES = {"sharding": SHARDING, "recompute": RECOMPUTE, "context": CONTEXT, "schedules": SCHEDULES}
+#: Every token, head and feature draws what one process draws for it, however they are spread.
+DROPPED = tiny_model(dropout=0.1)
+DROPPED_GPT = msgspec.structs.replace(GPT, dropout=0.3)
+
+DROPOUT = {
+    "alone, gpt": {"model": DROPPED_GPT, "micro_batches": 4},
+    "alone, packed": {"packed": True},
+    "full": {"recompute": "full"},
+    "selective, gpt": {"recompute": "selective", "model": DROPPED_GPT},
+    "dp2 zero1": {"dp": 2, "zero": 1, "micro_batches": 3},
+    "dp2 zero3": {"dp": 2, "zero": 3},
+    "tp2 sp": {"tp": 2, "micro_batch_size": 2},
+    "tp2 sp, gpt, full": {"tp": 2, "model": DROPPED_GPT, "recompute": "full"},
+    "tp2 without sp": {"tp": 2, "sp": False, "model": DROPPED_GPT},
+    **{f"cp2 {method}": {"cp": 2, "cp_method": method} for method in ("zigzag", "ring", "allgather", "ulysses")},
+    "cp2 zigzag packed, full": {"cp": 2, "packed": True, "recompute": "full"},
+    "cp2 allgather packed": {"cp": 2, "packed": True, "cp_method": "allgather", "model": DROPPED_GPT},
+    "pp2 interleaved": {"pp": 2, "vpp": 2, "schedule": "interleaved", "micro_batches": 4},
+    "pp2 zb_h1 full": {"pp": 2, "schedule": "zb_h1", "micro_batches": 3, "recompute": "full"},
+    "pp2 dualpipe": {"pp": 2, "schedule": "dualpipe", "micro_batches": 4},
+    "tp2 cp2 ulysses pp2": {"tp": 2, "cp": 2, "pp": 2, "cp_method": "ulysses", "micro_batches": 2},
+    "tp2 pp2 dp2 zero1": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "model": DROPPED_GPT, "micro_batches": 3},
+}
+DROPOUT = {name: {"model": DROPPED, **case} for name, case in DROPOUT.items()}
+
+TECHNIQUES = {
+    **{"sharding": SHARDING, "recompute": RECOMPUTE, "context": CONTEXT, "schedules": SCHEDULES},
+    "dropout": DROPOUT,
+}
 
 
 def world_of(case: dict) -> int:

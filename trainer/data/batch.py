@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class MicroBatch:
     targets: Tensor  # the next token, or IGNORED
     positions: Tensor  # from 0, within the sample or, where documents are kept apart, within the document
     documents: Tensor | None  # number of the document within the sample; None: attention sees the whole sample
+    serial: Tensor | None = None  # number of the token in the run's order of data: what dropout draws by
 
     @property
     def valid_tokens(self) -> int:
@@ -26,13 +28,15 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """On `device`; from pinned memory the copy does not stop the host."""
-        parts = (self.tokens, self.targets, self.positions, self.documents)
-        return MicroBatch(*(part if part is None else part.to(device, non_blocking=True) for part in parts))
+        return self.each(lambda part: part.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
         """In page-locked host memory (CUDA only)."""
-        parts = (self.tokens, self.targets, self.positions, self.documents)
-        return MicroBatch(*(part if part is None else part.pin_memory() for part in parts))
+        return self.each(Tensor.pin_memory)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Every tensor changed alike."""
+        return MicroBatch(*(None if part is None else change(part) for part in vars(self).values()))
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
@@ -51,3 +55,10 @@ def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
     starts[:, 1:] = ends[:, :-1]
     positions = steps - torch.where(starts, steps, 0).cummax(dim=1).values
     return MicroBatch(tokens, targets.masked_fill(ends, IGNORED), positions, starts.long().cumsum(dim=1))
+
+
+def numbered(batch: MicroBatch, places: Sequence[int]) -> MicroBatch:
+    """The batch with its tokens' serials; `places`: of its samples in the run's order of data."""
+    length = batch.tokens.shape[1]
+    serial = torch.tensor(places)[:, None] * length + torch.arange(length)
+    return replace(batch, serial=serial)

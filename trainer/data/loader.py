@@ -9,7 +9,7 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
-from trainer.data.batch import MicroBatch, from_windows
+from trainer.data.batch import MicroBatch, from_windows, numbered
 from trainer.data.order import SampleOrder, micro_batches_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
@@ -36,7 +36,7 @@ class Loader:
                 f"model {plan.model.name} only {plan.model.vocab} (model.vocab)"
             )
         self.parallel, self.coord, self.store = plan.parallel, coord, store
-        self.ramp = plan.job.train.batch_ramp
+        self.ramp, self.dropout = plan.job.train.batch_ramp, plan.model.dropout > 0
         self.eod = index.eod if isolate_documents else None
         self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
         self._pin = pin_memory
@@ -67,6 +67,7 @@ class Loader:
     def _micro_batch(self, places: list[int]) -> MicroBatch:
         windows = [self.store.window(self.order(place), self.seq_len) for place in places]
         batch = from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
+        batch = numbered(batch, places) if self.dropout else batch
         return batch.pinned() if self._pin else batch
 
     def close(self) -> None:

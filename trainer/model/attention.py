@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
 
+from .dropout import AttentionDropout
 from .linear import Linear
 from .rope import Rope, rotate
 
-#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], positions [b, s], documents [b, s] or None) -> [b, s, heads, d]
-Core = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], documents [b, s] or None) -> [b, s, heads, d];
+#: `serial`, the tokens' numbers in the run, may be None without dropout
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Attention(nn.Module):
@@ -33,28 +35,42 @@ class Attention(nn.Module):
         self.wv = Linear(model.hidden, keys, model.bias)
         self.wo = Linear(queries, model.hidden)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
-        self.core: Core = SDPA(model.causal)
+        self.drop = AttentionDropout(model.dropout) if model.dropout else None
+        self.core: Core = SDPA(model.causal, self.drop)
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Rope | None) -> Tensor:
+    def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.wo(self.core(q, k, v, positions, documents).flatten(-2))
+        return self.wo(self.core(q, k, v, serial, documents).flatten(-2))
 
 
 class SDPA:
     """The whole sequence on one rank. Tokens of different packed documents do not see each other."""
 
-    def __init__(self, causal: bool):
-        self.causal = causal
+    def __init__(self, causal: bool, drop: AttentionDropout | None = None):
+        self.causal, self.drop = causal, drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
         mask = None if documents is None else self._mask(documents)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.drop is not None:
+            return self._dropped(q, k, v, serial, mask).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
+
+    def _dropped(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None) -> Tensor:
+        """Probabilities in the open, since the fused kernels draw masks of their own."""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        if self.causal and mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        weights = scores.softmax(dim=-1) * self.drop.factors(serial, serial, q.shape[1], scores.dtype)
+        return weights.to(v.dtype) @ v
 
     def _mask(self, documents: Tensor) -> Tensor:
         """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model
 
 from .attention import Attention
+from .dropout import Dropout
 from .linear import Linear
 from .norm import make_norm
 from .rope import Rope
@@ -53,17 +54,25 @@ class Block(nn.Module):
         self.norm2, self.mlp = make_norm(model), MLP(model)
         self.attn_in, self.attn_out = nn.Identity(), nn.Identity()
         self.mlp_in, self.mlp_out = nn.Identity(), nn.Identity()
+        self.drop_attn, self.drop_mlp = Dropout(model.dropout), Dropout(model.dropout)
 
     def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, rope: Rope | None = None
+        self,
+        x: Tensor,
+        serial: Tensor | None = None,
+        documents: Tensor | None = None,
+        rope: Rope | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        x = x + _biased(self.attn_out(self.attend(x, positions, documents, rope)), self.attn.out_bias)
-        return x + _biased(self.mlp_out(self.mix(x)), self.mlp.out_bias)
+        """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in `x`; for dropout."""
+        attended = self.attn_out(self.attend(x, serial, documents, rope))
+        x = x + self.drop_attn(_biased(attended, self.attn.out_bias), rows)
+        return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x)), self.mlp.out_bias), rows)
 
     # The two halves up to their partial sums are methods, so that recomputation can be put around each.
 
-    def attend(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Rope | None) -> Tensor:
-        return self.attn(self.attn_in(self.norm1(x)), positions, documents, rope)
+    def attend(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
+        return self.attn(self.attn_in(self.norm1(x)), serial, documents, rope)
 
     def mix(self, x: Tensor) -> Tensor:
         return self.mlp(self.mlp_in(self.norm2(x)))

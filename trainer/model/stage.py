@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model
 
 from .block import Block
+from .dropout import Dropout
 from .linear import Embedding, Linear
 from .norm import make_norm
 from .rope import rope_tables
@@ -20,6 +21,7 @@ class Batch(Protocol):
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64, counted from the start of each document
     documents: Tensor | None  # [b, s] int64: which packed document a token belongs to
+    serial: Tensor | None  # [b, s] int64: number of the token in the run's order of data; read by dropout alone
 
 
 class Stage(nn.Module):
@@ -28,7 +30,8 @@ class Stage(nn.Module):
     Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on every layout. With
     tied embeddings the head's weight is `embed.weight`; a last stage that is not also the first holds its own copy
     under that name. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and
-    `head_in` are boundaries like those of a block.
+    `head_in` are boundaries like those of a block; `rows` picks what hidden states hold of the
+    sequence.
     """
 
     def __init__(self, model: Model, layers: range, first: bool, last: bool):
@@ -41,6 +44,7 @@ class Stage(nn.Module):
         if self.learned_positions:
             self.embed_positions = Embedding(model.max_seq_len, model.hidden)
         self.embed_out, self.positions_out, self.head_in = nn.Identity(), nn.Identity(), nn.Identity()
+        self.drop_embed, self.rows = Dropout(model.dropout), nn.Identity()
         self.layers = nn.ModuleDict({str(index): Block(model) for index in layers})
         if last:
             self.norm = make_norm(model)
@@ -54,13 +58,16 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s, vocab] if last."""
+        serial = batch.serial if self.model.dropout else None
+        rows = None if serial is None else self.rows(serial)
         if self.first:
             x = self.embed_out(self.embed(batch.tokens))
             if self.learned_positions:
                 x = x + self.positions_out(self.embed_positions(batch.positions))
+            x = self.drop_embed(x, rows)
         rope = None
         if self.model.position == "rope":
             rope = rope_tables(batch.positions, self.model.head_dim, self.model.rope_theta, x.dtype)
         for block in self.layers.values():
-            x = block(x, batch.positions, batch.documents, rope)
+            x = block(x, serial, batch.documents, rope, rows)
         return self.head(self.head_in(self.norm(x))) if self.last else x

@@ -3,7 +3,7 @@
 1. refuse what is not proven                          legal.check
 2. build each stage on meta, whole: names and shapes  model.Stage
 3. cut it over tp: the registry of parameters         tensor.shard
-4. allocate this rank's slices and fill them          model.init_stage (same numbers on every layout)
+4. allocate this rank's slices and fill them          model.init_stage, seed_dropout (same numbers on every layout)
 5. boundaries: communication at the edges of blocks   tensor.Boundary; vocab.ShardedLookup
 6. attention over a sequence shard                    context.place_cores
 7. recomputation, which repeats all of the above      recompute.apply_recompute
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan import Plan
 from trainer.metrics.comm import CommCounter
+from trainer.model.dropout import seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
@@ -80,10 +81,13 @@ def build(
         infos = registry(plan, stage, mesh.coord.tp)
         materialise(stage, infos, torch.device(device), dtype)
         init_stage(stage, plan.model, plan.job.train.seed, infos)
+        seed_dropout(stage, plan.job.train.seed, device)
         if mesh.group("tp") is not None:
             place_boundaries(stage, infos, mesh, par.sp, counter)
         if mesh.group("cp") is not None:
             place_cores(stage, par.cp_method, mesh, counter)
+        if plan.model.dropout:
+            number_heads(stage, plan, mesh)
         apply_recompute(stage, plan.job.train)
         if plan.job.train.compile:
             for block in stage.layers.values():
@@ -132,8 +136,20 @@ def place_boundaries(stage: Stage, table: ParamTable, mesh: Mesh, sp: bool, coun
         stage.embed_out = Boundary(out, group, counter)
         if sp:
             stage.positions_out = KeepShard(mesh.size("tp"), mesh.index("tp"))
+    if sp:
+        stage.rows = KeepShard(mesh.size("tp"), mesh.index("tp"))
     if stage.last:
         stage.head_in = Boundary(into, group, counter)
+
+
+def number_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
+    """Tell attention dropout which of the model's heads a core sees here."""
+    par, here = plan.parallel, plan.model.heads // plan.parallel.tp
+    first = mesh.index("tp") * here
+    if par.cp > 1 and par.cp_method == "ulysses":
+        first += mesh.index("cp") * here // par.cp
+    for block in stage.layers.values():
+        block.attn.drop.first_head = first
 
 
 def make_loss(plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter) -> Loss:

@@ -39,8 +39,6 @@ def _unproven(plan: Plan) -> Iterator[str]:
         yield f"model {model.name} uses multi-head latent attention, which the trainer does not run yet"
     if not model.causal:
         yield f"model {model.name} is not causal: the trainer only predicts the next token"
-    if model.dropout:
-        yield f"model.dropout={model.dropout} is not implemented; use 0"
     if par.ep > 1:
         yield f"ep={par.ep} needs a mixture of experts; use ep1"
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from trainer.data.batch import IGNORED
+from trainer.model.dropout import seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
@@ -35,6 +36,7 @@ def train(plan: Plan, steps: int, packed: bool = False, dtype: torch.dtype = tor
     job, size = plan.job, plan.parallel.global_batch_samples
     stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(dtype)
     init_stage(stage, plan.model, job.train.seed)
+    seed_dropout(stage, job.train.seed)
     params = dict(stage.named_parameters())
     matrices = {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": job.optim.weight_decay}
     vectors = {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0}

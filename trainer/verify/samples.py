@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from trainer.data.batch import IGNORED, MicroBatch
+from trainer.data.batch import IGNORED, MicroBatch, numbered
 
 
 def sample(plan: Plan, place: int) -> tuple[Tensor, Tensor]:
@@ -28,9 +28,9 @@ def micro_batch(plan: Plan, places: list[int], packed: bool = False) -> MicroBat
     tokens, targets = (torch.stack(column) for column in zip(*(sample(plan, place) for place in places), strict=True))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
     if not packed:
-        return MicroBatch(tokens, targets, positions, None)
+        return numbered(MicroBatch(tokens, targets, positions, None), places)
     length = tokens.shape[1]
     cuts = torch.tensor([sorted((1 + place % (length - 1), 1 + 5 * place % (length - 1))) for place in places])
     documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
     starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
-    return MicroBatch(tokens, targets, positions - starts, documents)
+    return numbered(MicroBatch(tokens, targets, positions - starts, documents), places)

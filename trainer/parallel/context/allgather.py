@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.metrics.comm import CommCounter, all_gather, reduce_scatter
+from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
 from trainer.parallel.context.order import chunks, natural_order
 
@@ -18,12 +19,20 @@ from trainer.parallel.context.order import chunks, natural_order
 class AllGatherAttention:
     """An attention core for one rank: q, k, v [b, s / cp, heads, d] -> [b, s / cp, heads, d]."""
 
-    def __init__(self, group: dist.ProcessGroup, size: int, index: int, counter: CommCounter):
-        self.group, self.size, self.index, self.counter = group, size, index, counter
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        index: int,
+        counter: CommCounter,
+        drop: AttentionDropout | None = None,
+    ):
+        self.group, self.size, self.index, self.counter, self.drop = group, size, index, counter, drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return _AllGather.apply(q, k, v, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        labels = block.labels(documents, serial, self.drop)
+        return _AllGather.apply(q, k, v, labels, q.shape[-1] ** -0.5, self).transpose(1, 2)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
@@ -44,6 +53,10 @@ class AllGatherAttention:
         """Where the n-th of 2 cp chunks of the sequence lies when the ranks' pairs are laid end to end."""
         return natural_order("allgather", 2 * self.size, self.size)
 
+    def between(self, mine: Tensor | None, rows: slice, theirs: Tensor | None, keys: slice, q: Tensor):
+        """Mask and factors of a block, from the labels of its queries and keys."""
+        return (None, None) if mine is None else block.between(mine[:, :, rows], theirs[:, :, keys], q, self.drop)
+
     def blocks(self, seq_len: int):
         """(local queries, keys, on the diagonal) of each chunk: everything before it, then its own causal square."""
         begin = 0
@@ -57,40 +70,42 @@ class AllGatherAttention:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, documents, scale, core: AllGatherAttention):
+    def forward(ctx, q, k, v, labels, scale, core: AllGatherAttention):
         wide = block.accumulation_dtype(q.dtype)
         out = torch.empty_like(q, dtype=wide)
         lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
-        all_documents = core.gather(documents, 1) if documents is not None else None
+        all_labels = None if labels is None else core.gather(labels, 2)
         before = None
         for rows, keys, causal in core.blocks(all_k.shape[2]):
-            mask = None if documents is None else block.document_mask(documents[:, rows], all_documents[:, keys])
-            part = block.forward(q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, mask)
+            part = block.forward(
+                *(q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal),
+                *core.between(labels, rows, all_labels, keys, q),
+            )
             if before is not None:
                 part = block.join(before[0].to(wide), before[1].to(wide), *part)
             before = None if causal else part
             if causal:  # the diagonal is a chunk's last block
                 out[:, :, rows], lse[:, :, rows] = part
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, documents, out, lse)
+        ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale, ctx.core = scale, core
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, documents, out, lse = ctx.saved_tensors
+        q, k, v, labels, out, lse = ctx.saved_tensors
         core, grad, wide = ctx.core, grad.contiguous(), block.accumulation_dtype(q.dtype)
         # Gathered again rather than kept: the point of context parallelism is not to hold the whole sequence.
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
-        all_documents = core.gather(documents, 1) if documents is not None else None
+        all_labels = None if labels is None else core.gather(labels, 2)
         dq = torch.zeros_like(q, dtype=wide)
         dkv = torch.zeros(2, *all_k.shape, dtype=wide, device=q.device)
         for rows, keys, causal in core.blocks(all_k.shape[2]):
-            mask = None if documents is None else block.document_mask(documents[:, rows], all_documents[:, keys])
             parts = block.backward(
                 *(grad[:, :, rows], q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys]),
-                *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, causal, mask),
+                *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, causal),
+                *core.between(labels, rows, all_labels, keys, q),
             )
             dq[:, :, rows] += parts[0]
             dkv[0][:, :, keys] += parts[1]

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from trainer import compat
+from trainer.model.dropout import AttentionDropout
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse). `mask` [b, s_q, s_k] is True where a query may see a key, on top of `causal` (top-left aligned)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). `mask` [b, s_q, s_k] is True where a query may see a key, on top of `causal` (top-left aligned).
+    `factors` [b, h, s_q, s_k] multiply the probabilities, which are not normalised again: dropout."""
     k, v = _expand(k, q), _expand(v, q)
-    if mask is None and compat.has_flash(q):
+    if mask is None and factors is None and compat.has_flash(q):
         return compat.flash_forward(q, k, v, causal, scale)
     scores = _scores(q, k, scale, causal, mask)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - _finite(lse)[..., None])
+    weights = weights if factors is None else weights * factors
     return (weights.to(v.dtype) @ v), lse
 
 
@@ -34,17 +39,20 @@ def backward(
     scale: float,
     causal: bool,
     mask: Tensor | None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the *joined* attention."""
     kv_heads = k.shape[1]
     k, v = _expand(k, q), _expand(v, q)
-    if mask is None and compat.has_flash(q):
+    if mask is None and factors is None and compat.has_flash(q):
         dq, dk, dv = compat.flash_backward(grad, q, k, v, out, lse, causal, scale)
     else:
         weights = torch.exp(_scores(q, k, scale, causal, mask) - _finite(lse)[..., None])
-        dv = weights.to(grad.dtype).transpose(-1, -2) @ grad
+        dv = (weights if factors is None else weights * factors).to(grad.dtype).transpose(-1, -2) @ grad
         delta = (grad * out).sum(dim=-1, keepdim=True, dtype=weights.dtype)
-        dscores = (weights * ((grad @ v.transpose(-1, -2)).to(weights.dtype) - delta) * scale).to(q.dtype)
+        dweights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
+        dweights = dweights if factors is None else dweights * factors
+        dscores = (weights * (dweights - delta) * scale).to(q.dtype)
         dq, dk = dscores @ k, dscores.transpose(-1, -2) @ q
     return dq, _reduce(dk, kv_heads), _reduce(dv, kv_heads)
 
@@ -58,11 +66,24 @@ def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tens
     return torch.lerp(out, more.to(out.dtype), weight[..., None].to(out.dtype)), torch.logaddexp(lse, more_lse)
 
 
-def document_mask(documents_q: Tensor | None, documents_k: Tensor | None) -> Tensor | None:
-    """[b, s_q], [b, s_k] -> [b, s_q, s_k]: a packed document never attends across its border."""
-    if documents_q is None:
-        return None
-    return documents_q[:, :, None] == documents_k[:, None, :]
+def labels(documents: Tensor | None, serial: Tensor | None, drop: AttentionDropout | None) -> Tensor | None:
+    """What attention must know of tokens, to travel as one message: their document and, for dropout, their serial;
+    int64 [1 or 2, b, s], or None for nothing."""
+    if drop is None:
+        return None if documents is None else documents[None]
+    return torch.stack([torch.zeros_like(serial) if documents is None else documents, serial])
+
+
+def between(
+    queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, factors) of a block of `q` from both sides' labels: a packed document never attends across its border."""
+    if queries is None:
+        return None, None
+    mask = queries[0][:, :, None] == keys[0][:, None, :]
+    if drop is None:
+        return mask, None
+    return mask, drop.factors(queries[1], keys[1], q.shape[1], accumulation_dtype(q.dtype))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

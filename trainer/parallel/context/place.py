@@ -7,6 +7,7 @@ import torch
 from trainer.data.batch import MicroBatch
 from trainer.metrics.comm import CommCounter
 from trainer.model.attention import SDPA, Core
+from trainer.model.dropout import AttentionDropout
 from trainer.model.stage import Stage
 from trainer.parallel.mesh import Mesh
 
@@ -19,25 +20,24 @@ from .ulysses import UlyssesAttention
 def place_cores(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
     """Give every block of a stage the attention core of `method` (a word of `order.METHODS`)."""
     for block in stage.layers.values():
-        block.attn.core = make_core(method, mesh, counter)
+        block.attn.core = make_core(method, mesh, counter, block.attn.drop)
 
 
-def make_core(method: str, mesh: Mesh, counter: CommCounter) -> Core:
+def make_core(method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None) -> Core:
     group, size, index = mesh.group("cp"), mesh.size("cp"), mesh.index("cp")
     if method == "allgather":
-        return AllGatherAttention(group, size, index, counter)
+        return AllGatherAttention(group, size, index, counter, drop)
     if method == "ulysses":
-        return UlyssesAttention(SDPA(causal=True), group, size, counter)
-    return RingAttention(method, group, mesh.ranks("cp"), index, counter)
+        return UlyssesAttention(SDPA(True, drop), group, size, counter)
+    return RingAttention(method, group, mesh.ranks("cp"), index, counter, drop)
 
 
 def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
     """The columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s / size] on the same device.
 
-    Positions and document numbers stay those of the whole sequence.
+    Positions, serials and document numbers stay those of the whole sequence.
     """
     if size == 1:
         return batch
     mine = torch.tensor(positions(method, batch.tokens.shape[1], size, index), device=batch.tokens.device)
-    parts = (batch.tokens, batch.targets, batch.positions, batch.documents)
-    return MicroBatch(*(part if part is None else part[:, mine] for part in parts))
+    return batch.each(lambda part: part[:, mine])

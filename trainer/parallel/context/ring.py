@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.metrics.comm import CommCounter, start_rotate
+from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
-from trainer.parallel.context.order import ALL, visible
+from trainer.parallel.context.order import ALL, Visible, visible
 
 
 class RingAttention:
@@ -21,12 +22,22 @@ class RingAttention:
     Bytes sent: forward 2 (n-1) |k|, backward 2 (n-1) |k| + 2 n |dk|, with |k| = b * kv_heads * s/n * d elements.
     """
 
-    def __init__(self, method: str, group: dist.ProcessGroup, ranks: tuple[int, ...], index: int, counter: CommCounter):
+    def __init__(
+        self,
+        method: str,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        index: int,
+        counter: CommCounter,
+        drop: AttentionDropout | None = None,
+    ):
         self.method, self.group, self.ranks, self.index, self.counter = method, group, ranks, index, counter
+        self.drop = drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return _Ring.apply(q, k, v, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        labels = block.labels(documents, serial, self.drop)
+        return _Ring.apply(q, k, v, labels, q.shape[-1] ** -0.5, self).transpose(1, 2)
 
     @property
     def size(self) -> int:
@@ -37,22 +48,29 @@ class RingAttention:
         to, source = self.ranks[(self.index + 1) % self.size], self.ranks[(self.index - 1) % self.size]
         return start_rotate(tensors, to, source, self.group, "cp", self.counter)
 
+    def between(self, mine: Tensor | None, travelling: list[Tensor], see: Visible, q: Tensor):
+        """Mask and factors of a block, from the labels of its queries and keys."""
+        if mine is None:
+            return None, None
+        return block.between(mine[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop)
+
     def sees(self, step: int, local_len: int):
         return visible(self.method, local_len, self.index, (self.index - step) % self.size)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, documents, scale, ring: RingAttention):
+    def forward(ctx, q, k, v, labels, scale, ring: RingAttention):
         wide = block.accumulation_dtype(q.dtype)
         out = lse = None
-        travelling = _pack(k, v, documents)
+        travelling = _pack(k, v, labels)
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
             see = ring.sees(step, q.shape[-2])
             if see is not None:
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
-                part = block.forward(q[:, :, rows], keys, values, scale, see.causal, _mask(documents, travelling, see))
+                conditions = ring.between(labels, travelling, see, q)
+                part = block.forward(q[:, :, rows], keys, values, scale, see.causal, *conditions)
                 if out is None:  # the first are the rank's own keys, which all its queries see
                     out, lse = part[0].to(wide), part[1].to(wide)
                 elif rows == ALL:
@@ -62,17 +80,17 @@ class _Ring(torch.autograd.Function):
             if arrived is not None:
                 travelling = arrived()
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, documents, out, lse)
+        ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale, ctx.ring = scale, ring
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, documents, out, lse = ctx.saved_tensors
+        q, k, v, labels, out, lse = ctx.saved_tensors
         ring, grad = ctx.ring, grad.contiguous()
         wide = block.accumulation_dtype(q.dtype)
         dq, dkv = None, None
-        travelling = _pack(k, v, documents)
+        travelling = _pack(k, v, labels)
         gradients_arrived = None
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
@@ -83,7 +101,7 @@ class _Ring(torch.autograd.Function):
                 parts = block.backward(
                     *(grad[:, :, rows], q[:, :, rows], keys, values),
                     *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, see.causal),
-                    _mask(documents, travelling, see),
+                    *ring.between(labels, travelling, see, q),
                 )
                 if dq is None:
                     dq = parts[0].to(wide)
@@ -104,12 +122,6 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _pack(k: Tensor, v: Tensor, documents: Tensor | None) -> list[Tensor]:
-    """What goes round: keys and values [2, b, h, s, d] as one message, documents [b, s] if there are any."""
-    return [torch.stack([k, v])] + ([documents.contiguous()] if documents is not None else [])
-
-
-def _mask(documents: Tensor | None, travelling: list[Tensor], see) -> Tensor | None:
-    if documents is None:
-        return None
-    return block.document_mask(documents[:, see.queries], travelling[1][:, see.keys])
+def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
+    """What goes round: keys and values [2, b, h, s, d] as one message, the tokens' labels if there are any."""
+    return [torch.stack([k, v])] + ([labels.contiguous()] if labels is not None else [])

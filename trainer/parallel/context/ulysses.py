@@ -5,7 +5,6 @@ Needs heads divisible by cp. Fewer key/value heads than ranks are repeated until
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import lcm
 
 import torch
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.metrics.comm import CommCounter, all_gather, all_to_all
-
-Core = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+from trainer.model.attention import Core
 
 
 class UlyssesAttention:
@@ -26,16 +24,15 @@ class UlyssesAttention:
     def __init__(self, core: Core, group: dist.ProcessGroup, size: int, counter: CommCounter):
         self.core, self.group, self.size, self.counter = core, group, size, counter
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
         if q.shape[2] % self.size:
             raise ValueError(f"ulysses needs heads divisible by cp={self.size}, a rank has {q.shape[2]} heads")
         repeat = lcm(k.shape[2], self.size) // k.shape[2]
         if repeat > 1:
             k, v = (t.repeat_interleave(repeat, dim=2) for t in (k, v))
         q, k, v = (_Exchange.apply(t, 2, 1, self) for t in (q, k, v))
-        positions = self.gather(positions)
-        documents = None if documents is None else self.gather(documents)
-        return _Exchange.apply(self.core(q, k, v, positions, documents), 1, 2, self)
+        serial, documents = (None if part is None else self.gather(part) for part in (serial, documents))
+        return _Exchange.apply(self.core(q, k, v, serial, documents), 1, 2, self)
 
     def gather(self, local: Tensor) -> Tensor:
         """[b, s / cp] -> [b, s]"""

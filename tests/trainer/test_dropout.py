@@ -1,0 +1,78 @@
+"""Dropout's masks: what the twin draws, at the right rate, without patterns, and the same however they are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.reference import dropout as twin
+from trainer.data.batch import MicroBatch, numbered
+from trainer.model.dropout import AttentionDropout, Dropout, seed_dropout
+
+SERIAL = torch.arange(96).reshape(2, 48) + 10_000
+
+
+def seeded(module: nn.Module, seed: int = 7) -> nn.Module:
+    holder = nn.Module()
+    holder.drop = module
+    seed_dropout(holder, seed)
+    return module
+
+
+def test_hidden_and_attention_masks_are_those_of_the_twin():
+    x = torch.randn(2, 48, 8, dtype=torch.float64)
+    found = seeded(Dropout(0.3))(x, SERIAL)
+    torch.testing.assert_close(found, twin.hidden(x, SERIAL, 7, "drop", 0.3), rtol=1e-15, atol=0)
+    weights = torch.rand(2, 3, 48, 48, dtype=torch.float64)
+    drop = seeded(AttentionDropout(0.3))
+    drop.first_head = 5
+    found = weights * drop.factors(SERIAL, SERIAL, 3, torch.float64)
+    for head in range(3):
+        expected = twin.probabilities(weights[:, head], SERIAL, 5 + head, 7, "drop", 0.3)
+        torch.testing.assert_close(found[:, head], expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_masks_have_their_rate_in_every_row_and_column_and_no_pattern(rate):
+    serial = torch.arange(1000)[None]
+    keep = seeded(Dropout(rate))(torch.ones(1, 1000, 1000), serial)[0] > 0
+    kept, deviation = keep.double(), (rate * (1 - rate)) ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 5 * deviation / 1e3
+    for dim in (0, 1):
+        assert (kept.mean(dim) - (1 - rate)).abs().max() < 6 * deviation / 1000**0.5
+    shapes = ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept[32:], kept[:-32]), (kept, kept.T))
+    for one, other in shapes:  # neighbours, powers of two apart, transposed
+        correlation = ((one - 1 + rate) * (other - 1 + rate)).mean() / deviation**2
+        assert abs(correlation) < 6e-3
+
+
+def test_other_seeds_names_tokens_and_heads_draw_other_masks():
+    x = torch.ones(2, 48, 64)
+    masks = [seeded(Dropout(0.5), seed)(x, serial) > 0 for seed in (1, 2) for serial in (SERIAL, SERIAL + 96)]
+    holder = nn.Module()
+    holder.other = Dropout(0.5)
+    seed_dropout(holder, 1)
+    masks.append(holder.other(x, SERIAL) > 0)
+    heads = seeded(AttentionDropout(0.5)).factors(SERIAL, SERIAL, 4, torch.float32) > 0
+    for group in (masks, list(heads.unbind(1))):
+        for i, one in enumerate(group):
+            for other in group[:i]:
+                assert 0.4 < (one == other).double().mean() < 0.6
+
+
+def test_a_shard_draws_what_the_whole_draws_for_it():
+    x, drop = torch.randn(2, 48, 16), seeded(Dropout(0.4))
+    whole, mine = drop(x, SERIAL), [3, 17, 40]
+    assert torch.equal(drop(x[:, mine], SERIAL[:, mine]), whole[:, mine])
+
+
+def test_tokens_are_numbered_by_the_place_of_their_sample():
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    batch = numbered(MicroBatch(tokens, tokens, tokens, None), [5, 9])
+    assert batch.serial.tolist() == [[20, 21, 22, 23], [36, 37, 38, 39]]
+
+
+def test_a_rate_of_zero_costs_nothing_and_needs_no_seed():
+    x = torch.randn(1, 2, 3)
+    assert Dropout(0.0)(x, None) is x

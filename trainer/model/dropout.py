@@ -1,0 +1,85 @@
+"""Dropout (Srivastava et al. 2014) whose masks do not depend on the layout: a counter-based generator (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module, token, feature).
+
+A token's `serial` is its number in the run's order of data, so every step, sample and position has its own; shards of
+a sequence carry the serials of their tokens. So any rank draws for the elements that it holds what one process would
+draw, recomputation draws the same again, and a resumed run what an undisturbed one does. No generator has a state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+#: The odd constants of splitmix64 and MurmurHash3's finaliser.
+_STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scatter int64 counters over all 64 bits; a bijection. Products wrap around."""
+    x = (x ^ _shifted(x, 32)) * _FIRST
+    x = (x ^ _shifted(x, 29)) * _SECOND
+    return x ^ _shifted(x, 32)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift right: torch's keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """bool of the broadcast shape, True with probability 1 - rate; both are mixed."""
+    x = (rows ^ columns) * _FIRST
+    return (x ^ _shifted(x, 32)) * _SECOND >= int(rate * 2.0**64) - (1 << 63)
+
+
+class _Seeded(nn.Module):
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+        self.salt: Tensor | None = None  # int64 scalar, from `seed_dropout`
+
+    def extra_repr(self) -> str:
+        return f"{self.rate}"
+
+
+class Dropout(_Seeded):
+    """[b, s, h] -> the same with elements zeroed, the others scaled by 1 / (1 - rate)."""
+
+    def forward(self, x: Tensor, serial: Tensor | None) -> Tensor:
+        """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
+        if not self.rate:
+            return x
+        columns = mix(torch.arange(x.shape[-1], device=x.device) * _STEP)
+        keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
+        return x.masked_fill(~keep, 0.0) * (1.0 / (1.0 - self.rate))
+
+
+class AttentionDropout(_Seeded):
+    """Factors for attention probabilities. `first_head`: number, in the whole model, of the first head asked for."""
+
+    def __init__(self, rate: float):
+        super().__init__(rate)
+        self.first_head = 0
+
+    def factors(self, queries: Tensor, keys: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        """Serials int64 [b, s_q] and [b, s_k] -> [b, heads, s_q, s_k] of 0 and 1 / (1 - rate)."""
+        head = torch.arange(self.first_head, self.first_head + heads, device=queries.device)
+        rows = mix(queries * _STEP + self.salt)[:, None, :, None]
+        columns = mix(keys[:, None, :] * _STEP + mix(head * _STEP)[:, None])[:, :, None, :]
+        return kept(rows, columns, self.rate).to(dtype) / (1.0 - self.rate)
+
+
+def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on every layout."""
+    for name, module in stage.named_modules():
+        if isinstance(module, _Seeded):
+            digest = hashlib.blake2b(f"{seed}/dropout/{name}".encode(), digest_size=8).digest()
+            module.salt = torch.tensor(int.from_bytes(digest, "little", signed=True), device=device)
