@@ -1,0 +1,129 @@
+"""Whole workers and their checkpoints: saved beside training, carried on by any other layout."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.plan import Exit
+from orchestrator.plan.worker import EventReport, StepReport
+from tests.trainer.test_loop import EIGHT, finish, job
+from tests.trainer.workers import Workers, running
+from trainer.checkpoint import save as save_module
+from trainer.checkpoint.retention import committed
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def gate(monkeypatch, tmp_path) -> Path:
+    """No rank writes its file before this one exists. Workers are forked from this process."""
+    path, write = tmp_path / "gate", save_module.write_tensors
+
+    def wait_and_write(*args: object) -> object:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return write(*args)
+
+    monkeypatch.setattr(save_module, "write_tensors", wait_and_write)
+    return path
+
+
+def words(workers: Workers) -> list[str | int]:
+    """What rank 0 reported, in order: events by name, steps by number."""
+    return [one.step if isinstance(one, StepReport) else one.name for one in workers.reports()]
+
+
+def saved(workers: Workers) -> list[EventReport]:
+    return workers.events("checkpoint_saved")
+
+
+def test_training_goes_on_while_a_save_is_written_until_the_next_is_due(cache, tmp_path, gate):
+    """Then it waits: there is memory for one copy. What it waited is counted."""
+    with running(job(cache, steps=10_000, every=3, dp=2, zero=1), tmp_path) as workers:
+        workers.until(0, 6)
+        assert not saved(workers)
+        gate.touch()
+        workers.until(0, "checkpoint_saved")
+        workers.until(0, 7)
+        os.kill(workers.pids[0], signal.SIGTERM)
+        assert workers.wait() == [Exit.RESTART] * 2
+    order, first = words(workers), saved(workers)[0]
+    assert order.index(6) < order.index("checkpoint_saved") < order.index(7)
+    assert first.step == 3 and first.fields["verified"] and 0 < first.fields["stall_s"] < first.fields["seconds"]
+    assert [event.step for event in saved(workers)][:2] == [3, 6] and not workers.events("checkpoint_failed")
+
+
+def test_a_notice_waits_for_the_save_under_way_and_then_saves(cache, tmp_path, gate):
+    with running(job(cache, steps=10_000, every=20, dp=2), tmp_path) as workers:
+        workers.until(1, 21)
+        os.kill(workers.pids[1], signal.SIGTERM)
+        workers.until(0, "stopping")
+        assert not saved(workers)
+        gate.touch()
+        assert workers.wait() == [Exit.RESTART] * 2
+    first, last = saved(workers)
+    assert first.step == 20 and last.step == max(step.step for step in workers.steps()) > 20
+    assert first.fields["verified"] and not last.fields["verified"], "a notice leaves no time to read back"
+    assert [step for step, _ in committed(tmp_path / "checkpoints")] == [last.step, 20]
+
+
+@pytest.mark.slow
+def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, tmp_path):
+    """Eight ranks, one killed; two ranks, told to stop; three ranks of a pipeline, told to stop; one to the end."""
+    _, whole = finish(job(cache, steps=20, micro_batches=4), tmp_path / "whole")
+    moves = [
+        {**EIGHT, "micro_batches": 2},
+        {"dp": 2, "zero": 2, "micro_batches": 2},
+        {"pp": 3, "stage_layers": [1, 2, 1], "micro_batches": 4},
+        {"micro_batches": 4},
+    ]
+    losses: dict[int, float] = {}
+    starts = []
+    for epoch, layout in enumerate(moves):
+        with running(job(cache, steps=20, every=3, **layout), tmp_path / "moved", epoch) as workers:
+            if epoch == 0:
+                workers.until(0, "checkpoint_saved")
+                os.kill(workers.pids[5], signal.SIGKILL)
+                assert -signal.SIGKILL in workers.wait()
+            elif epoch < 3:
+                workers.until(0, max(losses) + 2)
+                os.kill(workers.pids[0], signal.SIGTERM)
+                assert set(workers.wait()) == {Exit.RESTART}
+            else:
+                assert workers.wait() == [0]
+        for event in workers.events("resumed"):
+            assert not event.fields["same_layout"] and event.fields["samples"] == 4 * event.step
+            starts.append(event.step)
+        losses |= workers.losses()
+    assert len(starts) == 3 and all(a < b for a, b in itertools.pairwise(starts))
+    assert losses.keys() == whole.losses().keys() == set(range(1, 21))
+    assert list(losses.values()) == pytest.approx(list(whole.losses().values()), rel=1e-5)
+
+
+def test_nothing_is_left_of_a_save_under_way(cache, tmp_path, gate):
+    """A rank dies before its file is written: the next epoch finds the save before, and sweeps up."""
+    left = tmp_path / "checkpoints"
+    gate.touch()
+    finish(job(cache, steps=2, dp=2), tmp_path)
+    gate.unlink()
+    with running(job(cache, steps=10_000, every=4, dp=2), tmp_path, epoch=1) as workers:
+        workers.until(0, 5)
+        assert list(left.glob(".tmp-*"))
+        os.kill(workers.pids[1], signal.SIGKILL)
+        workers.wait()
+    gate.touch()
+    codes, again = finish(job(cache, steps=3, dp=2), tmp_path, epoch=2)
+    assert codes == [0, 0] and again.events("resumed")[0].step == 2
+    assert not list(left.glob(".tmp-*"))
