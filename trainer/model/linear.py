@@ -4,7 +4,7 @@ FP8, split weight gradients) are put on from outside and the model never learns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.op(x, self.weight, self.bias)
+
+
+def beside(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+    """Matrices that read the same input. Modules keep this replaceable too: parallelism runs them as one operation."""
+    return [linear(x) for linear in linears]
 
 
 class Embedding(nn.Module):

@@ -34,10 +34,14 @@ ATTENTION = {
 }
 
 
+def recompute_mode(train: Train, layer: str) -> str:
+    return train.recompute_layers[int(layer)] if train.recompute == "budget" else train.recompute
+
+
 def apply_recompute(stage: Stage, train: Train) -> None:
     """Give every block of a stage the plan's mode. Gradients stay equal to the bit."""
     for layer, block in stage.layers.items():
-        mode = train.recompute_layers[int(layer)] if train.recompute == "budget" else train.recompute
+        mode = recompute_mode(train, layer)
         if mode == "full":
             block.forward = _again(block.forward)
         elif mode == "selective":

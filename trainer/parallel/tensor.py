@@ -12,6 +12,7 @@ pairs activations are whole on every rank, or, with sequence parallelism, sharde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
-from trainer.metrics.comm import CommCounter, all_gather, all_reduce, reduce_scatter
+from trainer.metrics.comm import CommCounter, all_reduce, start_all_gather, start_reduce_scatter
 
 from .params import ParamInfo
 
@@ -151,16 +152,34 @@ class KeepShard(nn.Module):
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
-    """[b, s/n, h] of every rank -> [b, s, h]. Collectives join dimension 0, so for b > 1 the pieces are reordered."""
-    batch, length, hidden = x.shape
-    joined = all_gather(x.contiguous(), group, AXIS, counter)
-    if batch == 1:
-        return joined.view(1, -1, hidden)
-    return joined.view(-1, batch, length, hidden).transpose(0, 1).reshape(batch, -1, hidden)
+    """[b, s/n, h] of every rank -> [b, s, h]."""
+    return start_gather_sequence(x, group, counter)()
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
     """Partial sums [b, s, h] -> this rank's [b, s/n, h] of their sum."""
+    return start_scatter_sequence(x, group, counter)()
+
+
+def start_gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Callable[[], Tensor]:
+    """`gather_sequence`, whose result is ready when the function is called that this returns.
+
+    Collectives join dimension 0, so for b > 1 the pieces are reordered.
+    """
+    batch, length, hidden = x.shape
+    handle = start_all_gather(x.contiguous(), group, AXIS, counter)
+
+    def wait() -> Tensor:
+        if batch == 1:
+            return handle.wait().view(1, -1, hidden)
+        return handle.wait().view(-1, batch, length, hidden).transpose(0, 1).reshape(batch, -1, hidden)
+
+    return wait
+
+
+def start_scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Callable[[], Tensor]:
+    """`scatter_sequence`, whose result is ready when the function is called that this returns."""
     batch, _, hidden = x.shape
     pieces = x.view(batch, group.size(), -1, hidden).transpose(0, 1).contiguous() if batch > 1 else x.contiguous()
-    return reduce_scatter(pieces.view(-1, hidden), group, AXIS, counter).view(batch, -1, hidden)
+    handle = start_reduce_scatter(pieces.view(-1, hidden), group, AXIS, counter)
+    return lambda: handle.wait().view(batch, -1, hidden)
