@@ -93,9 +93,16 @@ def test_equals_brute_force(case):
 
 
 @pytest.mark.slow
+@given(cases(most=6))
+@settings(max_examples=800, deadline=None)
+def test_equals_brute_force_on_eight_hundred_clusters(case):
+    equals_brute_force(case)
+
+
+@pytest.mark.slow
 @given(cases(most=8))
-@settings(max_examples=1000, deadline=None)
-def test_equals_brute_force_on_a_thousand_clusters(case):
+@settings(max_examples=200, deadline=None)
+def test_equals_brute_force_on_two_hundred_larger_ones(case):
     equals_brute_force(case)
 
 
