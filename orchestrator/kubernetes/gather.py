@@ -117,18 +117,26 @@ async def follow(own: Here, host: str, port: int, run: str, key: bytes, timeout_
                 log.info("looking for %s:%d: %s", host, port, error)
             problem = str(error)
         else:
-            channel.send(0, own)
-            log.info("found index 0, waiting for the others")
-            with contextlib.suppress(Refused, TimeoutError):
-                received = await asyncio.wait_for(channel.receive(), max(0.1, end - loop.time()))
-                if received:
-                    await channel.close()
-                    return received[1]
-            channel.abort()
+            if go := await _wait_for_go(channel, own, end):
+                return go
             problem, attempt = "index 0 went away", 0
         await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
         attempt += 1
     raise OrchError(f"index 0 ({host}:{port}) did not let us go on within {timeout_s:g} s: {problem}", Exit.CAPACITY)
+
+
+async def _wait_for_go(channel: Channel, own: Here, end: float) -> Go | None:
+    """None when index 0 went away first. The connection never outlives this call: it is what says that we are here."""
+    try:
+        channel.send(0, own)
+        log.info("found index 0, waiting for the others")
+        left = end - asyncio.get_running_loop().time()
+        received = await asyncio.wait_for(channel.receive(), max(0.1, left))
+        return received[1] if received else None
+    except (Refused, TimeoutError):
+        return None
+    finally:
+        channel.abort()
 
 
 async def gather(

@@ -96,7 +96,8 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
     if len(fitting) < wanted:
         have = f"{len(fitting)} of {len(topology.nodes)} nodes are free with {gpus} GPUs"
         raise OrchError(f"the plan needs {wanted} nodes, {have}: submit it later, or through a queue", Exit.CAPACITY)
-    unit = whole_unit(plan, block_size(plan))
+    sizes = [len(members) for members in topology.tiers[0].switches.values()] if topology.tiers else []
+    unit = whole_unit(plan, max(sizes, default=block_size(plan)))
     whole = in_whole_units(fitting, topology, unit)
     nodes = choose_nodes(whole if len(whole) >= wanted else fitting, topology, wanted)
     return Chosen(tuple(nodes), *_common(nodes, topology, labels))

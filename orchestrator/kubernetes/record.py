@@ -68,5 +68,5 @@ def _final(state: RunState, phase: str, exit: Exit, text: str) -> RunState:
     return _replace(state, state=phase, exit_code=int(exit), reason=text, cause=cause)
 
 
-def _replace(state: RunState, **changes: object) -> RunState:
-    return msgspec.structs.replace(state, **changes)
+def _replace(run: RunState, /, **changes: object) -> RunState:
+    return msgspec.structs.replace(run, **changes)

@@ -25,12 +25,15 @@ _STATE_S = 10.0  # the state is said again this often, so that the last lines of
 _STEP_S = 2.0
 
 
-class Said(msgspec.Struct, frozen=True, omit_defaults=True):
+NOTHING = msgspec.Raw(b"null")
+
+
+class Said(msgspec.Struct, frozen=True):
     """What follows MARK."""
 
-    state: msgspec.Raw | None = None  # state.json
+    state: msgspec.Raw = NOTHING  # state.json
     node: str = ""  # whose report `step` is
-    step: msgspec.Raw | None = None  # one line of metrics/<node>.jsonl
+    step: msgspec.Raw = NOTHING  # one line of metrics/<node>.jsonl
 
 
 class Relay:

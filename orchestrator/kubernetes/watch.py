@@ -16,7 +16,7 @@ from .client import Cluster
 from .names import JOB_OF_SET, RUN, selector
 from .phases import Meaning, Seen, index_of, meaning
 from .record import KubernetesRecord
-from .relay import parse
+from .relay import NOTHING, parse
 
 FRESH_S = 2.0
 _LOG_LINES = 400  # of pod 0: holds its last `@orch` lines, which come every ten seconds at least
@@ -110,11 +110,11 @@ def last_said(cluster: Cluster, seen: Seen) -> LastSaid:
     for line in cluster.log(first["metadata"]["name"], tail=_LOG_LINES):
         if (said := parse(line)) is None:
             continue
-        if said.state is not None:
+        if said.state != NOTHING:
             try:
                 state = msgspec.json.decode(said.state, type=RunState)
             except UNREADABLE:  # of another version
                 continue
-        if said.step is not None:
+        if said.step != NOTHING:
             node, step = said.node, bytes(said.step) + b"\n"
     return LastSaid(state, node, step)

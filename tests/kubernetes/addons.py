@@ -1,0 +1,188 @@
+"""What may be added to a bed: simulated nodes (KWOK), Kueue, JobSet. Controllers run as processes of the bed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .building import module_folder, program
+
+if TYPE_CHECKING:
+    from .bed import Bed
+
+ROOT = Path(__file__).resolve().parents[2]
+_CONVERTED = ("clusterqueues", "localqueues", "cohorts", "workloads", "multikueueclusters")
+_WATCHED = {"jobs", "jobsets", "clusterqueues", "resourceflavors", "workloads", "cohorts"}
+
+
+def kwok(bed: Bed) -> None:
+    """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine."""
+    stages = module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize" / "stage"
+    files = [
+        path
+        for folder in ("node/fast", "node/heartbeat-with-lease", "pod/fast")
+        for path in sorted((stages / folder).glob("*.yaml"))
+        if path.name != "kustomization.yaml"
+    ]
+    (bed.home / "kwok.yaml").write_text("\n---\n".join(path.read_text() for path in files))
+    bed.daemon(
+        "kwok",
+        program("kwok"),
+        f"--kubeconfig={bed.home}/admin.kubeconfig",
+        f"--config={bed.home}/kwok.yaml",
+        "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
+        "--node-lease-duration-seconds=40",
+        "--server-address=127.0.0.1:10247",
+    )
+    make_simulated(bed, bed.shape.simulated)
+
+
+def make_simulated(bed: Bed, count: int) -> None:
+    argv = [sys.executable, "-m", "tests.kubernetes.simulate", str(count)]
+    bed.run(*argv, cwd=ROOT, timeout=300)
+
+    def ready() -> bool:
+        text = bed.kubectl("get", "nodes", "-l", "orch.test/kind=simulated", "--no-headers", check=False, timeout=120)
+        return sum(" Ready " in line for line in text.splitlines()) >= count
+
+    bed.wait(ready, 180, f"{count} simulated nodes", "kwok")
+
+
+# ------------------------------------------------------------------------------------------ Kueue
+
+
+def kueue(bed: Bed) -> None:
+    config = module_folder("kueue", "sigs.k8s.io/kueue") / "config" / "components"
+    certificate(bed, "kueue")
+    overlay = bed.home / "etc"
+    for part in ("upper", "work"):
+        (overlay / part).mkdir(parents=True, exist_ok=True)
+    layers = f"lowerdir=/etc,upperdir={overlay}/upper,workdir={overlay}/work"
+    bed.run("mount", "-t", "overlay", "overlay", "-o", layers, "/etc")  # of the bed alone
+    copy = f"mkdir -p /etc/kueue/metrics/certs && cp {bed.home}/kueue-certs/* /etc/kueue/metrics/certs/"
+    bed.run("sh", "-c", copy)
+    crds = list(_documents((config / "crd" / "bases").glob("*.yaml")))
+    for crd in crds:
+        if crd["spec"]["names"]["plural"] in _CONVERTED:
+            hook = {"clientConfig": _client(bed, "kueue", 9443, "/convert"), "conversionReviewVersions": ["v1"]}
+            crd["spec"]["conversion"] = {"strategy": "Webhook", "webhook": hook}
+    if not bed.shape.jobset:
+        crds += _jobset_crd()
+    _make_crds(bed, crds)
+    bed.kubectl("create", "namespace", "kueue-system", check=False)
+    settings = {
+        "apiVersion": "config.kueue.x-k8s.io/v1beta2",
+        "kind": "Configuration",
+        "namespace": "kueue-system",
+        "health": {"healthProbeBindAddress": "127.0.0.1:8081"},
+        "metrics": {"bindAddress": "0"},
+        "webhook": {"port": 9443, "certDir": f"{bed.home}/kueue-certs"},
+        "leaderElection": {"leaderElect": False},
+        "clientConnection": {"qps": 500, "burst": 1000},
+        "internalCertManagement": {"enable": False},
+        "integrations": {"frameworks": ["batch/job", "jobset.x-k8s.io/jobset"]},
+    }
+    (bed.home / "kueue.yaml").write_text(json.dumps(settings))
+    flags = [f"--config={bed.home}/kueue.yaml", "--feature-gates=VisibilityOnDemand=false", "--zap-log-level=1"]
+    bed.daemon("kueue", program("kueue"), *flags)
+    _await_port(bed, 9443, "kueue")
+    _hooks(bed, "kueue", 9443, config / "webhook" / "manifests.yaml", _WATCHED)
+
+
+def jobset(bed: Bed) -> None:
+    config = module_folder("jobset", "sigs.k8s.io/jobset") / "config" / "components"
+    certificate(bed, "jobset")
+    _make_crds(bed, _jobset_crd())
+    settings = {
+        "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
+        "kind": "Configuration",
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+        "webhook": {"port": 9543, "certDir": f"{bed.home}/jobset-certs"},
+        "health": {"healthProbeBindAddress": "127.0.0.1:8082"},
+        "metrics": {"bindAddress": "0", "certDir": f"{bed.home}/jobset-certs"},
+    }
+    (bed.home / "jobset.yaml").write_text(json.dumps(settings))
+    bed.daemon("jobset", program("jobset"), f"--config={bed.home}/jobset.yaml")
+    _await_port(bed, 9543, "jobset")
+    _hooks(bed, "jobset", 9543, config / "webhook" / "manifests.yaml", {"jobsets"})
+
+
+def _jobset_crd() -> list[dict[str, Any]]:
+    bases = module_folder("jobset", "sigs.k8s.io/jobset") / "config" / "components" / "crd" / "bases"
+    return list(_documents(bases.glob("*.yaml")))
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def certificate(bed: Bed, name: str) -> None:
+    folder = bed.home / f"{name}-certs"
+    folder.mkdir()
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=127.0.0.1"]
+    argv += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{folder}/tls.key", "-out", f"{folder}/tls.crt"]
+    bed.run(*argv)
+
+
+def _client(bed: Bed, name: str, port: int, path: str) -> dict[str, str]:
+    bundle = base64.b64encode((bed.home / f"{name}-certs" / "tls.crt").read_bytes()).decode()
+    return {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
+
+
+def _documents(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    import yaml
+
+    for path in sorted(paths):
+        yield from filter(None, yaml.safe_load_all(path.read_text()))
+
+
+def _make_crds(bed: Bed, crds: list[dict[str, Any]]) -> None:
+    bed.apply(*crds)
+    names = [crd["metadata"]["name"] for crd in crds]
+    bed.kubectl("wait", "--for=condition=Established", "--timeout=60s", *(f"crd/{name}" for name in names), timeout=90)
+
+
+def _hooks(bed: Bed, name: str, port: int, manifest: Path, resources: set[str]) -> None:
+    """Webhooks by URL, and only for what these tests use: a hook on all pods would slow every one of them."""
+    found = []
+    for body in _documents([manifest]):
+        hooks = [
+            hook for hook in body["webhooks"] if {r for rule in hook["rules"] for r in rule["resources"]} & resources
+        ]
+        for hook in hooks:
+            hook["clientConfig"] = _client(bed, name, port, hook["clientConfig"]["service"]["path"])
+        found.append({**body, "metadata": {"name": f"{name}-{body['metadata']['name']}"}, "webhooks": hooks})
+    bed.apply(*found)
+
+
+def _await_port(bed: Bed, port: int, log: str) -> None:
+    probe = ("bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port}")
+    bed.wait(lambda: bed.run(*probe, check=False).returncode == 0, 180, f"port {port}", log)
+
+
+# ------------------------------------------------------------------------------------------ queues
+
+
+def queues(
+    bed: Bed, quota: Mapping[str, str], levels: Iterable[str], selector: Mapping[str, str], name: str = "main"
+) -> None:
+    """A topology, a flavor over the selected nodes, a ClusterQueue with this quota that preempts, a LocalQueue."""
+    kueue_api = {"apiVersion": "kueue.x-k8s.io/v1beta2"}
+    resources = [{"name": key, "nominalQuota": amount} for key, amount in quota.items()]
+    group = {"coveredResources": list(quota), "flavors": [{"name": name, "resources": resources}]}
+    bed.apply(
+        {**kueue_api, "kind": "Topology", "metadata": {"name": name},
+         "spec": {"levels": [{"nodeLabel": level} for level in levels]}},
+        {**kueue_api, "kind": "ResourceFlavor", "metadata": {"name": name},
+         "spec": {"nodeLabels": dict(selector), "topologyName": name}},
+        {**kueue_api, "kind": "ClusterQueue", "metadata": {"name": name},
+         "spec": {"namespaceSelector": {}, "resourceGroups": [group],
+                  "preemption": {"withinClusterQueue": "LowerPriority"}}},
+        {**kueue_api, "kind": "LocalQueue", "metadata": {"name": name, "namespace": "default"},
+         "spec": {"clusterQueue": name}},
+        {**kueue_api, "kind": "WorkloadPriorityClass", "metadata": {"name": "high"}, "value": 1000},
+    )  # fmt: skip

@@ -1,0 +1,309 @@
+"""A real Kubernetes on this machine: control plane, DNS, real nodes with containers, simulated nodes, Kueue, JobSet.
+
+A bed lives in network, mount and process name spaces of its own, so several never meet, and ending their first process
+ends everything in them. `python -m tests.kubernetes.bed start` leaves one up to play with, `stop` ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.debian import SBIN, find
+
+from . import bed_conf as conf
+from .building import build, program
+
+PREFIX = "orch-kubernetes-"
+CORE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+
+
+class BedError(RuntimeError):
+    """The cluster could not be brought up; the message ends with the last lines of the log that knows why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    nodes: int = 0  # real ones, with kubelet and containers
+    simulated: int = 0  # without
+    kueue: bool = False
+    jobset: bool = False
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        more = ("kubelet", "kube-proxy", "coredns") if self.nodes else ()
+        more += ("kwok",) if self.simulated else ()
+        return (*CORE, *more, *(("kueue",) if self.kueue else ()), *(("jobset",) if self.jobset else ()))
+
+
+class Bed:
+    """Use as a context manager. `kubectl` and `run` act inside the bed; `env` is what they get."""
+
+    def __init__(self, shape: Shape | None = None, home: Path | None = None):
+        self.shape = shape or Shape()
+        self.home = home or Path(tempfile.gettempdir(), PREFIX + secrets.token_hex(4))
+        self.first = 0  # pid, outside, of the first process of the bed's name spaces
+
+    def __enter__(self) -> Bed:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        if reason := build(self.shape.programs):
+            raise BedError(reason)
+        self._open()
+        self._write_files()
+        self._control_plane()
+        if self.shape.nodes:
+            self.daemon("coredns", program("coredns"), "-conf", str(self.home / "Corefile"), "-dns.port=53")
+            self.daemon("kube-proxy", program("kube-proxy"), f"--config={self.home}/proxy.yaml")
+        from . import addons, nodes
+
+        for index in range(self.shape.nodes):
+            nodes.start(self, index)
+        if self.shape.simulated:
+            addons.kwok(self)
+        if self.shape.kueue:
+            addons.kueue(self)
+        if self.shape.jobset:
+            addons.jobset(self)
+        for index in range(self.shape.nodes):
+            nodes.wait_ready(self, f"node-{index}")
+
+    def stop(self) -> None:
+        """The name spaces' first process; with it the kernel ends all others, their network and their mounts."""
+        if self.first:
+            with suppress(ProcessLookupError):
+                os.kill(self.first, signal.SIGKILL)
+            _wait(lambda: not _inside(self.first, self._space), 20)
+            if self._holder.poll() is None:
+                self._holder.wait(timeout=10)
+            self.first = 0
+        for _ in range(50):
+            shutil.rmtree(self.home, ignore_errors=True)
+            if not self.home.exists():
+                break
+            time.sleep(0.1)
+        _remove_cgroups()
+
+    # ------------------------------------------------------------------------------------------ acting inside
+
+    @property
+    def enter(self) -> list[str]:
+        return ["nsenter", "--target", str(self.first), "--net", "--mount", "--pid"]
+
+    @property
+    def env(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("KUBE")}
+        return {**kept, "KUBECONFIG": str(self.home / "admin.kubeconfig"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+
+    def run(
+        self,
+        *argv: str,
+        check: bool = True,
+        timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+        input: str = "",
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*self.enter, *argv], env={**self.env, **(env or {})}, capture_output=True, text=True, timeout=timeout,
+            input=input, cwd=cwd or self.home,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise BedError(f"{' '.join(argv)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
+        return done
+
+    def kubectl(self, *argv: str, check: bool = True, timeout: float = 60, input: str = "") -> str:
+        return self.run(str(program("kubectl")), *argv, check=check, timeout=timeout, input=input).stdout
+
+    def get(self, *argv: str) -> dict:
+        return json.loads(self.kubectl("get", *argv, "-o", "json"))
+
+    def apply(self, *objects: Mapping) -> None:
+        bodies = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=json.dumps(bodies), timeout=120)
+
+    def daemon(self, name: str, path: Path | str, *argv: str, env: Mapping[str, str] | None = None) -> None:
+        """Started in the bed, in the background; its output in log/<name>.log. It ends with the bed, or by `end`."""
+        with (self.home / "log" / f"{name}.log").open("ab") as log:
+            subprocess.Popen(
+                [*self.enter, str(path), *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home,
+                env={**self.env, **(env or {})}, start_new_session=True,
+            )  # fmt: skip
+
+    def end(self, marker: str, how: signal.Signals = signal.SIGTERM, seconds: float = 15) -> None:
+        """Every process of the bed whose command line holds `marker`."""
+        for pid in self.pids(marker):
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+        if not _wait(lambda: not self.pids(marker), seconds) and how != signal.SIGKILL:
+            self.end(marker, signal.SIGKILL)
+
+    def pids(self, marker: str = "") -> list[int]:
+        found = []
+        for pid in _inside(self.first, self._space):
+            with suppress(OSError):
+                if marker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
+        if not _wait(ready, seconds):
+            raise BedError(f"no {what} within {seconds:.0f} s\n{self.log_tail(log) if log else ''}")
+
+    def log_tail(self, name: str, lines: int = 20) -> str:
+        path = self.home / "log" / f"{name}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"no {name}.log"
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    def _open(self) -> None:
+        self.home.mkdir(mode=0o755)
+        for folder in ("log", "pki", "etcd", "pv"):
+            (self.home / folder).mkdir(mode=0o755)
+        argv = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        argv += ["--propagation", "private", "sleep", "infinity"]
+        self._holder = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
+        if not _wait(lambda: children.read_text().split(), 10):
+            raise BedError("unshare: no name spaces (is this root?)")
+        self.first = int(children.read_text().split()[0])
+        own = os.readlink("/proc/self/ns/mnt")
+        _wait(lambda: os.readlink(f"/proc/{self.first}/ns/mnt") != own, 5)
+        self._space = os.readlink(f"/proc/{self.first}/ns/mnt")
+        (self.home / "bed.json").write_text(json.dumps({"owner": os.getpid(), "first": self.first}))
+        script = (
+            "mount -t tmpfs tmpfs /run && mkdir -p /run/lock && ip link set lo up && ip link add cni0 type bridge && "
+            f"ip addr add {conf.HOST}/16 dev cni0 && ip link set cni0 up && sysctl -qw net.ipv4.ip_forward=1"
+        )
+        _wait(lambda: self.run("sh", "-c", "test -d /proc/1/ns", check=False).returncode == 0, 5)
+        self.run("sh", "-c", script)
+
+    def _write_files(self) -> None:
+        files = {
+            "tokens.csv": conf.tokens_csv(),
+            "admin.kubeconfig": conf.kubeconfig(),
+            "Corefile": conf.corefile(self.home),
+            "proxy.yaml": conf.proxy_yaml(self.home),
+            "scheduler.yaml": conf.scheduler_yaml(self.home),
+            "resolv.conf": f"nameserver {conf.HOST}\n",
+        }
+        for name, text in files.items():
+            (self.home / name).write_text(text)
+            (self.home / name).chmod(0o600 if name.startswith(("tokens", "admin")) else 0o644)
+        pki = self.home / "pki"
+        self.run("openssl", "genrsa", "-out", str(pki / "sa.key"), "2048")
+        self.run("openssl", "rsa", "-in", str(pki / "sa.key"), "-pubout", "-out", str(pki / "sa.pub"))
+
+    def _control_plane(self) -> None:
+        etcd = find("etcd") or "etcd"
+        flags = ["--data-dir", str(self.home / "etcd"), "--unsafe-no-fsync", "--quota-backend-bytes=4294967296"]
+        self.daemon("etcd", etcd, *flags, "--log-level=warn")
+        self.start_apiserver()
+        self.daemon("kube-controller-manager", program("kube-controller-manager"), *conf.manager_flags(self.home))
+        self.daemon(
+            "kube-scheduler", program("kube-scheduler"), f"--config={self.home}/scheduler.yaml", "--secure-port=0"
+        )
+        ready = ("get", "serviceaccount", "default", "--request-timeout=5s")
+        self.wait(lambda: self.kubectl(*ready, check=False), 90, "service account", "kube-controller-manager")
+
+    def start_apiserver(self) -> None:
+        self.daemon("kube-apiserver", program("kube-apiserver"), *conf.apiserver_flags(self.home))
+        ready = ("get", "--raw", "/readyz", "--request-timeout=5s")
+        self.wait(lambda: self.kubectl(*ready, check=False) == "ok", 120, "API server", "kube-apiserver")
+
+
+def _wait(ready: Callable[[], object], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _inside(first: int, space: str) -> list[int]:
+    """Pids, as seen from outside, of every process in a mount name space."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if os.readlink(entry / "ns" / "mnt") == space:
+                    found.append(int(entry.name))
+    return found
+
+
+def _remove_cgroups() -> None:
+    """Empty ones that containers have left; those of another bed are not empty."""
+    for base in Path("/sys/fs/cgroup").glob("*/k8s.io"):
+        for folder, _, _ in os.walk(base, topdown=False):
+            with suppress(OSError):
+                os.rmdir(folder)
+
+
+def reap_stale() -> None:
+    """Ends beds whose owner died without stopping them (a killed test run)."""
+    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError, ValueError, KeyError):
+            said = json.loads((home / "bed.json").read_text())
+            if said["owner"] and not Path(f"/proc/{said['owner']}").exists():
+                _end_recorded(home, said["first"])
+
+
+def _end_recorded(home: Path, first: int) -> None:
+    with suppress(OSError):
+        if b"sleep" in Path(f"/proc/{first}/cmdline").read_bytes():
+            space = os.readlink(f"/proc/{first}/ns/mnt")
+            os.kill(first, signal.SIGKILL)
+            _wait(lambda: not _inside(first, space), 20)
+    shutil.rmtree(home, ignore_errors=True)
+    _remove_cgroups()
+
+
+def main(argv: Sequence[str]) -> int:
+    home = Path(tempfile.gettempdir(), PREFIX + "play")
+    if list(argv) == ["stop"]:
+        with suppress(OSError, ValueError):
+            _end_recorded(home, json.loads((home / "bed.json").read_text())["first"])
+        return 0
+    if list(argv) != ["start"]:
+        print("start or stop", file=sys.stderr)
+        return 64
+    bed = Bed(Shape(nodes=2, simulated=16, kueue=True, jobset=True), home)
+    try:
+        bed.start()
+    except BaseException:
+        bed.stop()
+        raise
+    said = json.loads((home / "bed.json").read_text())
+    (home / "bed.json").write_text(json.dumps(said | {"owner": 0}))  # nobody's: it stays
+    print(f"enter it: {' '.join(bed.enter)} env KUBECONFIG={home}/admin.kubeconfig bash")
+    print(f"kubectl:  {program('kubectl')}   end it: python -m tests.kubernetes.bed stop")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""What the daemons of the test cluster read: pure text from a few paths and addresses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+HOST = "10.77.0.1"  # the bed's bridge: API server, DNS, kubelets; a name space of its own keeps beds apart
+PODS, SERVICES, DNS_DOMAIN = "10.77.0.0/16", "10.96.0.0/16", "cluster.local"
+API = f"https://{HOST}:6443"
+TOKENS = {"admin": "admin-token", "user": "user-token"}
+
+
+def tokens_csv() -> str:
+    return f'{TOKENS["admin"]},admin,admin,"system:masters"\n{TOKENS["user"]},user,user\n'
+
+
+def kubeconfig(user: str = "admin", namespace: str = "default", server: str = API) -> str:
+    """JSON, which is YAML. The server's certificate is its own."""
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "bed",
+            "clusters": [{"name": "bed", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
+            "users": [{"name": user, "user": {"token": TOKENS.get(user, user)}}],
+            "contexts": [{"name": "bed", "context": {"cluster": "bed", "user": user, "namespace": namespace}}],
+        },
+        indent=1,
+    )
+
+
+def node_folder(home: Path, index: int) -> Path:
+    return home / f"node-{index}"
+
+
+def containerd_toml(node: Path) -> str:
+    return f"""version = 2
+root = "{node}/containerd"
+state = "{node}/run"
+[grpc]
+  address = "{node}/containerd.sock"
+[ttrpc]
+  address = "{node}/containerd.ttrpc"
+[debug]
+  level = "warn"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "orch.test/pause:1"
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+  max_concurrent_downloads = 1
+[plugins."io.containerd.grpc.v1.cri".cni]
+  bin_dir = "/usr/lib/cni"
+  conf_dir = "{node}/cni"
+[plugins."io.containerd.grpc.v1.cri".containerd]
+  snapshotter = "overlayfs"
+  default_runtime_name = "runc"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+  SystemdCgroup = false
+  Root = "{node}/runc"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{node}/opt"
+"""
+
+
+def cni_conflist(node: Path, index: int) -> str:
+    """One bridge for all nodes of the bed; each node gives out addresses of its own range."""
+    ranges = [[{"subnet": PODS, "rangeStart": f"10.77.{index + 1}.2", "rangeEnd": f"10.77.{index + 1}.250"}]]
+    ranges[0][0]["gateway"] = HOST
+    ipam = {"type": "host-local", "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}], "dataDir": str(node / "ipam")}
+    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": False, "ipMasq": False, "hairpinMode": True}
+    return json.dumps({"cniVersion": "0.4.0", "name": "bed", "plugins": [{**bridge, "ipam": ipam}]}, indent=1)
+
+
+def kubelet_yaml(node: Path, index: int) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "address": HOST,
+            "port": 10250 + index,
+            "healthzPort": 0,
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "cgroupDriver": "cgroupfs",
+            "cgroupsPerQOS": False,
+            "enforceNodeAllocatable": [],
+            "failCgroupV1": False,
+            "failSwapOn": False,
+            "makeIPTablesUtilChains": False,
+            "localStorageCapacityIsolation": False,
+            "evictionHard": {"memory.available": "50Mi"},
+            "imageGCHighThresholdPercent": 99,
+            "imageGCLowThresholdPercent": 98,
+            "clusterDNS": [HOST],
+            "clusterDomain": DNS_DOMAIN,
+            "resolvConf": str(node.parent / "resolv.conf"),
+            "podLogsDir": str(node / "pod-logs"),
+            "containerRuntimeEndpoint": f"unix://{node}/containerd.sock",
+            "nodeStatusUpdateFrequency": "4s",
+            "nodeStatusReportFrequency": "20s",
+            "syncFrequency": "10s",
+            "registerWithTaints": [],
+            "maxPods": 50,
+        },
+        indent=1,
+    )
+
+
+def corefile(home: Path) -> str:
+    return f"""{DNS_DOMAIN}:53 {{
+  bind {HOST}
+  errors
+  kubernetes {DNS_DOMAIN} {{
+    kubeconfig {home}/admin.kubeconfig
+    ttl 1
+  }}
+}}
+"""
+
+
+def proxy_yaml(home: Path) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": "iptables",
+            "clusterCIDR": PODS,
+            "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig"},
+            "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+            "hostnameOverride": "bed",
+            "healthzBindAddress": "",
+            "metricsBindAddress": "127.0.0.1:0",
+        },
+        indent=1,
+    )
+
+
+def apiserver_flags(home: Path) -> list[str]:
+    pki = home / "pki"
+    return [
+        "--etcd-servers=http://127.0.0.1:2379",
+        f"--cert-dir={pki}",
+        f"--bind-address={HOST}",
+        f"--advertise-address={HOST}",
+        "--secure-port=6443",
+        f"--service-cluster-ip-range={SERVICES}",
+        f"--service-account-key-file={pki}/sa.pub",
+        f"--service-account-signing-key-file={pki}/sa.key",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--token-auth-file={home}/tokens.csv",
+        "--authorization-mode=Node,RBAC",
+        "--allow-privileged=true",
+        "--kubelet-preferred-address-types=InternalIP",
+        "--watch-cache=true",
+        "--max-requests-inflight=800",
+        "--v=1",
+    ]
+
+
+def manager_flags(home: Path) -> list[str]:
+    return [
+        f"--kubeconfig={home}/admin.kubeconfig",
+        f"--service-account-private-key-file={home}/pki/sa.key",
+        f"--root-ca-file={home}/pki/apiserver.crt",
+        "--controllers=*,-nodeipam,-cloud-node-lifecycle",
+        "--leader-elect=false",
+        "--kube-api-qps=500",
+        "--kube-api-burst=1000",
+        "--node-monitor-grace-period=12s",
+        "--node-monitor-period=2s",
+        "--secure-port=0",
+    ]
+
+
+def scheduler_yaml(home: Path) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "leaderElection": {"leaderElect": False},
+            "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig", "qps": 500, "burst": 1000},
+        },
+        indent=1,
+    )

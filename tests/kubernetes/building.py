@@ -1,0 +1,104 @@
+"""The programs of the test cluster: built once from pinned Go modules into a cache folder, else said plainly.
+
+`tests/kubernetes/tools/<tool>/go.mod` pins one program each, so that their dependencies never meet. First build: about
+ten minutes on two cores and 7 GB of Go's own caches; `python -m tests.kubernetes.building` builds ahead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.debian import find, provide
+
+TOOLS = Path(__file__).parent / "tools"
+VERSION = "v1.35.4"
+_STAMP = " ".join(
+    f"-X k8s.io/component-base/version.{name}={value}"  # else the server calls itself v0.0.0
+    for name, value in (("gitVersion", VERSION), ("gitMajor", "1"), ("gitMinor", "35"))
+)
+#: program -> (module folder, package)
+PROGRAMS: dict[str, tuple[str, str]] = {
+    **{
+        name: ("kubernetes", f"k8s.io/kubernetes/cmd/{name}")
+        for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
+    },
+    "coredns": ("coredns", "github.com/coredns/coredns"),
+    "helm": ("helm", "helm.sh/helm/v4/cmd/helm"),
+    "kubeconform": ("kubeconform", "github.com/yannh/kubeconform/cmd/kubeconform"),
+    "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+    "kueue": ("kueue", "sigs.k8s.io/kueue/cmd/kueue"),
+    "jobset": ("jobset", "sigs.k8s.io/jobset"),
+}
+DEBIAN = ("etcd-server", "containerd", "runc", "containernetworking-plugins", "busybox-static", "iptables", "iproute2")
+
+
+def cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base, "orch-test", "kubernetes")
+
+
+def program(name: str) -> Path:
+    """Where the program of this tree's module files is, built or not."""
+    folder, package = PROGRAMS[name]
+    pins = b"".join((TOOLS / folder / file).read_bytes() for file in ("go.mod", "go.sum"))
+    digest = hashlib.sha256(pins + package.encode() + _STAMP.encode()).hexdigest()[:12]
+    return cache() / f"{name}-{digest}"
+
+
+def module_folder(tool: str, module: str) -> Path:
+    """The sources of a module as Go keeps them: CRDs and stages are read from there."""
+    argv = ["go", "list", "-m", "-f", "{{.Dir}}", module]
+    env = {**os.environ, "GOFLAGS": "-mod=readonly"}
+    done = subprocess.run(argv, cwd=TOOLS / tool, env=env, capture_output=True, text=True, timeout=300)
+    if done.returncode or not done.stdout.strip():
+        raise RuntimeError(f"go list -m {module}: {done.stderr.strip()[-300:]}")
+    return Path(done.stdout.strip())
+
+
+def missing(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if not program(name).exists()]
+
+
+def build(names: tuple[str, ...] = tuple(PROGRAMS), allowed: bool = True) -> str | None:
+    """Makes these programs present. None, or one line that says why it cannot."""
+    if failed := provide(("etcd", "containerd", "runc", "busybox", "iptables", "ip"), DEBIAN):
+        return failed
+    if not missing(names):
+        return None
+    if not allowed:
+        return f"{', '.join(missing(names))} not built; `python -m tests.kubernetes.building` builds (ten minutes)"
+    if find("go") is None:
+        return f"{', '.join(missing(names))} not built, and this machine has no Go"
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in missing(names):
+            if failed := _build(name):
+                return failed
+    return None
+
+
+def _build(name: str) -> str | None:
+    folder, package = PROGRAMS[name]
+    target = program(name)
+    part = target.with_suffix(".part")
+    flags = f"-s -w {_STAMP}" if folder == "kubernetes" else "-s -w"
+    argv = ["nice", "-n", "19", "go", "build", "-trimpath", "-ldflags", flags, "-o", str(part), package]
+    env = {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "CGO_ENABLED": "0"}
+    done = subprocess.run(argv, cwd=TOOLS / folder, env=env, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        return f"go build {package}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}"
+    part.rename(target)
+    return None
+
+
+if __name__ == "__main__":
+    if reason := build(tuple(sys.argv[1:]) or tuple(PROGRAMS)):
+        print(reason, file=sys.stderr)
+        sys.exit(1)
+    print(cache())

@@ -1,0 +1,120 @@
+"""Images without a registry: docker archives made from folders, for containerd to import.
+
+The base is a minimal Debian with Python, made once by debootstrap and kept in the cache; on top of it this tree's orch.
+Torch is too large for an image store a node: pods mount the site-packages of the tests' own Python from a volume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.debian import find
+
+from .building import cache
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = "bookworm"  # has the Python 3.11 that torch's wheels in the tests' environment are for
+NAME, PAUSE = "orch.test/orch:1", "orch.test/pause:1"
+SITE = "/opt/site"  # where pods mount the site-packages
+_PACKAGES = "python3-minimal,python3-venv,libstdc++6,libgomp1,busybox-static"
+
+
+def base() -> Path:
+    """The cached root. RuntimeError with one line when it cannot be made."""
+    root = cache() / f"root-{SUITE}"
+    if root.is_dir():
+        return root
+    found = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"], capture_output=True, text=True
+    ).stdout.splitlines()
+    mirrors = [line.split()[0] for line in found if line.endswith("/debian/ main")]
+    if find("debootstrap") is None or not mirrors:
+        raise RuntimeError("no debootstrap, or apt names no Debian mirror")
+    part = root.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    argv = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", SUITE, str(part), mirrors[0]]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"debootstrap: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    part.rename(root)
+    return root
+
+
+def site_packages() -> Path:
+    """Of this Python, whose version must be the image's."""
+    if sys.version_info[:2] != (3, 11):
+        raise RuntimeError(f"the image has Python 3.11, these tests run on {sys.version.split()[0]}")
+    return Path(sysconfig.get_paths()["purelib"])
+
+
+def orch_archive(target: Path) -> None:
+    """The image of orch: Debian, Python, this tree."""
+    layer = cache() / f"layer-{SUITE}.tar"
+    if not layer.exists():
+        part = layer.with_suffix(".part")
+        argv = [
+            "tar",
+            "-C",
+            str(base()),
+            "--exclude=./var/lib/apt/lists/*",
+            "--exclude=./var/cache/apt/*",
+            "-cf",
+            str(part),
+            ".",
+        ]
+        subprocess.run(argv, check=True, timeout=300)
+        part.rename(layer)
+    code = target.with_suffix(".code.tar")
+    with tarfile.open(code, "w") as tar:
+        for folder in ("orchestrator", "trainer", "conf"):
+            tar.add(ROOT / folder, f"opt/orch/{folder}", filter=_without_caches)
+    environment = [f"PYTHONPATH=/opt/orch:{SITE}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "PYTHONDONTWRITEBYTECODE=1"]
+    _archive(target, NAME, [layer, code], {"Env": environment, "Cmd": ["python3"]})
+    code.unlink()
+
+
+def pause_archive(target: Path) -> None:
+    layer = target.with_suffix(".layer.tar")
+    with tarfile.open(layer, "w") as tar:
+        tar.add(find("busybox") or "/bin/busybox", "bin/busybox")
+    _archive(target, PAUSE, [layer], {"Entrypoint": ["/bin/busybox", "sleep", "2147483647"]})
+    layer.unlink()
+
+
+def _without_caches(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if "__pycache__" in info.name else info
+
+
+def _archive(target: Path, name: str, layers: Sequence[Path], config: dict) -> None:
+    digests = [_digest(layer) for layer in layers]
+    image = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": config,
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]},
+    }
+    raw = json.dumps(image).encode()
+    config_name = f"{hashlib.sha256(raw).hexdigest()}.json"
+    names = [f"{digest}/layer.tar" for digest in digests]
+    manifest = json.dumps([{"Config": config_name, "RepoTags": [name], "Layers": names}]).encode()
+    with tarfile.open(target, "w") as tar:
+        for entry, content in ((config_name, raw), ("manifest.json", manifest)):
+            info = tarfile.TarInfo(entry)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        for entry, layer in zip(names, layers, strict=True):
+            tar.add(layer, entry)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,128 @@
+"""Real nodes of the bed: a containerd and a kubelet each, with folders, sockets and ports of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.debian import find
+
+from . import bed_conf as conf
+from . import image
+from .building import program
+
+if TYPE_CHECKING:
+    from .bed import Bed
+
+RACKS = 2  # real nodes alternate between this many, so that a topology has something to say
+
+
+def labels(index: int) -> dict[str, str]:
+    return {"orch.test/rack": f"rack-{index % RACKS}", "orch.test/kind": "real"}
+
+
+def start(bed: Bed, index: int, again: bool = False) -> None:
+    """`again`: after `kill`, with the folder as it was left."""
+    node = conf.node_folder(bed.home, index)
+    if not again:
+        for folder in (node / "cni", node / "pod-logs", node / "kubelet", node / "opt"):
+            folder.mkdir(parents=True)
+        (node / "containerd.toml").write_text(conf.containerd_toml(node))
+        (node / "cni" / "10-bed.conflist").write_text(conf.cni_conflist(node, index))
+        (node / "kubelet.yaml").write_text(conf.kubelet_yaml(node, index))
+    bed.daemon(f"containerd-{index}", find("containerd") or "containerd", "--config", str(node / "containerd.toml"))
+    bed.wait(lambda: _ctr(bed, node, "version", check=False), 30, "containerd", f"containerd-{index}")
+    if not again:
+        _load(bed, node)
+    given = ",".join(f"{key}={value}" for key, value in labels(index).items())
+    bed.daemon(
+        f"kubelet-{index}",
+        program("kubelet"),
+        f"--config={node}/kubelet.yaml",
+        f"--kubeconfig={bed.home}/admin.kubeconfig",
+        f"--root-dir={node}/kubelet",
+        f"--cert-dir={node}/kubelet/pki",
+        f"--hostname-override=node-{index}",
+        f"--node-ip={conf.HOST}",
+        f"--node-labels={given}",
+    )
+
+
+def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 120) -> None:
+    def found() -> bool:
+        text = bed.kubectl(
+            "get", "node", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}', check=False
+        )
+        return (text == "True") == ready and text != ""
+
+    bed.wait(found, seconds, f"{'ready' if ready else 'dead'} node {name}", f"kubelet-{name.removeprefix('node-')}")
+
+
+def kill(bed: Bed, index: int) -> None:
+    """The node vanishes, as when its power is cut: kubelet, containerd, shims and every container, at once."""
+    node = str(conf.node_folder(bed.home, index)) + "/"
+    roots = bed.pids(node)
+    everything = _with_children(roots)
+    for how in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in everything:
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+
+
+def _with_children(pids: list[int]) -> list[int]:
+    found, queue = list(pids), list(pids)
+    while queue:
+        pid = queue.pop()
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                children = [int(child) for child in task.read_text().split() if int(child) not in found]
+                found += children
+                queue += children
+    return found
+
+
+def _load(bed: Bed, node: Path) -> None:
+    """Images into the node's store; made once for the bed."""
+    for name, make in (("pause", image.pause_archive), ("orch", image.orch_archive)):
+        archive = bed.home / f"{name}.tar"
+        if not archive.exists():
+            make(archive)
+        _ctr(bed, node, "-n", "k8s.io", "images", "import", str(archive))
+
+
+def _ctr(bed: Bed, node: Path, *argv: str, check: bool = True) -> bool:
+    ctr = find("ctr") or "ctr"
+    return bed.run(ctr, "--address", f"{node}/containerd.sock", *argv, check=check, timeout=300).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------ volumes
+
+
+def volume(bed: Bed, name: str, path: Path, read_only: bool, namespace: str = "default") -> None:
+    """A claim `name` bound to a folder of this machine, which all nodes share."""
+    mode = "ReadOnlyMany" if read_only else "ReadWriteMany"
+    common = {"accessModes": [mode], "storageClassName": ""}
+    size = {"storage": "10Gi"}
+    bed.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": f"{namespace}-{name}"},
+            "spec": {
+                **common,
+                "capacity": size,
+                "hostPath": {"path": str(path)},
+                "claimRef": {"namespace": namespace, "name": name},
+                "persistentVolumeReclaimPolicy": "Retain",
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {**common, "resources": {"requests": size}, "volumeName": f"{namespace}-{name}"},
+        },
+    )

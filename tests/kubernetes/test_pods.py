@@ -1,0 +1,197 @@
+"""What pods do among themselves: finding each other, the same rank map in each, what they say, how they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.kubernetes import relay, task
+from orchestrator.kubernetes.gather import Go, Here, gather
+from orchestrator.kubernetes.seating import node_names, pack_topology, seat, unpack_topology
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.plan import Exit
+from orchestrator.plan.ranks import check_ranks
+from orchestrator.topology.model import Machine, Tier, Topology
+from tests.plans import make_plan
+
+KEY = bytes(range(32))
+
+
+def pods(count: int, per_node: int = 1) -> list[Here]:
+    return [Here(i, f"n{i // per_node}", "127.0.0.1", f"run-{i}-abcde") for i in range(count)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def one(here: Here, count: int, port: int, key: bytes = KEY, timeout_s: float = 30.0, delay: float = 0.0) -> Go:
+    await asyncio.sleep(delay)
+    settle = lambda members: f"hash of {len(members)}"  # noqa: E731
+    return await gather(here, count, "127.0.0.1", port, "run", key, timeout_s, settle)
+
+
+def test_all_pods_learn_of_all_whatever_order_they_come_in():
+    async def together() -> list[Go]:
+        port, count = free_port(), 6
+        delays = (0.3, 0.0, 0.5, 0.1, 0.0, 0.2)  # index 0 is not the first
+        return await asyncio.gather(*(one(h, count, port, delay=d) for h, d in zip(pods(count), delays, strict=True)))
+
+    results = asyncio.run(together())
+    assert len({json.dumps([structs.asdict(h) for h in go.members]) for go in results}) == 1
+    assert results[0].members == pods(6)
+    assert {go.plan_hash for go in results} == {"hash of 6"}
+
+
+def test_a_pod_that_leaves_before_the_others_came_is_waited_for_again():
+    async def together() -> list[Go]:
+        port = free_port()
+        first = asyncio.create_task(one(pods(3)[0], 3, port))
+        leaver = asyncio.create_task(one(pods(3)[1], 3, port))
+        await asyncio.sleep(0.5)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        replaced = Here(1, "elsewhere", "127.0.0.1", "run-1-later")
+        return await asyncio.gather(first, one(pods(3)[2], 3, port), one(replaced, 3, port, delay=0.4))
+
+    for go in asyncio.run(together()):
+        assert [here.node for here in go.members] == ["n0", "elsewhere", "n2"]
+
+
+def test_who_does_not_come_is_named_and_the_others_leave():
+    with pytest.raises(OrchError, match=r"pods 1, 2 did not come within 0\.5 s") as caught:
+        asyncio.run(one(pods(3)[0], 3, free_port(), timeout_s=0.5))
+    assert caught.value.exit == Exit.CAPACITY
+    with pytest.raises(OrchError, match="did not let us go on") as caught:
+        asyncio.run(one(pods(3)[1], 3, free_port(), timeout_s=0.5))
+    assert caught.value.exit == Exit.CAPACITY
+
+
+def test_a_pod_of_another_run_is_turned_away():
+    async def together() -> Go:
+        port = free_port()
+        stranger = asyncio.create_task(one(pods(2)[1], 2, port, key=bytes(32)))
+        ours = asyncio.gather(one(pods(2)[0], 2, port), one(pods(2)[1], 2, port, delay=0.5))
+        with pytest.raises(OrchError) as caught:
+            await stranger
+        assert caught.value.exit == Exit.SECURITY
+        return (await ours)[0]
+
+    assert asyncio.run(together()).members == pods(2)
+
+
+# ------------------------------------------------------------------------------------------ rank map
+
+NETWORK = Topology(
+    "tree",
+    (Tier("leaf", {"l0": ("n0", "n3"), "l1": ("n1", "n2")}), Tier("spine", {"s": ("n0", "n1", "n2", "n3")})),
+    machines={f"n{i}": Machine(gpus=8, free=i == 0) for i in range(4)},
+)
+
+
+def test_ranks_follow_the_network_not_the_indices_of_the_pods():
+    """A pipeline of two nodes must end up under one leaf, whatever indices its pods have."""
+    plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
+    found = seat(plan, pods(4), NETWORK)
+    assert check_ranks(found.plan) is None
+    leaf = {"n0": "l0", "n3": "l0", "n1": "l1", "n2": "l1"}
+    for group in found.plan.groups["model"]:
+        assert len({leaf[found.plan.ranks[rank].node] for rank in group}) == 1
+    assert found.names == ["n0", "n1", "n2", "n3"]
+
+
+def test_every_pod_makes_the_same_plan():
+    plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
+    assert {seat(plan, pods(4), unpack_topology(pack_topology(NETWORK))).plan.hash for _ in range(3)} == {
+        seat(plan, pods(4), NETWORK).plan.hash
+    }
+
+
+def test_pods_that_share_a_node_are_told_apart_and_kept_close():
+    plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
+    mixed = [structs.replace(here, node=f"n{i % 2}") for i, here in enumerate(pods(4))]  # 0 and 2, 1 and 3 together
+    assert node_names(mixed) == ["n0/0", "n1/1", "n0/2", "n1/3"]
+    found = seat(plan, mixed, NETWORK)
+    for group in found.plan.groups["model"]:
+        assert len({found.plan.ranks[rank].node.split("/")[0] for rank in group}) == 1
+
+
+def test_damaged_topology_costs_the_network_not_the_run():
+    assert unpack_topology(b"nonsense") is None
+    plan = make_plan(tp=2, dp=2, nodes=2)
+    assert check_ranks(seat(plan, pods(2), None).plan) is None
+
+
+# ------------------------------------------------------------------------------------------ what a pod is told and says
+
+
+def test_a_pod_knows_where_index_0_is():
+    environ = {
+        **{"JOB_COMPLETION_INDEX": "12", "HOSTNAME": "tiny-12", "ORCH_POD_SERVICE": "tiny", "ORCH_POD": "tiny-12-x"},
+        **{"ORCH_POD_NODE": "n7", "ORCH_POD_ADDRESS": "10.0.0.7"},
+    }
+    assert task.read_pod(environ).host_of_first == "tiny-0.tiny"
+    inside_jobset = environ | {"HOSTNAME": "tiny-node-0-12"}
+    assert task.read_pod(inside_jobset).host_of_first == "tiny-node-0-0.tiny"
+    for broken in (environ | {"HOSTNAME": "other"}, {k: v for k, v in environ.items() if k != "ORCH_POD_NODE"}):
+        with pytest.raises(OrchError, match="not a pod of an orch Job"):
+            task.read_pod(broken)
+
+
+def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    for part in ("logs", "metrics"):
+        (tmp_path / part).mkdir()
+    folder.rank_log(3).write_text("of an earlier life\n")
+    out = io.StringIO()
+    ours = relay.Relay(folder, "n0", [3, 4], leads=True, out=out)
+    with folder.rank_log(3).open("a") as log:
+        log.write("step 1\nstep")
+        log.flush()
+        time.sleep(0.6)
+        log.write(" 2\nlast words")
+    folder.rank_log(4).write_text("@orch {not ours}\n")
+    folder.state.write_text('{\n "state": "running"\n}')
+    folder.metrics("n0").write_text('{"step": 1}\n')
+    ours.close()
+    lines = out.getvalue().splitlines()
+    said = [found for line in lines if (found := relay.parse(line))]
+    ranks = [found for line in lines if (found := relay.rank_of(line))]
+    assert [text for rank, text in ranks if rank == 3] == ["step 1", "step 2", "last words"]
+    assert [text for rank, text in ranks if rank == 4] == ["@orch {not ours}"]
+    assert {"state": "running"} in [json.loads(bytes(s.state)) for s in said]
+    assert ("n0", {"step": 1}) in [(s.node, json.loads(bytes(s.step))) for s in said]
+    assert relay.parse("@orch {broken") is None
+    assert relay.rank_of("[rank x] y") is None
+
+
+@pytest.mark.process
+def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
+    """Process 1 has no default actions: a pod that waits for its peers must still obey SIGTERM at once."""
+    import signal
+    import subprocess
+    import sys
+
+    script = (
+        "import orchestrator.kubernetes.task as task, time, sys;"
+        "task._live = lambda *_: (print('waiting', flush=True), time.sleep(60));"
+        "task.read_pod = task.read_input = lambda *_: None;"
+        "sys.exit(task.main())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == Exit.RESTART
+    assert "leaving with 75" in out

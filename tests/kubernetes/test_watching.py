@@ -1,0 +1,241 @@
+"""What the API server shows, put into words and exit codes; and what it refuses, put into one line. All pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.kubernetes.complaints import complaint, unreachable
+from orchestrator.kubernetes.names import RUN, SUBMISSION
+from orchestrator.kubernetes.phases import Seen, meaning, nodes_of
+from orchestrator.kubernetes.placing import choose, in_whole_units
+from orchestrator.kubernetes.record import verdict
+from orchestrator.kubernetes.sending import send
+from orchestrator.launch.state import SCHEMA, RunState
+from orchestrator.plan import Exit
+from orchestrator.topology.model import Machine, Tier, Topology
+from tests.plans import make_plan
+
+NOW = 1_800_000_000.0
+
+
+def job(**status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "r", "uid": "u"}, "spec": {"completions": 2}, "status": status}
+
+
+def condition(kind: str, **more: str) -> dict[str, str]:
+    return {"type": kind, "status": "True", **more}
+
+
+def pod(index: int, phase: str = "Running", code: int | None = None, word: str = "", **metadata: Any) -> dict[str, Any]:
+    ended = {"terminated": {"exitCode": code, "message": word}} if code is not None else {"running": {}}
+    notes = {"batch.kubernetes.io/job-completion-index": str(index)}
+    return {
+        "metadata": {"name": f"r-{index}-x", "annotations": notes, **metadata},
+        "spec": {"nodeName": f"n{index}"},
+        "status": {"phase": phase, "containerStatuses": [{"name": "agent", "state": ended}]},
+    }
+
+
+def seen(main: dict | None = None, pods: list[dict] | None = None, **more: Any) -> Seen:
+    return Seen(main=main, job=main, pods=pods or [], **more)
+
+
+def state(phase: str = "running", epoch: int = 0) -> RunState:
+    fields = {"schema": SCHEMA, "run_id": "r", "backend": "kubernetes", "plan_hash": "h", "writer": "backend"}
+    return RunState(**fields, state=phase, epoch=epoch, created_at=1, updated_at=1)
+
+
+def test_a_running_job_is_running_and_its_nodes_are_named_by_index():
+    found = meaning(seen(job(), [pod(1), pod(0)]), NOW)
+    assert (found.phase, found.over) == ("running", False)
+    assert nodes_of([pod(1), pod(0), pod(2, "Failed")]) == ("n0", "n1")
+
+
+def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
+    why = condition("Failed", reason="PodFailurePolicy", message="Container agent for pod x failed with exit code 65")
+    pods = [pod(0, "Failed", 75), pod(1, "Failed", 65, '{"code": 65, "text": "plan: not ours"}')]
+    found = meaning(seen(job(conditions=[why]), pods), NOW)
+    assert (found.phase, found.exit, found.over, found.text) == ("failed", Exit.CONFIG, True, "plan: not ours")
+    assert meaning(seen(job(conditions=[condition("Complete")])), NOW).exit == Exit.DONE
+    spent = condition("Failed", reason="BackoffLimitExceeded", message="Job has reached the specified backoff limit")
+    found = meaning(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
+    assert found.exit == Exit.USER
+    assert "backoff limit" in found.text
+
+
+def test_a_job_that_ends_is_not_over_before_its_pods_are():
+    assert not meaning(seen(job(conditions=[condition("FailureTarget", message="")])), NOW).over
+    deleting = {**job(), "metadata": {"name": "r", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    assert meaning(seen(deleting), NOW).phase == "stopping"
+
+
+@pytest.mark.parametrize(
+    ("pods", "events", "says"),
+    [
+        ([{"reason": "ImagePullBackOff", "message": "no such image"}], [], "image cannot be pulled"),
+        ([{"reason": "CreateContainerConfigError", "message": 'secret "r" not found'}], [], 'secret "r" not found'),
+        ([], [{"reason": "FailedCreate", "message": "exceeded quota: gpus", "lastTimestamp": "2"}], "exceeded quota"),
+    ],
+)
+def test_why_it_does_not_start_is_said(pods, events, says):
+    waiting = []
+    for index, reason in enumerate(pods):
+        body = pod(index, "Pending")
+        body["status"]["containerStatuses"][0]["state"] = {"waiting": reason}
+        waiting.append(body)
+    found = meaning(seen(job(), waiting, events=events), NOW)
+    assert found.phase == "pending"
+    assert says in found.text
+
+
+def test_no_room_and_the_queue_s_own_words_are_said():
+    body = pod(1, "Pending")
+    message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    body["status"]["conditions"] = [
+        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    ]
+    assert "Insufficient nvidia.com/gpu" in meaning(seen(job(), [pod(0), body]), NOW).text
+    queued = job()
+    queued["spec"]["suspend"] = True
+    told = 'couldn\'t assign flavors to pod set main: topology "ib" allows to fit only 4 out of 8 pod(s)'
+    workload = {"status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": told}]}}
+    found = meaning(seen(queued, workload=workload), NOW)
+    assert found.phase == "pending"
+    assert "fit only 4 out of 8" in found.text
+
+
+def test_a_pod_that_hangs_on_a_dead_node_is_recognised_with_the_remedy():
+    hanging = pod(1, deletionTimestamp="2026-11-21T10:00:00Z")
+    found = meaning(seen(job(), [pod(0), hanging]), NOW)
+    assert "pod r-1-x hangs on node n1" in found.text
+    assert "out-of-service" in found.text
+    just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")  # NOW
+    assert "hangs" not in meaning(seen(job(), [pod(0), just_now]), NOW).text
+
+
+def test_cluster_and_pods_words_are_put_together():
+    running = meaning(seen(job(), [pod(0), pod(1)]), NOW)
+    assert verdict(state("running"), running, False).state == "running"
+    assert verdict(state("pending", epoch=-1), running, False).state == "starting"
+    gone = meaning(seen(None), NOW)
+    assert verdict(state("done"), gone, False).state == "done"
+    assert verdict(state("running"), gone, True).state == "cancelled"
+    lost = verdict(state("running"), gone, False)
+    assert (lost.state, lost.exit_code) == ("stopped", Exit.RESTART)
+    assert verdict(state("pending"), gone, False, sent=False).state == "pending"
+    done = meaning(seen(job(conditions=[condition("Complete")])), NOW)
+    assert verdict(state("running"), done, True).state == "done"
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "says", "exit"),
+    [
+        (401, "Unauthorized", "log in again", Exit.SECURITY),
+        (
+            403,
+            'jobs.batch is forbidden: User "ann" cannot create resource "jobs" in API group "batch" '
+            'in the namespace "x"',
+            'ann may not create jobs in namespace x; the rule to add: {apiGroups: ["batch"], resources: [jobs], '
+            "verbs: [create]}",
+            Exit.SECURITY,
+        ),
+        (403, 'pods "r" is forbidden: exceeded quota: gpus, requested: 8', "larger quota", Exit.CAPACITY),
+        (403, 'pods "r" is forbidden: violates PodSecurity "x"', "backend.options.security", Exit.SECURITY),
+        (404, "the server could not find the requested resource", "Kueue or JobSet installed", Exit.CONFIG),
+        (404, 'namespaces "llm" not found', "backend.options.namespace", Exit.CONFIG),
+        (422, 'Job.batch "r" is invalid: spec.template: Invalid value', "refuses the object", Exit.CONFIG),
+        (503, "etcdserver: leader changed", "cannot answer now", Exit.CAPACITY),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_one_line_with_what_to_do(status, message, says, exit):
+    error = complaint(status, json.dumps({"kind": "Status", "message": message}))
+    assert says in error.message
+    assert (error.exit, error.status) == (exit, status)
+    assert "\n" not in error.message
+
+
+def test_no_answer_is_one_line():
+    text = "HTTPSConnectionPool(host='10.0.0.1', port=1): Max retries (Caused by <urllib3.Connection 0x7f>: refused)"
+    error = unreachable("https://10.0.0.1:6443", RuntimeError(text))
+    assert error.exit == Exit.CAPACITY
+    assert "0x7f" not in error.message
+
+
+# ------------------------------------------------------------------------------------------ all or nothing
+
+
+class Api:
+    """As much of an API server as `send` can tell from one: objects by kind, owners of fields, refusals on request."""
+
+    namespace = "default"
+
+    def __init__(self, refuse: str = ""):
+        self.objects: dict[str, dict] = {}
+        self.refuse = refuse
+
+    def get(self, kind: str, name: str) -> dict | None:
+        return self.objects.get(kind)
+
+    def apply(self, body: dict, manager: str) -> dict:
+        if body["kind"] == self.refuse:
+            raise complaint(403, '{"message": "exceeded quota"}')
+        self.objects[body["kind"]] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
+        return self.objects[body["kind"]]
+
+    def delete(self, kind: str, name: str) -> bool:
+        return self.objects.pop(kind, None) is not None
+
+
+def bodies(submission: str) -> list[dict]:
+    meta = {"name": "r", "labels": {RUN: "r"}, "annotations": {SUBMISSION: submission}}
+    return [{"apiVersion": "v1", "kind": kind, "metadata": dict(meta)} for kind in ("Secret", "Service", "Job")]
+
+
+def test_a_refused_job_leaves_nothing_behind():
+    api = Api(refuse="Job")
+    with pytest.raises(OrchError):
+        send(api, bodies("a"), "r", "a")
+    assert api.objects == {}
+
+
+def test_a_repeated_submission_is_one_run_and_a_second_submitter_none():
+    api = Api()
+    send(api, bodies("a"), "r", "a")
+    send(api, bodies("a"), "r", "a")
+    with pytest.raises(OrchError, match="exists already"):
+        send(api, bodies("b"), "r", "b")
+    assert {body["metadata"]["annotations"][SUBMISSION] for body in api.objects.values()} == {"a"}
+    assert api.objects["Secret"]["metadata"]["ownerReferences"][0]["kind"] == "Job"
+
+
+# ------------------------------------------------------------------------------------------ nodes without a queue
+
+LEAVES = {f"l{i}": tuple(f"n{i * 5 + j}" for j in range(5)) for i in range(4)}
+BUSY = {"n0", "n7"}
+MACHINES = {f"n{i}": Machine(gpus=2, free=f"n{i}" not in BUSY) for i in range(20)}
+CLUSTER = Topology("tree", (Tier("leaf", LEAVES),), machines=MACHINES)
+
+
+def test_whole_pipelines_are_chosen_from_what_is_free():
+    plan = make_plan(tp=2, pp=2, dp=3, nodes=6)
+    chosen = choose(plan, CLUSTER, {"leaf": "example.org/leaf"}).nodes
+    assert len(chosen) == 6
+    assert not BUSY & set(chosen)
+    for members in LEAVES.values():
+        assert len(set(members) & set(chosen)) % 2 == 0
+    assert len(in_whole_units(CLUSTER.free, CLUSTER, 2)) == 16
+
+
+def test_all_nodes_or_none():
+    plan = make_plan(tp=2, pp=2, dp=5, nodes=10)
+    assert len(choose(plan, CLUSTER, {}).nodes) == 10
+    with pytest.raises(OrchError, match="needs 20 nodes, 18 of 20 nodes are free") as caught:
+        choose(make_plan(tp=2, pp=2, dp=10, nodes=20), CLUSTER, {})
+    assert caught.value.exit == Exit.CAPACITY
