@@ -6,6 +6,7 @@ itself lives in the cluster, with its checkpoints on a claim.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sys
@@ -104,7 +105,7 @@ class KubernetesBackend:
 
     def is_alive(self, folder: RunFolder) -> bool:
         record = read_record(folder)
-        return record is not None and record.sent and not self._watch.meaning(record, folder.run_id).over
+        return record is not None and not self._watch.meaning(record, folder.run_id).over
 
     def state(self, folder: RunFolder) -> RunState:
         """The cluster's answer and the pods' own words together; the folder's alone while the cluster is away."""
@@ -136,7 +137,7 @@ class KubernetesBackend:
     ) -> None:
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
-        submission = secrets.token_hex(8)
+        options, submission = self._owned(cluster, options, folder.run_id)
         with place(cluster, plan, options, folder.run_id) as found:
             for line in found.warnings:
                 print(f"orch: warning: {line}", file=sys.stderr)
@@ -155,6 +156,23 @@ class KubernetesBackend:
             send(cluster, render(manifest), folder.run_id, submission)
             write_record(folder, structs.replace(record, sent=True))
         self._watch.clear()
+
+    def _owned(self, cluster: Cluster, options: KubernetesOptions, run_id: str) -> tuple[KubernetesOptions, str]:
+        """The options with their owner's uid, and what this submission is known by.
+
+        Of an owner there is one submission, however often a launcher that lost its connection tries again.
+        """
+        owner = options.owner
+        if owner is None:
+            return options, secrets.token_hex(8)
+        if not owner.uid:
+            found = cluster.get("ConfigMap", owner.name)
+            if found is None:
+                text = f"backend.options.owner: no ConfigMap {owner.name} in namespace {cluster.namespace}"
+                raise OrchError(text, Exit.CONFIG)
+            owner = structs.replace(owner, uid=found["metadata"]["uid"])
+            options = structs.replace(options, owner=owner)
+        return options, hashlib.sha256(f"{owner.uid} {run_id}".encode()).hexdigest()[:16]
 
     def _manifest(
         self,

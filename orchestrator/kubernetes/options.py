@@ -45,12 +45,10 @@ class Volume(Frozen):
 
 
 class Owner(Frozen):
-    """The object whose end is the run's end: Kubernetes collects what it owns. The chart's ConfigMap is one."""
+    """A ConfigMap whose end is the run's end: Kubernetes collects what it owns. The chart has one for each run."""
 
-    kind: str
     name: Name
-    uid: str
-    api_version: str = "v1"
+    uid: str = ""  # "": asked for when submitting
 
 
 class KubernetesOptions(Frozen):

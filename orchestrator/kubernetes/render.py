@@ -111,11 +111,8 @@ def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
     notes |= dict(run.options.annotations) | annotations
     if notes:
         found["annotations"] = notes
-    owner = run.options.owner
-    if owner:
-        found["ownerReferences"] = [
-            {"apiVersion": owner.api_version, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
-        ]
+    if (owner := run.options.owner) and owner.uid:
+        found["ownerReferences"] = [{"apiVersion": "v1", "kind": "ConfigMap", "name": owner.name, "uid": owner.uid}]
     return found
 
 

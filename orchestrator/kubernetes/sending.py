@@ -22,16 +22,20 @@ def send(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: str, su
     Every submission is a field manager of its own: a second submitter of the same run meets a conflict at the first
     object, the Secret with its key, before anything has started. A repetition of this one changes nothing.
     """
-    manager = f"orch-{submission}"
-    sent: list[Mapping[str, Any]] = []
+    manager, main = f"orch-{submission}", objects[-1]
+    if _is_ours(cluster.get(main["kind"], main["metadata"]["name"]), submission):
+        return  # sent before, by a submitter that did not live to hear of it
+    tried: list[Mapping[str, Any]] = []
     try:
         for body in objects:
+            tried.append(body)
             _apply(cluster, body, manager, run_id, submission)
-            sent.append(body)
     except BaseException:
-        for body in reversed(sent):
+        for body in reversed(tried):  # the last one too: its answer may have been lost on the way
             with contextlib.suppress(OrchError):
-                cluster.delete(body["kind"], body["metadata"]["name"])
+                kind, name = body["kind"], body["metadata"]["name"]
+                if _is_ours(cluster.get(kind, name), submission):
+                    cluster.delete(kind, name)
         raise
     _hand_over(cluster, objects, manager)
 
@@ -39,12 +43,10 @@ def send(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: str, su
 def _apply(cluster: Cluster, body: Mapping[str, Any], manager: str, run_id: str, submission: str) -> None:
     kind, name = body["kind"], body["metadata"]["name"]
     there = cluster.get(kind, name)
-    if there is not None:
-        notes = there["metadata"].get("annotations") or {}
+    if there is not None and not _is_ours(there, submission):
         whose = (there["metadata"].get("labels") or {}).get(RUN)
-        if notes.get(SUBMISSION) != submission:
-            of = f"run {whose}" if whose else "something else"
-            raise OrchError(f"{kind} {name} exists already in {cluster.namespace}, of {of}", Exit.CONFIG)
+        of = f"run {whose}" if whose else "something else"
+        raise OrchError(f"{kind} {name} exists already in {cluster.namespace}, of {of}", Exit.CONFIG)
     try:
         cluster.apply(body, manager)
     except OrchError as error:
@@ -52,6 +54,10 @@ def _apply(cluster: Cluster, body: Mapping[str, Any], manager: str, run_id: str,
             text = f"run {run_id} is being submitted by someone else at this moment: {error.message}"
             raise OrchError(text, Exit.CONFIG) from None
         raise
+
+
+def _is_ours(there: Mapping[str, Any] | None, submission: str) -> bool:
+    return there is not None and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == submission
 
 
 def _hand_over(cluster: Cluster, objects: Sequence[Mapping[str, Any]], manager: str) -> None:

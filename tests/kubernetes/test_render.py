@@ -37,7 +37,7 @@ CASES: dict[str, dict] = {
         **{"node_selector": {"pool": "a"}, "tolerations": [{"key": "team", "operator": "Equal", "value": "x"}]},
         **{"volumes": [{"claim": "data", "path": "/data"}], "claim": "runs", "ttl_s": None, "network_policy": True},
         **{"labels": {"cost-centre": "7"}, "annotations": {"example.org/note": "it's: #1"}, "checkpoint_gb_per_s": 0.1},
-        "owner": {"kind": "ConfigMap", "name": "release", "uid": "1234"},
+        "owner": {"name": "release", "uid": "1234"},
     },
 }  # fmt: skip
 
