@@ -7,7 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -29,14 +30,24 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write 1-D tensors as one safetensors file, durable when this returns; (bytes, sha256).
+    """Write tensors as one safetensors file, durable when this returns; (bytes, sha256).
 
     Own writer: the library's builds the whole file in memory, and the hash would take a second pass.
     """
-    header, end = {}, 0
-    for key, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return write_stream(path, {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}, tensors.values())
+
+
+def write_stream(
+    path: Path,
+    entries: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] = {},
+) -> tuple[int, str]:
+    """The same for tensors that are made one after the other: `entries` says what is to come, in that order."""
+    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    for key, (dtype, shape) in entries.items():
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data starts 8-byte aligned, so that it can be mapped
     digest, size = hashlib.sha256(), 0
@@ -50,12 +61,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _parts(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     yield len(header).to_bytes(8, "little")
     yield header
-    for tensor in tensors.values():
+    for tensor in tensors:
         if tensor.numel():
-            yield memoryview(tensor.detach().contiguous().view(torch.uint8).cpu().numpy())
+            yield memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
 class TensorFile:

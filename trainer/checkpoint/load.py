@@ -16,7 +16,7 @@ from trainer import messages
 from trainer.errors import CheckpointError
 
 from .files import sha256
-from .format import MANIFEST, FileRecord, Manifest, decode
+from .format import MANIFEST, FileRecord, Manifest, decode, step_name
 from .retention import committed
 
 
@@ -47,6 +47,15 @@ def newest(folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lam
     if rejected:
         raise CheckpointError(f"no checkpoint in {folder} can be trusted ({'; '.join(rejected)})")
     return None
+
+
+def at_step(folder: Path, step: int, rank: int) -> Found:
+    """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not there or not whole."""
+    path = folder / step_name(step)
+    manifest, problem = _verify(path, rank)
+    if manifest is None or problem is not None:
+        raise CheckpointError(f"{path}: {problem}")
+    return Found(path, manifest)
 
 
 def _verify(path: Path, rank: int) -> tuple[Manifest | None, str | None]:

@@ -42,30 +42,7 @@ def restore(found: Found, pieces: Iterable[Piece], rank: int, layout: Layout, se
     Raises CheckpointError if an element is missing, has another dtype, or belongs to a parameter of another shape;
     OSError, with the file's name, if a file cannot be read.
     """
-    stored: dict[tuple[str, str], list[tuple[FileRecord, Slice]]] = {}
-    for record, part in found.manifest.slices():
-        stored.setdefault((part.kind, part.name), []).append((record, part))
-    reads: dict[str, list[_Read]] = {}
-    for piece in pieces:
-        wanted = piece.unpadded()
-        if wanted is None or not wanted.data.numel():
-            continue
-        _check_shape(found, wanted)
-        missing = wanted.data.numel()
-        for record, part in stored.get((wanted.kind, wanted.info.name), []):
-            for shared in common(part.part, wanted.part, wanted.info.global_shape):
-                _check_dtype(found, record, wanted)
-                missing -= shared.rows * shared.columns
-                reads.setdefault(record.file, []).append(_Read(part, wanted, shared))
-        if missing:
-            raise CheckpointError(
-                f"{found.path.name} holds {'too much' if missing < 0 else 'too little'} of {wanted.info.name}"
-                f" ({wanted.kind}): {abs(missing)} elements of this rank's part"
-            )
-    for name, wants in reads.items():
-        with TensorFile.open(found.path / name) as file:
-            for part, piece, shared in wants:
-                _copy(file, part.key, piece.data, shared)
+    Stored(found).fill(pieces)
     own = rank_file(rank)
     if found.manifest.layout == layout and any(record.file == own for record in found.manifest.files):
         state = torch.empty_like(torch.get_rng_state())
@@ -75,6 +52,44 @@ def restore(found: Found, pieces: Iterable[Piece], rank: int, layout: Layout, se
     else:
         text = f"orch.random/1 {seed} {found.manifest.step} {rank}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True))
+
+
+class Stored:
+    """The state in a verified checkpoint, by kind and full name."""
+
+    def __init__(self, found: Found):
+        self.found = found
+        self._parts: dict[tuple[str, str], list[tuple[FileRecord, Slice]]] = {}
+        for record, part in found.manifest.slices():
+            self._parts.setdefault((part.kind, part.name), []).append((record, part))
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Fill the pieces' data, whichever files hold it. Raises as `restore`."""
+        reads: dict[str, list[_Read]] = {}
+        for piece in pieces:
+            wanted = piece.unpadded()
+            if wanted is not None and wanted.data.numel():
+                for record, read in self._find(wanted):
+                    reads.setdefault(record.file, []).append(read)
+        for name, wants in reads.items():
+            with TensorFile.open(self.found.path / name) as file:
+                for part, piece, shared in wants:
+                    _copy(file, part.key, piece.data, shared)
+
+    def _find(self, wanted: Piece) -> list[tuple[FileRecord, _Read]]:
+        _check_shape(self.found, wanted)
+        reads, missing = [], wanted.data.numel()
+        for record, part in self._parts.get((wanted.kind, wanted.info.name), []):
+            for shared in common(part.part, wanted.part, wanted.info.global_shape):
+                _check_dtype(self.found, record, wanted)
+                missing -= shared.rows * shared.columns
+                reads.append((record, _Read(part, wanted, shared)))
+        if missing:
+            raise CheckpointError(
+                f"{self.found.path.name} holds {'too much' if missing < 0 else 'too little'} of {wanted.info.name}"
+                f" ({wanted.kind}): {abs(missing)} elements of this rank's part"
+            )
+        return reads
 
 
 def _copy(file: TensorFile, key: str, data: Tensor, shared: Common) -> None:

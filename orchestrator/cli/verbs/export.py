@@ -1,0 +1,54 @@
+"""`orch export [run] --out DIR`: the weights of a run's checkpoint as one safetensors file with full names."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+HELP = "a run's weights as one safetensors file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step; without it the newest that verifies")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32: as saved, to the bit")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import json
+    import os
+    import subprocess
+    import sys
+
+    from orchestrator.launch.find import find_run
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.plan import PlanError, load_plan
+    from orchestrator.plan.worker import checkpoint_dir
+
+    folder = find_run(home_folder(os.environ), args.run)
+    try:
+        checkpoints = checkpoint_dir(load_plan(folder.plan).job.checkpoint.dir, str(folder.path))
+    except PlanError as error:
+        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+    step = [] if args.step is None else ["--step", str(args.step)]
+    command = [sys.executable, "-m", "trainer.export", str(checkpoints), str(args.out), "--dtype", args.dtype, *step]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        codes = {int(code): code for code in Exit}
+        raise OrchError(said[0].removeprefix("trainer.export: "), codes.get(done.returncode, Exit.INTERNAL))
+    if args.json:
+        print(done.stdout.strip())
+        return Exit.DONE
+    found = json.loads(done.stdout)
+    for problem in found["rejected"]:
+        print(f"warning: passed over {problem}", file=sys.stderr)
+    print(
+        f"{found['file']}: {found['parameters']:,} parameters in {found['tensors']} tensors, {found['dtype']},"
+        f" {found['bytes']:,} bytes, step {found['step']} of {found['run_id']}"
+    )
+    return Exit.DONE

@@ -1,0 +1,111 @@
+"""`orch export`: one file with the whole weights, the bits of the checkpoint, or one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from orchestrator.cli.main import main as orch
+from orchestrator.plan import Exit, to_json
+from tests.plans import make_plan
+from tests.reference.assemble import assemble
+from tests.trainer.states import checkpoints, saved, shapes
+from trainer.checkpoint.files import sha256
+from trainer.checkpoint.format import rank_file, step_name
+from trainer.engine import Engine
+from trainer.export import main
+from trainer.optim.precision import recipe
+from trainer.parallel.mesh import Mesh
+from trainer.verify.ranks import run_ranks
+
+
+def exported(capsys, *words: object) -> dict:
+    assert main([str(word) for word in words]) == Exit.DONE
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words: object) -> tuple[int, str]:
+    code = main([str(word) for word in words])
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return code, text
+
+
+def save_some(rank: int, plan: object, folder: object) -> None:
+    torch.manual_seed(rank)
+    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
+    manager = checkpoints(folder, rank=rank, plan=plan)
+    manager.resume(lambda: [])
+    manager.save(list(engine.pieces(own=True)), 3, 12, engine.scalars())
+
+
+@pytest.mark.process
+def test_the_file_holds_the_whole_weights_to_the_bit(tmp_path, capsys):
+    plan = make_plan(tp=2, pp=2, dp=2, zero=1, bucket_bytes=1 << 12)
+    run_ranks(save_some, 8, plan, tmp_path / "run")
+    found = exported(capsys, tmp_path / "run", tmp_path / "out")
+    tensors = load_file(found["file"])
+    whole = {
+        name: tensor for (kind, name), tensor in assemble(tmp_path / "run" / step_name(3)).items() if kind == "master"
+    }
+    assert tensors.keys() == whole.keys() and len(tensors) == found["tensors"]
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert found["parameters"] == plan.model.parameters and (found["step"], found["samples"]) == (3, 12)
+    assert found["sha256"] == sha256(tmp_path / "out" / "model.safetensors")
+    with safe_open(found["file"], framework="pt") as file:
+        assert file.metadata()["step"] == "3" and "tp2" in file.metadata()["trained_on"]
+    half = load_file(exported(capsys, tmp_path / "run", tmp_path / "half", "--dtype", "bf16")["file"])
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_the_newest_good_one_or_the_one_that_was_asked_for(tmp_path, capsys):
+    saved(tmp_path / "run", 1, 2, 3)
+    os.truncate(tmp_path / "run" / step_name(3) / rank_file(0), 100)
+    found = exported(capsys, tmp_path / "run", tmp_path / "newest")
+    assert found["step"] == 2 and found["rejected"][0].startswith("step-00000003: rank-00000.safetensors has 100 bytes")
+    assert exported(capsys, tmp_path / "run", tmp_path / "first", "--step", 1)["step"] == 1
+    code, text = refused(capsys, tmp_path / "run", tmp_path / "third", "--step", 3)
+    assert code == Exit.CONFIG and "step-00000003: rank-00000.safetensors has 100 bytes" in text
+    assert not (tmp_path / "third").exists()
+    assert (tmp_path / "run" / step_name(3)).is_dir(), "export only reads"
+    assert load_file(tmp_path / "first" / "model.safetensors").keys() == shapes().keys()
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
+    (tmp_path / "none").mkdir()
+    assert refused(capsys, tmp_path / "none", tmp_path / "out") == (
+        Exit.CONFIG,
+        f"trainer.export: no checkpoint in {tmp_path / 'none'}\n",
+    )
+    saved(tmp_path / "run", 1)
+    exported(capsys, tmp_path / "run", tmp_path / "out")
+    code, text = refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert code == Exit.USER and "model.safetensors exists" in text
+    (tmp_path / "file").touch()
+    code, text = refused(capsys, tmp_path / "run", tmp_path / "file")
+    assert code == Exit.USER and ("File exists" in text or "Not a directory" in text)
+    code, text = refused(capsys, tmp_path / "run", tmp_path / "other", "--step", 9)
+    assert code == Exit.CONFIG and "manifest.json: No such file" in text and not (tmp_path / "other").exists()
+
+
+@pytest.mark.process
+def test_orch_export_finds_the_run_and_says_what_it_wrote(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    run = tmp_path / "runs" / "mine-1"
+    saved(run / "checkpoints", 7)
+    (run / "plan.json").write_bytes(to_json(make_plan()))
+    (run / "request.json").write_text("{}")
+    assert orch(["export", "mine", "--out", str(tmp_path / "out"), "--json"]) == Exit.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 7 and found["file"] == str(tmp_path / "out" / "model.safetensors")
+    assert orch(["export", "mine", "--out", str(tmp_path / "again"), "--dtype", "fp16"]) == Exit.DONE
+    assert "2,128 parameters in 3 tensors, fp16" in capsys.readouterr().out
+    assert orch(["export", "mine", "--out", str(tmp_path / "out")]) == Exit.USER
+    error = capsys.readouterr().err
+    assert "model.safetensors exists: remove it, or export to another folder" in error and error.count("\n") == 1

@@ -1,0 +1,83 @@
+"""The weights of a checkpoint as one safetensors file, whatever layout wrote it: full names, full shapes, no pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from trainer.durable import sync_folder
+from trainer.errors import SaveError
+from trainer.optim.precision import DTYPES
+from trainer.parallel.params import whole
+
+from .files import write_stream
+from .format import Piece
+from .load import Found
+from .restore import Stored
+
+#: What is exported: the weights in the optimizer's precision.
+KIND = "master"
+FILE = "model.safetensors"
+
+
+class Exported(Struct, frozen=True):
+    """What `orch export --json` prints."""
+
+    file: str
+    bytes: int
+    sha256: str
+    dtype: str
+    tensors: int
+    parameters: int
+    run_id: str
+    step: int
+    samples: int
+    checkpoint: str
+    rejected: list[str] = []  # newer checkpoints that did not verify, and why
+
+
+def export(found: Found, out: Path, dtype: str = "fp32", rejected: list[str] | None = None) -> Exported:
+    """Write the weights of a verified checkpoint to `out`/model.safetensors, one parameter in memory at a time.
+
+    In fp32 they are the master weights to the bit; bf16 and fp16 are rounded from those. Tied weights are there once.
+    Raises SaveError if the file exists or cannot be written, CheckpointError, OSError.
+    """
+    manifest, path = found.manifest, out / FILE
+    if path.exists():
+        raise SaveError(f"{path} exists: remove it, or export to another folder")
+    temporary = out / f".{FILE}.tmp"
+    shapes = dict(sorted(manifest.parameters.items()))
+    metadata = {
+        **{"format": "pt", "run_id": manifest.run_id, "step": str(manifest.step), "samples": str(manifest.samples)},
+        **{"plan_hash": manifest.plan_hash, "trained_on": str(manifest.layout)},
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        entries = {name: (DTYPES[dtype], shape) for name, shape in shapes.items()}
+        size, digest = write_stream(temporary, entries, _weights(found, shapes, DTYPES[dtype]), metadata)
+        temporary.rename(path)
+        sync_folder(out)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(error.filename or out).startswith(str(out)):
+            raise SaveError(f"{path}: {error.strerror or error}") from None
+        raise
+    return Exported(
+        **{"file": str(path), "bytes": size, "sha256": digest, "dtype": dtype, "tensors": len(shapes)},
+        **{"parameters": sum(torch.Size(shape).numel() for shape in shapes.values()), "run_id": manifest.run_id},
+        **{"step": manifest.step, "samples": manifest.samples, "checkpoint": str(found.path)},
+        rejected=rejected or [],
+    )
+
+
+def _weights(found: Found, shapes: dict[str, list[int]], dtype: torch.dtype) -> Iterator[Tensor]:
+    stored = Stored(found)
+    for name, shape in shapes.items():
+        tensor = torch.empty(torch.Size(shape).numel(), dtype=torch.float32)
+        stored.fill([Piece(KIND, whole(name, tuple(shape)), 0, tensor)])
+        yield tensor.to(dtype)

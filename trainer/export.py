@@ -1,0 +1,45 @@
+"""`python -m trainer.export CHECKPOINTS OUT`: the weights of a checkpoint as one file. `orch export` starts it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.plan import Exit
+
+from .errors import TrainerError, exit_code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what was written as one JSON object; errors are one line on stderr and the exit code of the contract."""
+    parser = argparse.ArgumentParser("python -m trainer.export", description="A checkpoint's weights as one file.")
+    parser.add_argument("checkpoints", type=Path, help="the folder that holds step-... folders")
+    parser.add_argument("out", type=Path, help="folder for model.safetensors")
+    parser.add_argument("--step", type=int, help="of this step (default: the newest that verifies)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    args = parser.parse_args(argv)
+    from .checkpoint.export import export  # after the words: a wrong one is refused without a second of imports
+    from .checkpoint.load import at_step, newest
+
+    rejected: list[str] = []
+    try:
+        if args.step is not None:
+            found = at_step(args.checkpoints, args.step, rank=0)
+        else:
+            found = newest(args.checkpoints, 0, lambda path, problem: rejected.append(f"{path.name}: {problem}"))
+        if found is None:
+            print(f"trainer.export: no checkpoint in {args.checkpoints}", file=sys.stderr)
+            return Exit.CONFIG
+        done = export(found, args.out, args.dtype, rejected)
+    except (TrainerError, OSError) as error:
+        print(f"trainer.export: {error}", file=sys.stderr)
+        return exit_code(error)
+    print(msgspec.json.encode(done).decode())
+    return Exit.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
