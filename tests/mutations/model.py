@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
 
 import trainer.engine as engine
 import trainer.parallel.apply as apply
+import trainer.parallel.columns as columns
 import trainer.parallel.context.block as block
 import trainer.parallel.context.place as place
 import trainer.parallel.context.ring as ring
@@ -67,11 +69,9 @@ def _(patch):
     original = columns._Columns.backward
 
     def backward(ctx, *grads):
-        gather = ctx.columns.start_gather
-        patch.setattr(ctx.columns, "start_gather", lambda x: lambda: gather(x)().roll(x.shape[1], dims=1))
-        result = original(ctx, *grads)
-        patch.setattr(ctx.columns, "start_gather", gather)
-        return result
+        right, ctx.columns = ctx.columns, copy(ctx.columns)
+        ctx.columns.start_gather = lambda x: lambda: right.start_gather(x)().roll(x.shape[1], dims=1)
+        return original(ctx, *grads)
 
     patch.setattr(columns._Columns, "backward", staticmethod(backward))
 

@@ -11,6 +11,7 @@ from tests.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
 from trainer.metrics.comm import CommCounter
 from trainer.metrics.memory import StorageTracker
+from trainer.parallel import apply
 from trainer.parallel.apply import build
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.recompute import apply_recompute
@@ -68,3 +69,21 @@ def test_unknown_mode_is_refused():
     part = build(plan, Mesh.alone(plan), CommCounter())
     with pytest.raises(ValueError, match="legal: none, selective, full"):
         apply_recompute(part.stages[0], msgspec.structs.replace(plan.job.train, recompute="some"))
+
+
+@pytest.mark.process
+def test_sequence_parallel_inputs_are_not_kept_whole():
+    """Of each block's two inputs and the head's a rank holds its part of the sequence, the other ranks theirs."""
+    plan = make_plan(model=small(**LLAMA, **GQA), tp=2, micro_batch_size=B, seq_len=S)
+
+    def work(rank):
+        again = run(plan, Mesh.from_plan(plan, rank), "none")
+        original = apply.Columns
+        apply.Columns = lambda group, counter, sp, keep=False: original(group, counter, sp, keep=True)
+        whole = run(plan, Mesh.from_plan(plan, rank), "none")
+        return {"saved": whole["kept"] - again["kept"], "same": again["loss"] == whole["loss"]}
+
+    for found in run_ranks(work, 2):
+        inputs = 2 * plan.model.layers + 1
+        # the norms' outputs, which the gathering reads, are held instead of the gathered
+        assert found == {"saved": inputs * B * S * plan.model.hidden * 8 // 2, "same": True}

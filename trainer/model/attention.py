@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model
 
 from .dropout import AttentionDropout
-from .linear import Linear
+from .linear import Linear, beside
 from .rope import Rope, rotate
 
 #: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], documents [b, s] or None) -> [b, s, heads, d];
@@ -35,11 +35,13 @@ class Attention(nn.Module):
         self.wv = Linear(model.hidden, keys, model.bias)
         self.wo = Linear(queries, model.hidden)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
+        self.columns = beside
         self.drop = AttentionDropout(model.dropout) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
 
     def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        read = self.columns(x, (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in read)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         return self.wo(self.core(q, k, v, serial, documents).flatten(-2))

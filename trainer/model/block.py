@@ -17,7 +17,7 @@ from orchestrator.plan.document import Model
 
 from .attention import Attention
 from .dropout import Dropout
-from .linear import Linear
+from .linear import Linear, beside
 from .norm import make_norm
 from .rope import Rope
 
@@ -38,11 +38,14 @@ class MLP(nn.Module):
         self.down = Linear(model.ffn_hidden, model.hidden)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
         self.activation = ACTIVATIONS[model.activation]
+        self.columns = beside
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+            (up,) = self.columns(x, (self.up,))
+            return self.down(self.activation(up))
+        gate, up = self.columns(x, (self.gate, self.up))
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from orchestrator.plan.document import Model
 
 from .block import Block
 from .dropout import Dropout
-from .linear import Embedding, Linear
+from .linear import Embedding, Linear, beside
 from .norm import make_norm
 from .rope import rope_tables
 
@@ -49,6 +49,7 @@ class Stage(nn.Module):
         if last:
             self.norm = make_norm(model)
             self.head = Linear(model.hidden, model.vocab)
+            self.columns = beside
             self.tie()
 
     def tie(self) -> None:
@@ -70,4 +71,7 @@ class Stage(nn.Module):
             rope = rope_tables(batch.positions, self.model.head_dim, self.model.rope_theta, x.dtype)
         for block in self.layers.values():
             x = block(x, serial, batch.documents, rope, rows)
-        return self.head(self.head_in(self.norm(x))) if self.last else x
+        if not self.last:
+            return x
+        (logits,) = self.columns(self.head_in(self.norm(x)), (self.head,))
+        return logits

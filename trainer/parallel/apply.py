@@ -4,7 +4,7 @@
 2. build each stage on meta, whole: names and shapes  model.Stage
 3. cut it over tp: the registry of parameters         tensor.shard
 4. allocate this rank's slices and fill them          model.init_stage, seed_dropout (same numbers on every layout)
-5. boundaries: communication at the edges of blocks   tensor.Boundary; vocab.ShardedLookup
+5. boundaries: communication at the edges of blocks   tensor.Boundary, columns.Columns; vocab.ShardedLookup
 6. attention over a sequence shard                    context.place_cores
 7. recomputation, which repeats all of the above      recompute.apply_recompute
 8. compilation, block by block, of all of the above   nn.Module.compile
@@ -20,16 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.plan import Plan
+from orchestrator.plan.schedules import schedule_of
 from trainer.metrics.comm import CommCounter
 from trainer.model.dropout import seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
 from . import legal
+from .columns import Columns
 from .context.place import place_cores
 from .mesh import Mesh
 from .params import ParamInfo, ParamTable
-from .recompute import apply_recompute
+from .recompute import apply_recompute, recompute_mode
 from .tensor import Boundary, Copy, Gather, KeepShard, Reduce, Scatter, shard
 from .vocab import ShardedLookup, VocabParallelLoss
 
@@ -83,7 +85,7 @@ def build(
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         seed_dropout(stage, plan.job.train.seed, device)
         if mesh.group("tp") is not None:
-            place_boundaries(stage, infos, mesh, par.sp, counter)
+            place_boundaries(stage, infos, mesh, plan, counter)
         if mesh.group("cp") is not None:
             place_cores(stage, par.cp_method, mesh, counter)
         if plan.model.dropout:
@@ -123,13 +125,20 @@ def materialise(stage: Stage, table: ParamTable, device: torch.device, dtype: to
     stage.tie()
 
 
-def place_boundaries(stage: Stage, table: ParamTable, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
-    """Put tensor-parallel communication at the edges of blocks, embedding and head."""
-    group = mesh.group("tp")
+def place_boundaries(stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter) -> None:
+    """Put tensor-parallel communication at the edges of blocks, embedding and head: what enters column-parallel
+    matrices inside of their operation, which overlaps it with their gradients. Where a schedule lets weight gradients
+    wait, their input waits with them, whole, and stands before the matrices."""
+    group, sp, train = mesh.group("tp"), plan.parallel.sp, plan.job.train
     into, out = (Gather, Scatter) if sp else (Copy, Reduce)
-    for block in stage.layers.values():
-        block.attn_in, block.attn_out = Boundary(into, group, counter), Boundary(out, group, counter)
-        block.mlp_in, block.mlp_out = Boundary(into, group, counter), Boundary(out, group, counter)
+    splits = schedule_of(plan.parallel).splits_backward
+    for layer, block in stage.layers.items():
+        block.attn_out, block.mlp_out = Boundary(out, group, counter), Boundary(out, group, counter)
+        if splits:
+            block.attn_in, block.mlp_in = Boundary(into, group, counter), Boundary(into, group, counter)
+        else:
+            again = recompute_mode(train, layer) != "none"
+            block.attn.columns = block.mlp.columns = Columns(group, counter, sp, keep=again)
     if stage.first:
         rows = table["embed.weight"]
         stage.embed.op = ShardedLookup(rows.start, rows.stop)
@@ -138,8 +147,10 @@ def place_boundaries(stage: Stage, table: ParamTable, mesh: Mesh, sp: bool, coun
             stage.positions_out = KeepShard(mesh.size("tp"), mesh.index("tp"))
     if sp:
         stage.rows = KeepShard(mesh.size("tp"), mesh.index("tp"))
-    if stage.last:
+    if stage.last and splits:
         stage.head_in = Boundary(into, group, counter)
+    elif stage.last:
+        stage.columns = Columns(group, counter, sp)
 
 
 def number_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
