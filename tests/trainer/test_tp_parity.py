@@ -162,8 +162,8 @@ def test_a_rank_with_only_padding_of_the_vocabulary():
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_bytes_sent_are_those_of_the_formula(sp):
-    """Per layer and micro-batch 4 all-reduces, or 4 all-gathers and 4 reduce-scatters: the same bytes (2205.05198). With
-    SP 2 all-gathers more: inputs are gathered again in backward."""
+    """Per layer and micro-batch 4 all-reduces, or 4 all-gathers and 4 reduce-scatters: the same bytes (2205.05198).
+    With SP 2 all-gathers more: inputs are gathered again in backward."""
     model, tp, item = small(**LLAMA), 4, 8
     sent = compare(model, tp, sp, torch.float64, 1e-10)[0]["sent"]["tp"]
     hidden = B * S * model.hidden * item
