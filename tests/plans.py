@@ -69,6 +69,7 @@ def make_plan(
     metrics_port: int = 0,
     memory_every_steps: int = 1,
     trace_steps: int = 0,
+    isolate_documents: bool = False,
     model: doc.Model | None = None,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
@@ -129,7 +130,7 @@ def make_plan(
             ),
             data=doc.Data(
                 **{"name": "test", "paths": data_paths or ["stdlib"], "extensions": [".py"], "tokenizer": "bytes"},
-                **{"seed": seed, "cache_dir": cache_dir},
+                **{"seed": seed, "cache_dir": cache_dir, "isolate_documents": isolate_documents},
             ),
             checkpoint=doc.Checkpoint(dir=checkpoint_dir, every_steps=checkpoint_every_steps, keep_last=2),
             metrics=doc.Metrics(

@@ -9,7 +9,6 @@ signals or reports (`trainer.train` does), so parity tests run exactly the code 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,12 +36,6 @@ if TYPE_CHECKING:
     from .parallel.data.fsdp import FullyShardedParameters
 
     Buckets = GradBuckets | FullyShardedParameters
-
-
-@dataclass
-class StepOutcome:
-    loss_sum: Tensor  # of this rank's micro-batches; zero on ranks that do not hold the last stage
-    norm: Tensor  # global gradient norm before clipping, 0-d float64, equal on all ranks
 
 
 class Engine:
@@ -84,14 +77,13 @@ class Engine:
             *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device), interleaved=pipelined
         )
 
-    def step(self, batches: Sequence[MicroBatch], valid_tokens: int, lr: float) -> StepOutcome:
-        loss_sum, norm = self.gradients(batches, valid_tokens)
-        self.update(norm, lr)
-        return StepOutcome(loss_sum, norm)
-
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:
         """Summed gradients of the global batch, in the buckets. `batches` are of whole sequences, [b, s], also under
-        context parallelism; `valid_tokens` is the global count."""
+        context parallelism; `valid_tokens` is the global count.
+
+        Returns the summed loss of this rank's micro-batches (zero without the last stage), and the norm of the whole
+        gradient before clipping, float64 and equal on all ranks; both 0-d.
+        """
         self.buckets.wait_params()
         self.buckets.expect(len(batches))
         scale = torch.tensor(self.loss_scale / valid_tokens, dtype=torch.float64, device=self.device)

@@ -52,7 +52,7 @@ def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice) -> Non
     check_peers(plan, env)
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
     mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
-    loader = _open_data(plan, mesh, notice, reporter)
+    loader = _open_data(plan, mesh, device, notice, reporter)
     run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, notice)
     try:
         run.resume()
@@ -63,7 +63,7 @@ def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice) -> Non
     dist.destroy_process_group()
 
 
-def _open_data(plan: Plan, mesh: Mesh, notice: Notice, reporter: Reporter) -> Loader:
+def _open_data(plan: Plan, mesh: Mesh, device: torch.device, notice: Notice, reporter: Reporter) -> Loader:
     """The loader over the corpus, which must be the same on all ranks. Raises DataError."""
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -78,7 +78,7 @@ def _open_data(plan: Plan, mesh: Mesh, notice: Notice, reporter: Reporter) -> Lo
         nodes = plan.ranks[odd].node, plan.ranks[0].node
         raise DataError(f"rank {odd} on {nodes[0]} reads other text than rank 0 on {nodes[1]} (data.paths)")
     reporter.event("data_ready", tokens=store.index.tokens, documents=store.index.documents, key=store.index.key)
-    return Loader(plan, mesh.coord, store)
+    return Loader(plan, mesh.coord, store, pin_memory=device.type == "cuda")
 
 
 class Run:

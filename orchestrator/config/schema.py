@@ -99,6 +99,7 @@ class ClusterSpec(Frozen):
     levels: list[LevelSpec]  # innermost first
     topology_file: Path | None = None  # the real nodes and switches, any form `orch topology` reads; figures stay
     topology_name: Name | None = None  # which of a file that holds several
+    measured: bool = True  # plan with what `orch bench` has found on this cluster, where it was run
 
 
 # ------------------------------------------------------------------------------------------- model
@@ -184,6 +185,7 @@ class DataSpec(Frozen):
     tokenizer: Path = "bytes"  # or the path of a tokenizers JSON file
     seed: Natural | None = None  # of the order of samples; None: train.seed
     cache_dir: Path | None = None  # of token files; None: <home>/data
+    isolate_documents: bool = False  # attention and positions stop where a document ends inside a sample
     demo: bool = False  # a corpus to show the machinery with, not to learn language from: the plan warns
 
 

@@ -57,13 +57,14 @@ class SwitchLevel(Frozen):
 
 
 class Measured(Frozen):
-    """What `orch bench` found in the place of data sheets. Links carry their measured rates and latencies themselves."""
+    """What `orch bench` found in the place of data sheets. Links carry measured rates and latencies themselves."""
 
     source: str  # when, by which run
     matmul_flops: dict[str, float]  # FLOP/s of a matrix product on one GPU while all compute, by precision
     attention_flops: dict[str, float]
     memory_bytes_per_s: float
     launch_s: float  # one small operator
+    stretch: dict[str, dict[str, float]] = {}  # tier -> operation -> time of its bytes / bytes at the tier's rate, >= 1
 
 
 class Cluster(Frozen):
@@ -257,6 +258,7 @@ class Data(Frozen):
     seed: int
     cache_dir: str  # token files live here, keyed by content
     demo: bool = False
+    isolate_documents: bool = False  # attention and positions stop at document borders inside a sample
 
 
 class Checkpoint(Frozen):

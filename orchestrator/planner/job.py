@@ -25,6 +25,7 @@ def make_job(config: Config) -> doc.Job:
             seed=config.train.seed if data.seed is None else data.seed,
             cache_dir=data.cache_dir or str(home / "data"),
             demo=data.demo,
+            isolate_documents=data.isolate_documents,
         ),
         checkpoint=doc.Checkpoint(
             dir=checkpoint.dir or "", every_steps=checkpoint.every_steps, keep_last=checkpoint.keep_last

@@ -121,3 +121,15 @@ def test_a_ramp_that_does_not_fit_is_refused(start):
 def test_schedules_of_one_size_refuse_a_ramp():
     with pytest.raises(LayoutError, match="schedule dualpipe fixes"):
         legal.check(make_plan(pp=2, schedule="dualpipe", micro_batches=4, batch_ramp=RAMP))
+
+
+def test_a_ramp_in_tokens_on_the_command_line_is_one_in_samples_in_the_plan():
+    from orchestrator.config.compose import load
+    from orchestrator.planner.build import build_plan
+
+    words = ["train.batch_ramp={start_tokens: 2048, over_tokens: 40960}", "train.seq_len=256", "parallel=tp4_dp2"]
+    plan = build_plan(load([*words, "train.global_batch_samples=32", "parallel.micro_batch_size=2"]))
+    assert plan.job.train.batch_ramp == BatchRamp(start_samples=8, over_samples=160)
+    legal.check(plan)
+    assert sizes(plan, 6) == [8, 8, 8, 8, 12, 12], "whole micro-batches of 2 samples on 2 replicas"
+    assert sizes(plan, 20)[-1] == 32

@@ -84,9 +84,11 @@ def test_shapes_and_kinds(text):
 
 def test_documents_can_be_kept_apart(text):
     (text / "b.txt").write_text("x" * 30)
-    plan = make_plan(data_paths=[str(text / "a.txt"), str(text / "b.txt")], cache_dir=str(text / "cache"))
+    plan = make_plan(
+        data_paths=[str(text / "a.txt"), str(text / "b.txt")], cache_dir=str(text / "cache"), isolate_documents=True
+    )
     store = open_tokens(plan.job.data)
-    loader = Loader(plan, plan.ranks[0].coord, store, isolate_documents=True)
+    loader = Loader(plan, plan.ranks[0].coord, store)
     batches = [batch for step in range(store.samples(16) // 2) for batch in loader.step(2 * step)]
     assert any(int(batch.documents.max()) > 0 and batch.valid_tokens < 16 for batch in batches)
 

@@ -88,3 +88,18 @@ def test_an_fp16_step_that_overflows_is_skipped_and_said(cache, tmp_path):
     assert [event.fields["loss_scale"] for event in skipped] == [2.0 ** (15 - index) for index in range(5)]
     norms = {report.step: report.grad_norm for report in workers.steps(0)}
     assert {step for step, norm in norms.items() if norm is None} == {event.step for event in skipped}
+
+
+def test_documents_are_kept_apart_when_the_plan_says_so(cache, tmp_path):
+    """Alone and cut over context-parallel ranks, in whose shards the borders lie elsewhere."""
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"{index} " * 3)
+    found = {}
+    for name, layout in {"apart": {}, "apart cp2": {"cp": 2}, "together": {"isolate_documents": False}}.items():
+        options = {"data_paths": [str(tmp_path)], "isolate_documents": True, "steps": 2, "micro_batches": 4, **layout}
+        plan = changed(job(cache, **options), "data", extensions=[".txt"])
+        codes, workers = finish(plan, tmp_path / name)
+        assert set(codes) == {0}, workers.log(0)
+        found[name] = list(workers.losses().values())
+    assert found["apart cp2"] == pytest.approx(found["apart"], rel=1e-5)
+    assert found["together"] != pytest.approx(found["apart"], rel=1e-3)

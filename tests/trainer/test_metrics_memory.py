@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.metrics.memory import StepMemory, StorageTracker, storage_bytes
+from trainer.metrics.memory import StepMemory, StorageTracker
 
 KIB = 1024
 
@@ -14,11 +14,11 @@ def kib(count: int, **options: object) -> torch.Tensor:
 
 def test_views_of_one_buffer_count_once_and_whole():
     flat = kib(8)
-    assert storage_bytes([flat[:10], flat[10:20], kib(1)]) == 9 * KIB
-
-
-def test_meta_tensors_weigh_nothing():
-    assert storage_bytes([torch.empty(1 << 40, device="meta")]) == 0
+    with StorageTracker(
+        {"params": lambda: [flat[:10], flat[10:20]], "buffers": lambda: [kib(1, device="meta")]}
+    ) as one:
+        pass
+    assert one.points()[-1].held["params"] == one.live == 8 * KIB, "and meta tensors weigh nothing"
 
 
 def test_peak_and_live_follow_the_life_of_storages():

@@ -18,11 +18,8 @@ from trainer.errors import DataError
 class Loader:
     """Reads what `samples_of_step` says, from a token store. No state but the read-ahead: any step at any time."""
 
-    def __init__(
-        self, plan: Plan, coord: Coord, store: TokenStore, isolate_documents: bool = False, pin_memory: bool = False
-    ):
-        """`isolate_documents`: attention and positions stop at document borders (see `batch.from_windows`).
-        `pin_memory`: in page-locked memory, from which a copy to a CUDA device runs beside the computation.
+    def __init__(self, plan: Plan, coord: Coord, store: TokenStore, pin_memory: bool = False):
+        """`pin_memory`: in page-locked memory, from which a copy to a CUDA device runs beside the computation.
 
         Raises DataError when the corpus is shorter than one sample or has ids that the model has no row for.
         """
@@ -37,7 +34,7 @@ class Loader:
             )
         self.parallel, self.coord, self.store = plan.parallel, coord, store
         self.ramp, self.dropout = plan.job.train.batch_ramp, plan.model.dropout > 0
-        self.eod = index.eod if isolate_documents else None
+        self.eod = index.eod if plan.job.data.isolate_documents else None
         self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
         self._pin = pin_memory
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")

@@ -35,11 +35,6 @@ Registered = Mapping[str, Callable[[], Iterable[Tensor]]]
 Running = Callable[[], tuple[int, bool] | None]
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`: views of one buffer count once, and whole."""
-    return sum({storage_key(storage): storage.nbytes() for storage in _storages(tensors)}.values())
-
-
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     return (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
 

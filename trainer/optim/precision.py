@@ -21,10 +21,6 @@ class Recipe:
     reduce: torch.dtype
     master: torch.dtype
 
-    @property
-    def has_master_copy(self) -> bool:
-        return self.param != self.master
-
 
 def recipe(train: Train) -> Recipe:
     """The plan's precision. `grad_dtype` bf16 with fp32 weights is refused: it would only lose digits.

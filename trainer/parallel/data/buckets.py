@@ -138,7 +138,8 @@ class GradBuckets:
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._seat[param] = (number, position)
-        self._hooks = [p.register_post_accumulate_grad_hook(self.on_grad) for p in self._seat]
+        for param in self._seat:
+            param.register_post_accumulate_grad_hook(self.on_grad)
 
     # ------------------------------------------------------------------------------------------- gradients
 
@@ -272,12 +273,6 @@ class GradBuckets:
     def grad_tensors(self) -> list[Tensor]:
         """The gradients' storage, for the account of memory."""
         return [bucket.grads for bucket in self.buckets]
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters; they stay views of the buckets."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
