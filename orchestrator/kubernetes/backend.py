@@ -6,12 +6,13 @@ itself lives in the cluster, with its checkpoints on a claim.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import msgspec
@@ -28,6 +29,7 @@ from orchestrator.plan.codec import from_json
 
 from .client import Cluster
 from .live import Place, place
+from .mirror import fill, followed
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
 from .render import NO_KEY, Manifest, render, to_yaml
@@ -123,6 +125,22 @@ class KubernetesBackend:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
             write_state(folder, state)  # the cluster forgets; this folder does not
         return state
+
+    @contextlib.contextmanager
+    def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
+        """The pods' logs in the run folder, once or for as long as the body runs."""
+        record = read_record(folder)
+        if record is None or not self._watch.seen(record, folder.run_id).pods:
+            yield
+            return
+        self._remember(folder)
+        cluster = self._of(record)
+        if follow:
+            with followed(folder, cluster, lambda: self._watch.seen(record, folder.run_id)):
+                yield
+        else:
+            fill(folder, cluster, self._watch.seen(record, folder.run_id))
+            yield
 
     # ---------------------------------------------------------------------------------- parts
 

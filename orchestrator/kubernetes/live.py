@@ -62,7 +62,12 @@ def profile(options: KubernetesOptions) -> str | Profile:
     """Labels of the levels, if they are named, innermost first as in the plan; else a profile by its name."""
     if options.levels:
         return Profile(levels={name: [label] for name, label in reversed(options.levels.items())})
-    return profile_of(options.profile) if "=" in options.profile else options.profile
+    return profile_named(options.profile)
+
+
+def profile_named(text: str) -> str | Profile:
+    """A shipped profile by its name, or labels: `zone=LABEL,rack=LABEL`, coarse to fine."""
+    return profile_of(text) if "=" in text else text
 
 
 def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:

@@ -7,16 +7,20 @@ importer that lists its switches itself.
 from __future__ import annotations
 
 from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import ClusterSpec, LevelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 
+if TYPE_CHECKING:
+    from orchestrator.topology.model import Topology
+
 NVLINK = "nvlink"
 SELF = "self"
 GIB = 1 << 30
-LIVE = "slurm:"  # in the place of a file: the cluster as it is now
+LIVE = ("slurm:", "kubernetes:")  # in the place of a file: the cluster as it is now
 
 
 def build_cluster(spec: ClusterSpec) -> Cluster:
@@ -58,16 +62,15 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
 def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:
     """The free nodes of `topology_file` that have what a node of `base` has, with the figures of `base`.
 
-    `slurm:` or `slurm:<partition>` asks the running cluster, and takes the `nodes` idle ones that lie closest together.
+    `slurm:[partition]` and `kubernetes:[label profile]` ask the running cluster, and take the `nodes` idle ones that
+    lie closest together.
     """
     from orchestrator.topology.fit import choose_nodes, fit  # which checks its result here
     from orchestrator.topology.read import read
 
-    live = spec.topology_file.startswith(LIVE)
+    live = next((prefix for prefix in LIVE if spec.topology_file.startswith(prefix)), None)
     if live:
-        from orchestrator.slurm.live import live_topology
-
-        topology = live_topology(spec.topology_file.removeprefix(LIVE) or None)
+        topology = _live(live, spec.topology_file.removeprefix(live))
     else:
         topology = read(FilePath(spec.topology_file), name=spec.topology_name)
     model = spec.gpu.name.split("-")[0].lower()
@@ -83,6 +86,17 @@ def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:
     if live:
         fitting = choose_nodes(fitting, topology, spec.nodes)
     return fit(base, fitting, topology, name=spec.name)
+
+
+def _live(prefix: str, which: str) -> Topology:
+    if prefix == "slurm:":
+        from orchestrator.slurm import live as slurm
+
+        return slurm.live_topology(which or None)
+    from orchestrator.kubernetes import live as kubernetes
+    from orchestrator.kubernetes.client import Cluster as Server
+
+    return kubernetes.live_topology(Server(), kubernetes.profile_named(which or "auto"))
 
 
 def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLevel:

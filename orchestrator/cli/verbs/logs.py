@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchError
@@ -40,16 +41,18 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
-    sources = _sources(args, folder)
-    tails = [LogTail(path, args.tail) for _, path in sources]
-    while True:
-        alive = args.follow and backend.is_alive(folder)  # before reading: what is written until then is read
-        for (name, _), tail in zip(sources, tails, strict=True):
-            for line in tail.read(last=not alive):
-                _say(name, line, alone=len(sources) == 1, as_json=args.json)
-        if not alive:
-            return Exit.DONE
-        time.sleep(_LOOK_S)
+    brought = getattr(backend, "mirror", None)  # of a backend whose logs are not in the run folder by themselves
+    with brought(folder, args.follow) if brought else nullcontext():
+        sources = _sources(args, folder)
+        tails = [LogTail(path, args.tail) for _, path in sources]
+        while True:
+            alive = args.follow and backend.is_alive(folder)  # before reading: what is written until then is read
+            for (name, _), tail in zip(sources, tails, strict=True):
+                for line in tail.read(last=not alive):
+                    _say(name, line, alone=len(sources) == 1, as_json=args.json)
+            if not alive:
+                return Exit.DONE
+            time.sleep(_LOOK_S)
 
 
 def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
@@ -63,14 +66,10 @@ def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
 
 def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
     """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run does not have."""
-    from orchestrator.plan import PlanError, load_plan
     from orchestrator.suggest import did_you_mean
 
-    try:
-        ranks = load_plan(folder.plan).ranks
-    except PlanError as error:
-        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
-    nodes = list(dict.fromkeys(rank.node for rank in ranks))
+    ranks = _seats(folder)
+    nodes = list(dict.fromkeys(ranks.values()))
     if args.node is not None and args.node not in nodes:
         raise OrchError(f"run {folder.run_id} has no node {args.node!r}; {did_you_mean(args.node, nodes)}")
     for rank in args.rank or ():
@@ -80,6 +79,20 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
         found = [(f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)]
         local = folder.logs / "supervisor.log"
         return found if args.node or not local.exists() else [("supervisor", local), *found]
-    wanted = [r for r in ranks if args.node in (None, r.node) and (not args.rank or r.rank in args.rank)]
+    wanted = [r for r, node in ranks.items() if args.node in (None, node) and (not args.rank or r in args.rank)]
     width = len(str(len(ranks) - 1))
-    return [(f"rank {rank.rank:>{width}}", folder.rank_log(rank.rank)) for rank in wanted]
+    return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in wanted]
+
+
+def _seats(folder: RunFolder) -> dict[int, str]:
+    """Rank -> node: where the workers really are, and before they have started where the plan puts them."""
+    from orchestrator.launch.state import read_state
+    from orchestrator.plan import PlanError, load_plan
+
+    real = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
+    if real:
+        return dict(sorted(real.items()))
+    try:
+        return {rank.rank: rank.node for rank in load_plan(folder.plan).ranks}
+    except PlanError as error:
+        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None

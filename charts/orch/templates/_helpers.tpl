@@ -1,0 +1,63 @@
+{{- /* Names. A run's name holds a digest of everything that makes it: other values are another run, the same ones the
+same, so that an upgrade replaces a run and a rollback brings it back, with its checkpoints where there is a claim. */ -}}
+{{- define "orch.name" -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "orch.digest" -}}
+{{- $made := dict "c" .Values.cluster "p" .Values.parallel "m" .Values.model "o" .Values.overrides "i" .Values.image "x" .Values.options "k" .Values.claim "n" .Values.networkPolicy "q" .Values.kueue -}}
+{{- $made | toJson | sha256sum | trunc 8 -}}
+{{- end -}}
+
+{{- define "orch.run" -}}
+{{- printf "%s-%s" (include "orch.name" .) (include "orch.digest" .) -}}
+{{- end -}}
+
+{{- define "orch.labels" -}}
+app.kubernetes.io/name: orch
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+app.kubernetes.io/part-of: orch
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
+{{- define "orch.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "orch.claim" -}}
+{{- if .Values.claim.existing -}}{{ .Values.claim.existing }}{{- else if .Values.claim.create -}}{{ include "orch.name" . }}-runs{{- end -}}
+{{- end -}}
+
+{{- define "orch.queue" -}}
+{{- .Values.kueue.queue | default (include "orch.name" .) -}}
+{{- end -}}
+
+{{- /* backend.options of the run: the user's, and what the chart knows. */ -}}
+{{- define "orch.options" -}}
+{{- $own := dict "image" (include "orch.image" .) "pull_policy" .Values.image.pullPolicy "pull_secrets" .Values.image.pullSecrets "network_policy" .Values.networkPolicy.enabled "namespace" .Release.Namespace "owner" (dict "name" (printf "%s-values" (include "orch.run" .))) -}}
+{{- if include "orch.claim" . -}}{{- $_ := set $own "claim" (include "orch.claim" .) -}}{{- end -}}
+{{- if .Values.serviceAccount.create -}}{{- $_ := set $own "service_account" (printf "%s-pods" (include "orch.name" .)) -}}{{- end -}}
+{{- if .Values.kueue.create -}}{{- $_ := set $own "queue" (include "orch.queue" .) -}}{{- end -}}
+{{- merge $own .Values.options | toJson -}}
+{{- end -}}
+
+{{- /* Pod Security's restricted level, for the pods of this chart. The pods of the run have the same from orch. */ -}}
+{{- define "orch.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: { type: RuntimeDefault }
+{{- end -}}
+
+{{- define "orch.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: { drop: [ALL] }
+{{- end -}}
