@@ -1,13 +1,12 @@
-"""From command-line words and YAML files to one typed, frozen `Config`.
+"""Hydra's part: from words and the files of groups to a checked `Config`.
 
-Hydra's Compose API puts the files together; this module decides where they are looked for, resolves `${...}` once and
-makes the result a value. `overrides` reads the words before Hydra, `screen` keeps code and secrets out, `refusals` and
-`explain` turn every failure into one line with an exit code.
+Hydra's Compose API puts the files together; this module resolves `${...}` once and makes the result a value.
+`overrides` reads the words before Hydra, `screen` keeps code and secrets out, `refusals` and `explain` turn every
+failure into one line with an exit code.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from orchestrator.errors import OrchError
 
 from . import grammar
 from .explain import Origin, annotation_at, from_msgspec, open_at
-from .groups import PRIMARY, Library, folders
+from .groups import PRIMARY, Library
 from .overrides import Override, quote, read
 from .refusals import WordNeeded, reason, refuse
 from .schema import Config
@@ -25,23 +24,11 @@ from .structured import optional, register, struct_of, twin
 from .validate import validate
 
 
-def load(overrides: list[str], config_dir: str | Path | None = None, ranges: bool = False) -> Config:
-    """Compose, resolve and check. Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets.
-
-    `config_dir` is searched before the shipped files; without it `./conf` is, when it exists. `ranges`: the caller
-    takes a range of sizes (`nodes=4..8`), which most have no use for. Not for use from several threads at once: Hydra
-    keeps its state in the process.
-    """
-    library = Library(folders(config_dir))
+def compose(overrides: list[str], library: Library) -> Config:
+    """Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets."""
     given = read(list(overrides), library)
     tree, choices = _compose(library, given)
-    config = _typed(tree, Origin(library, given, choices))
-    if config.nodes is not None and not ranges:
-        raise OrchError(f"nodes={config.nodes} is for orch plan, submit and render; here it is cluster.nodes=N")
-    return config
-
-
-# ------------------------------------------------------------------------------------------- Hydra
+    return _typed(tree, Origin(library, given, choices))
 
 
 def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, str]]:

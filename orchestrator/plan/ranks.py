@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,13 +26,11 @@ def coords(order: Iterable[str], degrees: Mapping[str, int]) -> list[dict[str, i
 
 def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
     """Rank lists in which only the axes in `varying` vary, each sorted by those coordinates (last axis slowest)."""
-    same = _reader(tuple(axis for axis in AXES if axis not in varying))
-    found: dict[object, list[int]] = {}
-    for rank, coord in enumerate(all_coords):
-        found.setdefault(same(coord), []).append(rank)
+    same = list(map(_reader(tuple(axis for axis in AXES if axis not in varying)), all_coords))
     order = list(map(_reader(tuple(reversed(varying))), all_coords))
-    for members in found.values():
-        members.sort(key=order.__getitem__)
+    found: dict[object, list[int]] = {key: [] for key in same}
+    for rank in sorted(range(len(order)), key=order.__getitem__):
+        found[same[rank]].append(rank)
     return list(found.values())
 
 
@@ -50,7 +48,10 @@ def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list
 
 
 def as_dict(rank: Rank) -> dict[str, int]:
-    return {axis: getattr(rank.coord, axis) for axis in AXES}
+    return dict(zip(AXES, _read_coord(rank.coord), strict=True))
+
+
+_read_coord = attrgetter(*AXES)
 
 
 def degrees(parallel: Parallel) -> dict[str, int]:

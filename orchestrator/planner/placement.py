@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-
-from msgspec import Struct
+from dataclasses import dataclass
+from functools import cached_property
 
 from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Parallel
 from orchestrator.plan.ranks import degrees
@@ -20,7 +20,7 @@ from .collective import PATTERN
 from .fabric import NOWHERE, Fabric, Path, Pattern
 from .layout import group_members, orders
 from .profile import Profile
-from .step_time import Work, assemble, exposed_seconds
+from .step_time import Work, assemble, exposed_seconds, floor
 from .topology import NVLINK, SELF
 from .traffic import Traffic
 
@@ -29,13 +29,25 @@ TIE = 0.005
 PathKey = tuple[tuple[Axis, ...], Pattern]
 
 
-class Candidate(Struct, frozen=True):
+@dataclass(frozen=True)
+class Candidate:
     """One nesting order and its price."""
 
     order: tuple[Axis, ...]
     paths: dict[PathKey, Path]
     exposed: dict[str, float]  # seconds by axis
-    step_s: float
+    work: Work
+    parallel: Parallel
+
+    @cached_property
+    def step_s(self) -> float:
+        """May simulate a pipeline: asked for only where it can matter."""
+        return assemble(self.work, self.exposed, self.parallel)[0]
+
+    @cached_property
+    def floor_s(self) -> float:
+        """`step_s` is no less."""
+        return floor(self.work, self.exposed, self.parallel)
 
     def worst_level(self, axis: Axis) -> str:
         return self.paths[(axis,), "ring"].worst_level
@@ -86,7 +98,7 @@ def candidates(
     for order in [tuple(only)] if only else orders(sizes):
         paths = {key: roads.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
         exposed = exposed_seconds(traffic, paths, work, parallel.pp)
-        result.append(Candidate(order, paths, exposed, assemble(work, exposed, parallel)[0]))
+        result.append(Candidate(order, paths, exposed, work, parallel))
     return result
 
 
@@ -101,8 +113,13 @@ def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
     for axis in ("tp", "ep"):
         least = min(candidate.outside_nvlink(axis) for candidate in rest)
         rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
-    fastest = min(candidate.step_s for candidate in rest)
-    rest = [candidate for candidate in rest if candidate.step_s <= fastest * (1 + TIE)]
+    fastest = math.inf
+    for candidate in sorted(rest, key=lambda one: one.floor_s):
+        if candidate.floor_s > fastest * (1 + TIE):
+            break
+        fastest = min(fastest, candidate.step_s)
+    near = fastest * (1 + TIE)
+    rest = [candidate for candidate in rest if candidate.floor_s <= near and candidate.step_s <= near]
     return min(rest, key=height)  # the first of equals: nearest to the default
 
 

@@ -11,7 +11,7 @@ from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
 from . import collective
 from .compute import Rates, StageSeconds, optimizer_seconds, stage_seconds
 from .fabric import Path
-from .pipeline import rank_seconds, rank_stages, span_seconds
+from .pipeline import EQUAL, rank_seconds, rank_stages, span_seconds
 from .traffic import Traffic, rank_parameters
 
 
@@ -20,6 +20,7 @@ class Work(Struct, frozen=True):
 
     stages: list[StageSeconds]  # one micro-batch through each model stage
     ranks: list[float]  # one micro-batch, forward and backward, through all stages of each pipeline rank
+    ahead: list[tuple[float, int]]  # of each pipeline rank: forward of the stages before its first, and their number
     windows: dict[str, float]  # seconds a step in which communication may hide, by `traffic.Window`
     optimizer_s: float
 
@@ -35,6 +36,7 @@ def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Wo
     return Work(
         stages=stages,
         ranks=ranks,
+        ahead=[(sum(stage.forward for stage in stages[:first]), first) for first in map(min, rank_stages(parallel))],
         windows={
             "none": 0.0,
             "attention": m * 3 * sum(stage.attention_core for stage in slowest),
@@ -73,6 +75,17 @@ def assemble(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> tu
     slowest = max(work.ranks) + inner * parallel.vpp
     step = span + exposed["pp"] + exposed["dp"] + work.optimizer_s
     return step, max(0.0, span - m * slowest), idle
+
+
+def floor(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> float:
+    """What `assemble` never undercuts, without simulating a pipeline: each rank waits for a first micro-batch to come
+    through the stages ahead of it, then has all of its work to do."""
+    inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / parallel.micro_batches
+    m, each = parallel.micro_batches, inner / parallel.vpp / 3
+    span = max(
+        ahead + stages * each + m * (rank + inner) for (ahead, stages), rank in zip(work.ahead, work.ranks, strict=True)
+    )
+    return (span + exposed["pp"] + exposed["dp"] + work.optimizer_s) * (1 - EQUAL)
 
 
 def predict(work: Work, exposed: Mapping[str, float], parallel: Parallel, outside: Container[str] = ()) -> Time:

@@ -80,6 +80,10 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
 def _starts(sizes: Sizes, config: Config) -> list[str]:
     """What the scheduler says of the start of each size; nothing where it is not here. Never an error, and quick."""
     import os
+    import shutil
+
+    if config.backend.name != "local" and not any(map(shutil.which, ("sbatch", "kubectl"))):
+        return []  # no scheduler within reach: its modules are not even imported
 
     from orchestrator.launch.backend import BACKENDS, get_backend
 

@@ -67,16 +67,16 @@ class SpotBound:
             + transfer * (m * way.sends + 2 * (spot.pp - 1))
             for way in pipes.ways
         )
-        longest = piece.mode(recompute or "full").slowest_s  # what is repeated is more to hide behind
-        return (span + self._gradients(pipes.most * longest + 3 * piece.head_s)) * ROUNDING
+        return (span + self.gradients(recompute)) * ROUNDING
 
-    def _gradients(self, both: float) -> float:
-        """Seconds of dense parameters that no ZeRO stage hides. `both`: of any rank, at most, a micro-batch forward
-        and backward."""
+    def gradients(self, recompute: str | None) -> float:
+        """Seconds of dense parameters that no ZeRO stage hides, at least."""
         piece, spot, m = self.piece, self.spot, self.spot.micro_batches
         members = spot.cp * spot.ep * spot.dp
         if members == 1:
             return 0.0
+        # what they hide behind, at most: a micro-batch forward and backward; what is repeated adds to that
+        both = self.pipes.most * piece.mode(recompute or "full").slowest_s + 3 * piece.head_s
         seconds = min(dense.seconds_per_byte for _, dense, _ in self.nestings) * (members - 1) / members
         seconds *= piece.busiest_params(spot.pp, self.pipes.least)
         weight, gradient = (width * seconds for width in piece.widths)
@@ -126,6 +126,7 @@ class BranchBound:
     def __init__(self, base: SpotBound, recompute: str, sharded: list[Sharded]):
         self.base, self.spot, self.piece, self.sharded = base, base.spot, base.piece, sharded
         self.recompute, self.mode = recompute, base.piece.mode(recompute)
+        self.gradients = base.gradients(recompute)
 
     def least_bytes(self) -> float:
         """That every pipeline needs: an average rank's states and the micro-batches that some rank must hold."""
@@ -154,8 +155,8 @@ class RowBound:
         self.backward = self.both = 0.0  # of the slowest rank: what gradients, and gathered weights, hide behind
         self.span = self._span(inner, split)
         self.transfers = m * shape.sends + 2 * (spot.pp - 1)
-        #: with the nearer nesting, gradients and optimizer still to come
-        self.least_s = (self.span + branch.base.nestings[0][0] * self.transfers) * ROUNDING
+        #: with the nearer nesting, the ZeRO stage that shows least, and the optimizer still to come
+        self.least_s = (self.span + branch.base.nestings[0][0] * self.transfers + branch.gradients) * ROUNDING
 
     def _context(self, steps: float, window: float) -> float:
         once, more = self.branch.piece.context_s
