@@ -14,6 +14,7 @@ the descriptor has the same number in each, by which `cut` and `heal` find it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from ipaddress import IPv4Address
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -32,9 +34,13 @@ INTERFACE = "eth0"  # in every node's namespace
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _FIRST_ADDRESS = IPv4Address("10.0.0.1")
 _PREFIX = 8
-_BURST_S = 5e-4  # of the link's rate may pass at once ...
-_LEAST_BURST = 16 << 10  # ... but a few packets at least, bytes
-_QUEUE = 16 << 20  # bytes waiting before a link drops packets: more than a socket's buffer, so that hardly any is
+_BURST_S = 4e-3  # of the rate may pass at once: a busy machine serves a link that late, and catches up
+_LEAST_BURST = 32 << 10  # bytes
+_QUEUE = 16 << 20  # bytes that wait before a link drops packets: hardly any is
+#: TCP of a node: least, first and most bytes of a connection's buffers. It sends little ahead, or acknowledgements wait
+#: behind it in the queue of the link; it takes much in, since gloo does not read while it has something to write. With
+#: both, two ways at once get what each gets alone.
+_TCP = {"tcp_wmem": "4096 16384 131072", "tcp_rmem": "4096 8388608 8388608"}
 _ENTER = (
     "a cluster in network namespaces (cluster=local_shaped) needs root and iproute2; cluster=local runs without them"
 )
@@ -96,6 +102,9 @@ class Network:
             _call("unshare", _CLONE_NEWNET)
             made = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             self._made.append(made)
+            with contextlib.suppress(OSError):  # a container's read-only /proc: a less even network, but one
+                for name, value in _TCP.items():
+                    Path("/proc/sys/net/ipv4", name).write_text(value)
             _enter(here)
             return made
         finally:

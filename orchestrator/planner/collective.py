@@ -48,4 +48,4 @@ def seconds(operation: Operation, size: float, n: int, path: Path) -> float:
         ring = turns * path.turn_s * (n - 1) / n
         tree = turns * 2 * max(1, (n - 1).bit_length()) * path.hop_s
         latency = min(ring, tree)
-    return latency + sent_bytes(operation, size, n) * path.seconds_per_byte
+    return latency + sent_bytes(operation, size, n) * path.seconds_per_byte * path.stretch.get(operation, 1.0)

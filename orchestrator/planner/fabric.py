@@ -33,6 +33,7 @@ class Path(Struct, frozen=True):
     turn_s: float  # latencies around the whole ring (sum over its hops)
     worst_level: str
     share: dict[str, float]  # of a rank's bytes, by level, for the rank that sends most on the worst level
+    stretch: dict[str, float] = {}  # operation -> by how much its bytes take longer here, where that was measured
 
 
 NOWHERE = Path(0.0, 0.0, 0.0, SELF, {})
@@ -56,6 +57,8 @@ class Fabric:
         self.latency = np.array([latency for _, latency in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]  # below each block
+        slower = cluster.measured.stretch if cluster.measured else {}
+        self.stretch = [slower.get(name, {}) for name in self.names]
         self.thinner = [1.0, *(level.oversubscription for level in cluster.levels)]  # uplinks against NICs below
 
     def reseated(self, nodes: Sequence[int]) -> Fabric:
@@ -110,7 +113,8 @@ class Fabric:
             seconds = max(seconds, float((1.0 / (lanes * self._lane(level)))[outside].max()))
             part = float((1.0 / lanes[level == worst]).max())
             share = {NVLINK: 1.0 - part, self.names[worst]: part} if part < 1.0 else {self.names[worst]: 1.0}
-        return Path(seconds, float(hops.max()), float(hops.sum(axis=1).max()), self.names[worst], share)
+        turn = float(hops.sum(axis=1).max())
+        return Path(seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst])
 
     def _exchange(self, node: np.ndarray) -> Path:
         n = node.shape[1]
@@ -128,7 +132,7 @@ class Fabric:
         busiest = np.unravel_index(int(part[worst].argmax()), node.shape)
         share = {self.names[tier]: float(part[tier][busiest]) for tier in used if part[tier][busiest] > 0}
         hop = float(self.latency[worst])
-        return Path(seconds, hop, hop * (n - 1), self.names[worst], share)
+        return Path(seconds, hop, hop * (n - 1), self.names[worst], share, self.stretch[worst])
 
     def _lane(self, level: np.ndarray) -> np.ndarray:
         """Bytes/s of what one GPU may use on its own: a whole NIC, shared or not, or several where it has several."""

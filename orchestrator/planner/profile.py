@@ -7,6 +7,9 @@ accelerator. A later calibration replaces this module's values, not the formulas
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from orchestrator.plan.document import Cluster
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -69,4 +72,25 @@ def profile_for(gpu_name: str, device: str) -> Profile:
         kernel_launch_s=3e-6,
         context_bytes=2 << 30,
         source=_GPU_SOURCE,
+    )
+
+
+def profile_of(cluster: Cluster) -> Profile:
+    """The profile of a cluster's GPU; where `orch bench` has measured the cluster, what it found instead."""
+    found, measured = profile_for(cluster.gpu.name, cluster.device), cluster.measured
+    if measured is None:
+        return found
+    peak = cluster.gpu.peak_flops
+    trains_in = ("fp32", "bf16") if cluster.device == "cpu" else ("bf16", "fp32")  # one fraction for all precisions
+    core = [measured.attention_flops[name] / peak[name] for name in trains_in if name in measured.attention_flops]
+    return replace(
+        found,
+        gemm={name: flops / peak[name] for name, flops in measured.matmul_flops.items() if name in peak},
+        attention=core[0] if core else found.attention,
+        hbm=measured.memory_bytes_per_s / cluster.gpu.hbm_bytes_per_s,
+        nvlink=1.0,  # links were measured with collectives, under the load of all ranks
+        fabric=1.0,
+        contention=1.0,
+        kernel_launch_s=measured.launch_s,
+        source=measured.source,
     )

@@ -13,7 +13,7 @@ from orchestrator.plan.ranks import AXES
 from . import step_time
 from .compute import Rates, rates
 from .placement import Candidate, Roads, candidates, choose
-from .profile import Profile, profile_for
+from .profile import Profile, profile_of
 from .traffic import Traffic, step_traffic
 
 
@@ -22,7 +22,7 @@ class Ground:
 
     def __init__(self, cluster: doc.Cluster, model: doc.Model, train: doc.Train):
         self.cluster, self.model, self.train = cluster, model, train
-        self.profile: Profile = profile_for(cluster.gpu.name, cluster.device)
+        self.profile: Profile = profile_of(cluster)
         self.roads = Roads(cluster, self.profile)
         self.rate: Rates = rates(cluster, self.profile, train.precision)
         self.level_names = [level.name for level in cluster.levels]

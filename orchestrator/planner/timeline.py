@@ -6,14 +6,14 @@ from orchestrator.plan import Plan
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
 from .compute import rates
-from .profile import profile_for
+from .profile import profile_of
 from .step_time import step_work
 
 
 def timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
     """Start and end of every action of the first `most_micro_batches` micro-batches of a step, in seconds."""
     par, train = plan.parallel, plan.job.train
-    rate = rates(plan.cluster, profile_for(plan.cluster.gpu.name, plan.cluster.device), train.precision)
+    rate = rates(plan.cluster, profile_of(plan.cluster), train.precision)
     work = step_work(plan.model, par, train, rate)
     exposed = plan.time.exposed_comm_s
     inner = sum(exposed.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / par.micro_batches / par.vpp

@@ -6,6 +6,7 @@ importer that lists its switches itself.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,20 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
     problem = check_cluster(cluster)
     if problem:
         raise OrchError(f"cluster {spec.name}: {problem}", Exit.CONFIG)
-    return cluster if spec.topology_file is None else _imported(spec, cluster)
+    if spec.topology_file is not None:
+        cluster = _imported(spec, cluster)
+    return _as_measured(spec, cluster) if spec.measured else cluster
+
+
+def _as_measured(spec: ClusterSpec, cluster: Cluster) -> Cluster:
+    """With what `orch bench` has found on it, if it was run."""
+    home = FilePath(os.environ.get("ORCH_HOME") or FilePath.home() / ".orch")
+    if not (home / "bench").is_dir():
+        return cluster
+    from orchestrator.bench.record import read, with_measured
+
+    record = read(spec, home)
+    return with_measured(cluster, record) if record else cluster
 
 
 def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:

@@ -43,6 +43,7 @@ def _header(plan: Plan, style: Style) -> str:
             "cluster",
             f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}",
         ),
+        *([("links", f"{cluster.measured.source} (cluster.measured=false: as described)")] if cluster.measured else []),
         ("parallel", f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})"),
         (
             "batch",

@@ -1,0 +1,128 @@
+"""`orch bench`: what links and GPUs of a cluster really give. Plans of that cluster read it from then on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.bench.record import Record
+    from orchestrator.plan import Plan
+    from orchestrator.report.style import Style
+
+HELP = "measure a cluster's links and GPUs; later plans of it use what was found"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-keep", action="store_true", help="show what was found, change no plan")
+    parser.add_argument("--run-id", metavar="ID", help="instead of bench-<cluster>-<time>-<random>")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+
+    import msgspec
+
+    from orchestrator.bench import run as bench
+    from orchestrator.cli.terminal import style
+    from orchestrator.cli.verbs import submit
+    from orchestrator.config.compose import load
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.run_folder import RunFolder, home_folder, new_run_id
+    from orchestrator.planner.build import build_plan
+
+    config = bench.config_of(load(overrides, args.config_dir))
+    backend, home = get_backend(config.backend.name), home_folder(os.environ)
+    plan = build_plan(config)
+    sent = argparse.Namespace(
+        command=[sys.executable, "-P", "-m", bench.PROGRAM],
+        env=[],
+        in_place=True,
+        run_id=args.run_id or new_run_id(f"bench-{config.cluster.name}", _now()),
+    )
+    parcel = submit.make_parcel(sent, config, plan, backend, home)
+    handle = submit.send(parcel, backend, home)
+    out, look = (sys.stderr if args.json else sys.stdout), style()
+    print(handle, file=out, flush=True)
+    events = bench.watch(RunFolder(Path(parcel.request.run_dir)), plan, backend, _Progress(out, look))
+    record = bench.record_of(config, handle, events)
+    where = None if args.no_keep else bench.keep(config, record, home)
+    if args.json:
+        import json
+
+        print(json.dumps({**msgspec.to_builtins(record), "file": where}))
+    else:
+        print(page(plan, record, where, look))
+    return Exit.DONE
+
+
+def _now() -> float:
+    import time
+
+    return time.time()
+
+
+class _Progress:
+    """A bar that is overwritten on a terminal, one line a tenth elsewhere."""
+
+    def __init__(self, out: TextIO, look: Style):
+        self._out, self._look, self._tenth = out, look, -1
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        from orchestrator.report.style import GREEN
+
+        line = f"{self._look.bar(done / max(total, 1), 20, GREEN)} {done}/{total}  {what}"
+        if self._out.isatty():
+            self._out.write(f"\r\033[K{line}" + ("\n" if done == total else ""))
+            self._out.flush()
+        elif done * 10 // max(total, 1) > self._tenth:
+            self._tenth = done * 10 // max(total, 1)
+            print(line, file=self._out, flush=True)
+
+
+def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
+    """What was found beside what was assumed, and seconds by message size."""
+    from orchestrator.report.style import seconds, si
+
+    described = {"nvlink": plan.cluster.nvlink} | {level.name: level for level in plan.cluster.levels}
+    lines = ["", look.title("Links, one GPU's share")]
+    lines.append(f"{'tier':<10}{'rate':>12}{'described':>14}{'latency':>10}{'described':>14}{'off by':>8}")
+    for name, found in record.links.items():
+        known = described[name]
+        lines.append(
+            f"{name:<10}{si(found.bytes_per_s, 'B/s'):>12}{si(known.bytes_per_s, 'B/s'):>14}"
+            f"{seconds(found.latency_s):>10}{seconds(known.latency_s):>14}{found.error:>8.0%}"
+        )
+    lines += ["", look.title("Operations, slowest rank"), _table(record)]
+    lines += ["", look.title("One GPU while all compute")]
+    for row in record.compute:
+        name = f"{row['precision']:<10}"
+        lines.append(
+            f"{name}{si(row['matmul_flops'], 'FLOP/s')} matmul, {si(row['attention_flops'], 'FLOP/s')} attention"
+        )
+    memory, launch = record.measured.memory_bytes_per_s, record.measured.launch_s
+    lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} a small operator")
+    lines.append("")
+    if where:
+        lines.append(f"kept in {where}")
+        lines.append("plans of this cluster use it; cluster.measured=false plans without it")
+    else:
+        lines.append("not kept: plans go on as before")
+    return "\n".join(lines)
+
+
+def _table(record: Record) -> str:
+    from orchestrator.report.style import seconds
+
+    sizes = sorted({row.size for row in record.rows})
+    lines = [f"{'':<34}" + "".join(f"{size / 1024:>9,.0f}K" for size in sizes)]
+    cells = {(row.level, row.operation, row.ranks, row.size): row.seconds for row in record.rows}
+    for level, operation, ranks in dict.fromkeys((row.level, row.operation, row.ranks) for row in record.rows):
+        found = (cells.get((level, operation, ranks, size)) for size in sizes)
+        text = "".join(f"{seconds(value) if value is not None else '-':>10}" for value in found)
+        lines.append(f"{level:<10}{operation:<16}{ranks:>3} ranks{text}")
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""From measured rows to plans: the fit, the file, and what a plan does with it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.bench import run as bench
+from orchestrator.bench.fit import Row, fit, predicted
+from orchestrator.bench.record import key_of, path_of
+from orchestrator.config.compose import load
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, from_json, to_json
+from orchestrator.planner.build import build_plan
+from orchestrator.planner.profile import profile_of
+from orchestrator.planner.topology import level_between
+from orchestrator.report.page import render
+from trainer.bench.cases import OPERATIONS, SIZES, cases
+
+LATENCY, RATE = 2e-4, 4e5
+WORDS = ["cluster=local_shaped", "cluster.gpus_per_node=2", "parallel=tp2_dp2"]
+
+
+def rows(level: str, latency: float, rate: float, stretch: dict[str, float] | None = None, ranks: int = 2) -> list[Row]:
+    """What a link would show that is exactly as the planner thinks."""
+    found = []
+    for operation in OPERATIONS:
+        for size in SIZES:
+            row = Row(level, operation, ranks, size, 0.0)
+            seconds = predicted(row, latency, (stretch or {}).get(operation, 1.0) / rate)
+            found.append(msgspec.structs.replace(row, seconds=seconds))
+    return found
+
+
+@given(
+    latency=st.floats(1e-6, 1e-2),
+    rate=st.floats(1e6, 1e11),
+    ranks=st.integers(2, 16),
+    factors=st.lists(st.floats(1.0, 3.0), min_size=5, max_size=5),
+)
+def test_the_fit_finds_what_made_the_rows(latency, rate, ranks, factors):
+    stretch = dict(zip(OPERATIONS, factors, strict=True))
+    found = fit(rows("switch", latency, rate, stretch, ranks))["switch"]
+    best = min(factors)
+    # with few bytes against much latency (or the other way) one of the two cannot be seen in the rows
+    assert found.error < 1e-3
+    if 0.02 < latency * rate / max(SIZES) < 1:
+        assert found.bytes_per_s == pytest.approx(rate / best, rel=1e-3)
+        assert found.latency_s == pytest.approx(latency, rel=1e-3)
+        assert found.stretch == pytest.approx({name: f / best for name, f in stretch.items()}, rel=1e-3)
+
+
+def test_noise_never_gives_a_negative_latency_or_cost():
+    faster_when_larger = [Row("nvlink", "all_reduce", 2, size, 1e-3 / (i + 1)) for i, size in enumerate(SIZES)]
+    found = fit(faster_when_larger)["nvlink"]
+    assert found.bytes_per_s > 0 and found.latency_s > 0
+    all_bytes = [Row("nvlink", "all_reduce", 2, size, (size / 1e6) ** 1.2) for size in SIZES]
+    found = fit(all_bytes)["nvlink"]
+    assert found.latency_s == 0 and found.bytes_per_s > 0
+
+
+def test_cases_meet_on_the_tier_that_they_measure():
+    words = ["cluster=h100x64", "model=tiny", "parallel=default", "train.global_batch_samples=64"]
+    plan = build_plan(load([*words, "train.global_batch_tokens=null"]))
+    found = cases(plan)
+    tiers = ["nvlink", *(level.name for level in plan.cluster.levels)]
+    assert {case.level for case in found} == set(tiers) and [c for c in found if c.level == "nvlink"][-1].ranks == 8
+    for case in found:
+        members = [rank for group in case.groups for rank in group]
+        assert len(members) == len(set(members)) and min(map(len, case.groups)) > 1
+        for group in case.groups:
+            nodes = [plan.cluster.node_names.index(plan.ranks[rank].node) for rank in group]
+            for a, b in pairwise(nodes):
+                assert level_between(plan.cluster, a, b) == case.level
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    folder = tmp_path / "home"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("ORCH_HOME", str(folder))
+    return folder
+
+
+def keep(words: list[str], home, stretch: dict[str, float] | None = None, **links: tuple[float, float]) -> str:
+    config = load(words)
+    compute = {"name": "bench_compute", "precision": "fp32", "matmul_flops": 8e9, "attention_flops": 2e9}
+    compute |= {"memory_bytes_per_s": 3e9, "launch_s": 1e-5}
+    events = [compute]
+    for level, (latency, rate) in links.items():
+        events += [{"name": "bench_link", **msgspec.to_builtins(row)} for row in rows(level, latency, rate, stretch)]
+    return bench.keep(config, bench.record_of(config, "local://bench-test", events), home)
+
+
+def test_plans_use_what_was_measured_and_say_so(home):
+    described = build_plan(load(WORDS))
+    keep(WORDS, home, nvlink=(1e-3, 5e8), switch=(LATENCY, RATE))
+    plan = build_plan(load(WORDS))
+    (switch,) = plan.cluster.levels
+    assert switch.bytes_per_s == pytest.approx(RATE) and switch.latency_s == pytest.approx(LATENCY)
+    assert "local://bench-test" in switch.source and "local://bench-test" in plan.cluster.measured.source
+    assert plan.time.exposed_comm_s["dp"] > 2 * described.time.exposed_comm_s["dp"]
+    profile = profile_of(plan.cluster)
+    assert (profile.nvlink, profile.fabric, profile.contention) == (1.0, 1.0, 1.0)
+    assert profile.gemm["fp32"] * plan.cluster.gpu.peak_flops["fp32"] == pytest.approx(8e9)
+    assert "measured by orch bench" in render(plan) and "measured by" not in render(described)
+    assert from_json(to_json(plan)) == plan
+    assert build_plan(load([*WORDS, "cluster.measured=false"])).time == described.time
+
+
+def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):
+    keep(WORDS, home, switch=(1e-6, RATE))
+    even = build_plan(load(WORDS)).time.exposed_comm_s["dp"]
+    keep(WORDS, home, stretch={"all_reduce": 1.5}, switch=(1e-6, RATE))
+    assert build_plan(load(WORDS)).time.exposed_comm_s["dp"] == pytest.approx(1.5 * even, rel=0.01)
+
+
+def test_another_cluster_is_not_planned_with_it(home):
+    keep(WORDS, home, switch=(LATENCY, RATE))
+    other = [*WORDS, "cluster.nic.gbit_per_s=0.3"]
+    assert key_of(load(WORDS).cluster) != key_of(load(other).cluster)
+    assert build_plan(load(other)).cluster.measured is None
+    assert key_of(load([*WORDS, "cluster.measured=false"]).cluster) == key_of(load(WORDS).cluster)
+
+
+def test_a_damaged_file_is_named_with_the_ways_out(home):
+    path = path_of(load(WORDS).cluster, home)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"schema": "orch.bench/1"}))
+    with pytest.raises(OrchError, match=r"cluster\.measured=false") as refused:
+        build_plan(load(WORDS))
+    assert refused.value.exit == Exit.CONFIG and str(path) in refused.value.message
+    build_plan(load([*WORDS, "cluster.measured=false"]))

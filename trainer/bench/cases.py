@@ -1,0 +1,53 @@
+"""What is measured: groups of ranks that meet on one tier of the network, operations, message sizes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from msgspec import Struct
+
+from orchestrator.plan import Plan
+
+#: The trainer's own collectives, as `orchestrator.planner.collective` names and counts them.
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20)  # bytes of the whole tensor; p2p: of one message
+
+
+class Case(Struct, frozen=True):
+    """Groups that run the same operations at the same time."""
+
+    level: str  # the tier on which neighbours of a group meet: "nvlink" (inside one domain), or a switch level
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Of the largest group."""
+        return max(map(len, self.groups))
+
+
+def cases(plan: Plan) -> list[Case]:
+    """Inside domains: pairs, and everyone. On each switch level: the ranks of a pair of nodes that meet there, and one
+    node of every block below a switch; equal ranks of all those nodes at once, as they share their nodes' links.
+    """
+    cluster = plan.cluster
+    index = {name: i for i, name in enumerate(cluster.node_names)}
+    by_node: list[list[int]] = [[] for _ in cluster.node_names]
+    for rank in plan.ranks:
+        by_node[index[rank.node]].append(rank.rank)
+    domains = [[rank for node in domain for rank in by_node[node]] for domain in cluster.nvlink_domains]
+    found = [
+        Case("nvlink", tuple(pair for domain in domains for pair in list(pairwise(domain))[::2])),
+        Case("nvlink", tuple(tuple(domain) for domain in domains)),
+    ]
+    below: Sequence[Sequence[int]] = cluster.nvlink_domains
+    for level in cluster.levels:
+        for most in (2, len(below)):
+            groups: list[tuple[int, ...]] = []
+            for switch in level.switches:
+                first = [block[0] for block in below if block[0] in switch and by_node[block[0]]][:most]
+                groups += zip(*(by_node[node] for node in first), strict=False) if len(first) > 1 else []
+            found.append(Case(level.name, tuple(groups)))
+        below = level.switches
+    wanted = dict.fromkeys(case for case in found if case.groups and case.ranks > 1)
+    return [Case(case.level, tuple(g for g in case.groups if len(g) > 1)) for case in wanted]
