@@ -13,16 +13,19 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import msgspec
+from msgspec import structs
 
 from orchestrator.launch.live import tail_lines
 from orchestrator.launch.logs import LogTail
 from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import RunState
 from orchestrator.launch.untrusted import UNREADABLE
 
 MARK = "@orch "
 _LOOK_S = 0.25
 _STATE_S = 10.0  # the state is said again this often, so that the last lines of a long log hold it
 _STEP_S = 2.0
+_EPOCHS = 8
 
 
 NOTHING = msgspec.Raw(b"null")
@@ -74,9 +77,18 @@ class Relay:
 
     def _read_state(self) -> bytes:
         try:
-            return msgspec.json.format(self._folder.state.read_bytes(), indent=-1)
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.json.encode(short(msgspec.json.decode(self._folder.state.read_bytes(), type=RunState)))
+        except (OSError, *UNREADABLE):
             return b""
+
+
+def short(state: RunState) -> RunState:
+    """For one line of a log: the last epochs, whose causes leave their tracebacks to the workers' own lines."""
+    told = [
+        structs.replace(epoch, cause=structs.replace(epoch.cause, tail=[])) if epoch.cause else epoch
+        for epoch in state.epochs[-_EPOCHS:]
+    ]
+    return structs.replace(state, epochs=told)
 
 
 def _line(said: Said) -> str:

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -18,6 +19,7 @@ from orchestrator.kubernetes import relay, task
 from orchestrator.kubernetes.gather import Go, Here, gather
 from orchestrator.kubernetes.seating import node_names, pack_topology, seat, unpack_topology
 from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import SCHEMA, RunState, write_state
 from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.topology.model import Machine, Tier, Topology
@@ -151,6 +153,8 @@ def test_a_pod_knows_where_index_0_is():
 
 def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
     folder = RunFolder(tmp_path)
+    fields = {"schema": SCHEMA, "run_id": "r", "backend": "kubernetes", "plan_hash": "h", "writer": "n0"}
+    state = RunState(**fields, state="running", epoch=3, created_at=1, updated_at=2)
     for part in ("logs", "metrics"):
         (tmp_path / part).mkdir()
     folder.rank_log(3).write_text("of an earlier life\n")
@@ -162,7 +166,7 @@ def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
         time.sleep(0.6)
         log.write(" 2\nlast words")
     folder.rank_log(4).write_text("@orch {not ours}\n")
-    folder.state.write_text('{\n "state": "running"\n}')
+    write_state(folder, state)
     folder.metrics("n0").write_text('{"step": 1}\n')
     ours.close()
     lines = out.getvalue().splitlines()
@@ -170,7 +174,7 @@ def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
     ranks = [found for line in lines if (found := relay.rank_of(line))]
     assert [text for rank, text in ranks if rank == 3] == ["step 1", "step 2", "last words"]
     assert [text for rank, text in ranks if rank == 4] == ["@orch {not ours}"]
-    assert {"state": "running"} in [json.loads(bytes(s.state)) for s in said]
+    assert state in [msgspec.json.decode(s.state, type=RunState) for s in said if s.state != relay.NOTHING]
     assert ("n0", {"step": 1}) in [(s.node, json.loads(bytes(s.step))) for s in said]
     assert relay.parse("@orch {broken") is None
     assert relay.rank_of("[rank x] y") is None
