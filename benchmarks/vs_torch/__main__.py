@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from . import context, data, tensor
+from . import context, data, pipeline, tensor
 from .harness import ROOT, Case, conditions, measure
 
-TECHNIQUES = {"data": data.cases, "tensor": tensor.cases, "context": context.cases}
+TECHNIQUES = {"data": data.cases, "tensor": tensor.cases, "context": context.cases, "pipeline": pipeline.cases}
 RESULT = ROOT / "benchmarks" / "results" / "vs_torch.json"
 
 

@@ -30,7 +30,10 @@ class UlyssesAttention:
         repeat = lcm(k.shape[2], self.size) // k.shape[2]
         if repeat > 1:
             k, v = (t.repeat_interleave(repeat, dim=2) for t in (k, v))
-        q, k, v = (_Exchange.apply(t, 2, 1, self) for t in (q, k, v))
+        # One message: for each rank its heads of the three, side by side.
+        each = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
+        heads = [tensor.shape[3] for tensor in each]
+        q, k, v = _Exchange.apply(torch.cat(each, dim=3).flatten(2, 3), 2, 1, self).split(heads, dim=2)
         serial, documents = (None if part is None else self.gather(part) for part in (serial, documents))
         return _Exchange.apply(self.core(q, k, v, serial, documents), 1, 2, self)
 
