@@ -2,7 +2,8 @@
 
 What to do comes from the environment, as ORCH_TEST_<WORD>: STEPS, STEP_S, DIE="rank:step:code[:epoch]" (a negative code
 is a signal), SAVE=1 (answer SIGTERM by saving and leaving with 75), DEAF=1 (ignore SIGTERM), SPAWN=1 (leave a
-grandchild in a session of its own), GARBAGE=1.
+grandchild in a session of its own), GARBAGE=1, LEARN=1 (losses that show any step that was lost or done twice), HOLD=1
+(wait before the last step until the run folder has a file `go`).
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ def main() -> int:
     (RUN / f"pid-{EPOCH}-{RANK}").write_text(str(os.getpid()))
     saved = RUN / f"saved-{RANK}"
     first = int(saved.read_text()) if saved.exists() else 0
+    weight = float((RUN / f"weight-{RANK}").read_text()) if saved.exists() else 0.3
     print(f"rank {RANK} of {os.environ['WORLD_SIZE']} starts after step {first}", flush=True)
     if wish("GARBAGE"):
         os.write(int(os.environ["ORCH_REPORT_FD"]), b"garbage\n{\n" + b"x" * 100_000 + b"\n" + b'{"kind":"step"}\n')
     for step in range(first + 1, int(wish("STEPS", "3")) + 1):
         time.sleep(float(wish("STEP_S", "0.02")))
+        while wish("HOLD") and step == int(wish("STEPS", "3")) and not stop and not (RUN / "go").exists():
+            time.sleep(0.05)
         for order in filter(None, wish("DIE").split(",")):
             rank, at, code, *epochs = map(int, order.split(":"))
             if (rank, at) == (RANK, step) and (not epochs or EPOCH in epochs):
@@ -56,10 +60,13 @@ def main() -> int:
                     os.kill(os.getpid(), -code)
                     time.sleep(60)
                 return code
-        fields = {"samples": step * 8, "tokens": 128, "step_s": 0.02, "loss": 5.0 / step, "lr": 0.1, "grad_norm": 1.5}
+        weight = 3.9 * weight * (1 - weight)  # chaotic: each value tells the whole history
+        loss = weight if wish("LEARN") else 5.0 / step
+        fields = {"samples": step * 8, "tokens": 128, "step_s": 0.02, "loss": loss, "lr": 0.1, "grad_norm": 1.5}
         extra = {"memory_bytes": {"params": 100 + RANK, "total": 200}, "comm_bytes": {"dp": 64}, "mfu": 0.25}
         report(kind="step", step=step, **fields, **extra, phase_s={"forward": 0.01}, comm_s={"dp": 0.001})
         if stop:
+            (RUN / f"weight-{RANK}").write_text(repr(weight))
             saved.write_text(str(step))
             report(kind="event", name="checkpoint_saved", step=step)
             return 75

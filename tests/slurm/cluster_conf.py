@@ -78,6 +78,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 TopologyPlugin=topology/{shape.topology}
 GresTypes=gpu
+MessageTimeout=30
 JobRequeue=1
 KillWait={shape.kill_wait_s}
 SlurmdTimeout={shape.slurmd_timeout_s}

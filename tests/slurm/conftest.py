@@ -25,6 +25,14 @@ def bring_up(shape: Shape) -> Cluster:
     return Cluster(shape)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests on clusters stay in one xdist worker (`--dist loadgroup`): the clusters are theirs together."""
+    for item in items:
+        if item.get_closest_marker("slurm"):
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+
+
 @pytest.fixture(scope="session")
 def full_cluster() -> Iterator[Cluster]:
     """8 nodes x 8 GPUs, two leaves, no accounting."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -53,9 +54,15 @@ def install_later() -> str | None:
     mirrors = [line.split()[0] for line in targets if line.endswith("/debian/ main")]
     if not mirrors:
         return "apt names no Debian mirror"
+    with LATER.with_suffix(".lock").open("w") as lock:  # another clone may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return None if LATER.is_dir() else _debootstrap(mirrors[0])
+
+
+def _debootstrap(mirror: str) -> str | None:
     part = LATER.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
-    argv = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(part), mirrors[0]]
+    argv = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(part), mirror]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
     except subprocess.TimeoutExpired:

@@ -16,7 +16,9 @@ from orchestrator.launch.state import RunState
 from .cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-CONF = Path(__file__).parent / "conf"
+#: Every wait looks for its condition, so on a busy machine nothing but time is lost.
+PATIENCE_S = 300
+CONF = ROOT / "slurm"
 #: No torch; speaks the report protocol and misbehaves on request.
 STAND_IN = (sys.executable, str(ROOT / "tests" / "launch" / "worker.py"))
 
@@ -24,18 +26,33 @@ STAND_IN = (sys.executable, str(ROOT / "tests" / "launch" / "worker.py"))
 class Orch:
     """One user's home on one cluster."""
 
+    _server: subprocess.Popen | None = None  # of all homes of this test process
+
     def __init__(self, cluster: Cluster, home: Path):
         self.cluster, self.home = cluster, home
 
     def __call__(
-        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 120
+        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Run `orch`; its exit code must be `code` (None: any)."""
         environ = {**self.cluster.env, "ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), **(env or {})}
-        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=timeout, cwd=self.home)
+        out, err = self.home / ".out", self.home / ".err"
+        files = {"cwd": str(self.home), "out": str(out), "err": str(err)}
+        server = self._serve()
+        print(json.dumps({"argv": words, "env": environ, "seconds": timeout, **files}), file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        assert answer, "the server of command lines has ended: see its error above"
+        done = subprocess.CompletedProcess(words, int(answer), out.read_text(), err.read_text())
         assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    @classmethod
+    def _serve(cls) -> subprocess.Popen:
+        """A process that has imported `orch` once; it ends with its standard input, so with this process."""
+        if cls._server is None or cls._server.poll() is not None:
+            argv = [sys.executable, "-m", "tests.slurm.server"]
+            cls._server = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return cls._server
 
     def submit(
         self,
@@ -67,7 +84,7 @@ class Run:
         found = json.loads(self.orch("status", "--json", self.id).stdout)["state"]
         return msgspec.convert(found, RunState)
 
-    def wait(self, *states: str, seconds: float = 60) -> RunState:
+    def wait(self, *states: str, seconds: float = PATIENCE_S) -> RunState:
         """Until the run is in one of the states; the state, or a failure that shows what the logs say."""
         end = time.monotonic() + seconds
         while (state := self.state()).state not in states:
@@ -76,13 +93,13 @@ class Run:
             time.sleep(0.3)
         return state
 
-    def until(self, what: str, ready: Callable[[], object], seconds: float = 60) -> None:
+    def until(self, what: str, ready: Callable[[], object], seconds: float = PATIENCE_S) -> None:
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
             time.sleep(0.1)
 
-    def step(self, at_least: int, seconds: float = 60) -> None:
+    def step(self, at_least: int) -> None:
         """Until some rank has reported that step."""
 
         def reached() -> bool:
@@ -91,23 +108,28 @@ class Run:
             ]
             return any(json.loads(line).get("step", 0) >= at_least for line in lines if line.endswith("}"))
 
-        self.until(f"step {at_least}", reached, seconds)
+        self.until(f"step {at_least}", reached)
 
-    def requeued(self, seconds: float = 60) -> None:
+    def requeued(self) -> None:
         """Until the job waits again after a life. Before its first one it waits too, but has not been placed yet."""
         placed = self.folder / "slurm" / "placement.json"
-        self.until("requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING", seconds)
+        self.until("requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING")
 
-    def come_back(self, seconds: float = 60) -> None:
-        """Until its next life has been placed on its nodes, sparing it the wait."""
+    def release(self) -> None:
+        """Let workers that hold (ORCH_TEST_HOLD) go on to the end."""
+        (self.folder / "go").touch()
+
+    def come_back(self) -> None:
+        """Until its next life has been placed on its nodes, sparing it the wait; that one may go on to the end."""
         before = self.life
-        self.requeued(seconds)
+        self.requeued()
+        self.release()
 
         def placed() -> bool:
             self.hasten()
             return self.life > before
 
-        self.until("next life", placed, seconds)
+        self.until("next life", placed)
 
     def hasten(self) -> None:
         """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left."""
@@ -116,18 +138,20 @@ class Run:
         if settled and cluster.job_state(self.job) == "PENDING":
             cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
 
-    def finish(self, seconds: float = 120) -> RunState:
+    def finish(self) -> RunState:
         """See the run done, sparing it the wait after every requeue.
 
         Slurm 22.05 may need one requeue more than the fault did: it miscounts the GPUs of a job that is requeued while
         one of its nodes goes down, and the next life cannot start a step.
         """
 
+        self.release()
+
         def over() -> bool:
             self.hasten()
             return self.orch.cluster.job_state(self.job) in ("COMPLETED", "FAILED")
 
-        self.until("the end of the job", over, seconds)
+        self.until("the end of the job", over)
         return self.wait("done")
 
     @property
@@ -147,6 +171,15 @@ class Run:
     @property
     def placement(self) -> dict:
         return json.loads((self.folder / "slurm" / "placement.json").read_text())
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, as the run's metrics hold them; a step done twice must have had the same."""
+        found: dict[int, float] = {}
+        for path in (self.folder / "metrics").glob("*.jsonl"):
+            for line in map(json.loads, path.read_text().splitlines()):
+                if line.get("loss") is not None:
+                    assert found.setdefault(line["step"], line["loss"]) == line["loss"], f"step {line['step']}"
+        return found
 
     def logs(self) -> str:
         parts = [*sorted((self.folder / "logs").glob("slurm-*")), *sorted((self.folder / "logs").glob("agent-*"))[:1]]

@@ -1,0 +1,104 @@
+"""nodes=A..B on the real test cluster: the size that starts soon, every legal size, and what is left of a lost node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from orchestrator.plan import from_json
+from orchestrator.plan.ranks import check_ranks
+
+from .runs import CONF, Orch, Run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.process]
+JOB = ("cluster=testbed", "parallel=tp2_pp2", "nodes=1..4")
+LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
+
+
+def hold(orch: Orch, nodes: int) -> str:
+    """Take some nodes for an hour, and see it so."""
+    wrap = ["--exclusive", "--time=60", "--output=/dev/null", "--wrap", "sleep 3600"]
+    job = orch.cluster.run("sbatch", "--parsable", f"--nodes={nodes}", *wrap).strip()
+    orch.cluster.wait(lambda: orch.cluster.job_state(job) == "RUNNING", 20, "running job")
+    return job
+
+
+def nodes_of(run: Run) -> int:
+    return len({rank["node"] for rank in run.plan["ranks"]})
+
+
+def test_the_size_that_starts_soon(orch):
+    """Three nodes are free: four would wait an hour, three are no legal size, two start now."""
+    hold(orch, 5)
+    page = orch("plan", "--config-dir", str(CONF), *JOB).stdout
+    sizes = {line.split()[0]: line for line in page.splitlines() if " nodes  dp=" in line}
+    assert list(sizes) == ["4", "2"] and "not legal: 3, 1" in page
+    assert "in 60 min" in sizes["4"] and "starts at once" in sizes["2"]
+    run = orch.submit(*JOB, wishes={"STEPS": 2})
+    assert run.wait("done").exit_code == 0 and nodes_of(run) == 2
+    assert "2 nodes of the sizes 4, 2" in run.placement["summary"]
+    patient = orch("submit", "--config-dir", str(CONF), *JOB, "backend.options.start_within_s=7200", "--", "/bin/true")
+    assert "taken: 4 nodes" in patient.stderr
+    single = orch("plan", "--config-dir", str(CONF), "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=4").stdout
+    assert "Slurm: starts about" in single
+
+
+def test_started_at_each_legal_size(orch):
+    """The rendered script says which sizes there are; given more nodes than one needs it takes the best of them."""
+    runs = {}
+    for given, used in ((4, 4), (3, 2), (2, 2)):
+        run = orch.submit(*JOB, verb="render", wishes={"STEPS": 3})
+        assert "# 4 nodes. It may start on 4, 2: sbatch --nodes=N" in run.script
+        path = orch.home / f"job{given}.sbatch"
+        path.write_text(run.script)
+        argv = ["sbatch", f"--nodes={given}", str(path)]
+        environ = {**orch.cluster.env, "ORCH_TEST_STEPS": "3"}
+        subprocess.run(argv, env=environ, check=True, capture_output=True, cwd=orch.home)
+        runs[run] = used
+    for run, used in runs.items():
+        assert run.wait("done").exit_code == 0
+        plan = from_json((run.folder / "plan.json").read_bytes())
+        assert nodes_of(run) == used and plan.parallel.dp == used // 2 and check_ranks(plan) is None
+        assert plan.parallel.global_batch_samples == 16
+
+
+@pytest.mark.slow
+def test_losing_a_node_keeps_the_rest(orch):
+    """The job, its script and its other nodes stay; the run goes on in the same life on the two that make a size."""
+    run = orch.submit(*JOB, "backend.heartbeat_timeout_s=4", wishes=LONG)
+    run.step(3)
+    lost = run.placement["nodes"][2]
+    orch.cluster.kill_node(lost)
+    run.until("fewer nodes", lambda: lost not in run.placement["nodes"])
+    run.release()
+    assert run.wait("done").exit_code == 0
+    assert run.restarts == 0 and run.life == 0 and nodes_of(run) == 2
+    assert "goes on with the 3 nodes that are left" in run.logs()
+    state = run.state()
+    assert state.epoch == 1 and [epoch.cause.kind for epoch in state.epochs if epoch.cause] == ["node_lost"]
+    orch.cluster.start_node(lost)
+
+
+@pytest.mark.slow
+def test_training_goes_on_at_another_size(orch):
+    """The real trainer: 4 workers, saved by a cancel; 2 workers after the resume, since no more nodes are free.
+    Beside it the same job that has 2 workers all along: the global batch is the same, so the losses are.
+    """
+    words = ("train.steps=8", "train.log_every_steps=1", "train.precision=fp32")
+    job = ("cluster=testbed", "parallel=tp2_zero1")
+    run = orch.submit(*job, "nodes=1..2", *words, program=None)
+    whole = orch.submit(*job, "cluster.nodes=1", *words, program=None)
+    run.step(2)
+    orch("cancel", run.id)
+    before = dict(run.losses())
+    assert nodes_of(run) == 2 and 2 <= len(before) < 8
+    whole.wait("done")
+    hold(orch, 7)
+    orch("resume", run.id)
+    assert run.wait("done").exit_code == 0 and nodes_of(run) == 1
+    assert sorted(run.losses()) == sorted(whole.losses()) == list(range(1, 9))
+    for step, loss in whole.losses().items():
+        assert run.losses()[step] == pytest.approx(loss, rel=2e-4), f"step {step}"
+    assert json.loads((run.folder / "request.json").read_text())["sizes"] == [2, 1]

@@ -1,0 +1,98 @@
+"""Several runs together on the real test cluster: sweeps as arrays, and runs that wait for runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.plan.exits import Exit
+
+from .runs import CONF, STAND_IN, Orch, Run
+from .test_runs import WIDE, two_nodes
+
+pytestmark = [pytest.mark.slurm, pytest.mark.process]
+LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
+
+
+def sweep(orch: Orch, *words: str, wishes: dict | None = None, code: int = 0) -> list[Run]:
+    environ = {f"ORCH_TEST_{name}": str(value) for name, value in (wishes or {}).items()}
+    passed = [word for name in environ for word in ("--env", name)]
+    argv = ["submit", "--multirun", "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
+    done = orch(*argv, "--", *STAND_IN, env=environ, code=code)
+    return [Run(orch, found["run_dir"]) for found in json.loads(done.stdout)]
+
+
+def jobs(orch: Orch) -> list[str]:
+    return sorted(orch.cluster.run("squeue", "--array", "-h", "-o", "%i").split())
+
+
+def test_an_array_whose_members_live_on_their_own(orch):
+    """Three runs that ask for the same: one array. One is requeued, one cancelled, one left alone."""
+    requeued, cancelled, alone = sweep(orch, *two_nodes(), "optim.lr=1e-3,2e-3,3e-3", wishes=LONG)
+    array = requeued.job.split("_")[0]
+    assert [run.job for run in (requeued, cancelled, alone)] == [f"{array}_{index}" for index in range(3)]
+    assert [run.id[-2:] for run in (requeued, cancelled, alone)] == ["-0", "-1", "-2"]
+    for run in (requeued, cancelled, alone):
+        run.step(3)
+        assert f"orch-{requeued.id}" in orch.cluster.run("squeue", "-h", "-j", run.job, "-o", "%j")
+    orch.cluster.run("scancel", "--signal=USR1", "--batch", requeued.job)
+    orch("cancel", cancelled.id)
+    assert cancelled.state().state == "cancelled" and cancelled.restarts == 0
+    assert requeued.finish().epoch == 1 and requeued.restarts == 1
+    alone.release()
+    assert alone.wait("done").epoch == 0 and alone.restarts == 0
+    rows = {row["state"]["run_id"]: row["state"]["state"] for row in json.loads(orch("list", "--json").stdout)}
+    assert rows == {requeued.id: "done", cancelled.id: "cancelled", alone.id: "done"}
+    assert "optim.lr" not in alone.logs() and "code 0" in alone.logs(), "each has its own log"
+    cancelled.release()
+    orch("resume", cancelled.id)
+    assert cancelled.wait("done").epoch == 1 and "_" not in cancelled.job, "on its own it is a job of its own"
+
+
+def test_runs_that_ask_for_different_things_are_one_job_each(orch):
+    small, large = sweep(orch, "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=2,4", wishes={"STEPS": 2})
+    assert {"_" in run.job for run in (small, large)} == {False}
+    assert (small.wait("done").exit_code, large.wait("done").exit_code) == (0, 0)
+    assert (len(small.placement["nodes"]), len(large.placement["nodes"])) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["parallel=tp2,tp3"], None, "parallel=tp3: "),
+        (["parallel=tp2", "backend.options.partition=main,mian"], Exit.CONFIG, "did you mean 'main'"),
+        (["parallel=tp2", "cluster.nodes=2,16", WIDE], Exit.CAPACITY, "partition main has 8"),
+        (["parallel=tp2"], Exit.USAGE, "nothing varies"),
+        (["parallel=tp2,tp1", "--follow"], Exit.USAGE, "--follow"),
+    ],
+)
+def test_all_or_none(orch, words, code, text):
+    done = orch(
+        "submit", "--multirun", "--config-dir", str(CONF), "cluster=testbed", *words, "--", "/bin/true", code=code
+    )
+    assert done.returncode and text in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert jobs(orch) == [] and orch("list").stdout.strip() == "no runs"
+
+
+def test_a_run_after_a_run(orch):
+    first = orch.submit(*two_nodes(), wishes=LONG)
+    second = orch.submit(*two_nodes(), "--after", first.id, wishes={"STEPS": 2})
+    spared = orch.submit(*two_nodes(), "--after", f"notok:{first.id}", wishes={"STEPS": 2})
+    state = second.state()
+    assert state.state == "pending" and "waiting for another job to end" in state.reason
+    first.release()
+    assert first.wait("done").exit_code == 0
+    assert second.wait("done").started_at > first.state().ended_at
+    assert spared.wait("cancelled").exit_code == Exit.RESTART, "what it waits for will never be"
+    at_once = orch.submit(*two_nodes(), "--after", f"slurm://{first.id}", wishes={"STEPS": 2})
+    assert at_once.wait("done").exit_code == 0
+    base = ["submit", "--config-dir", str(CONF), *two_nodes()]
+    for words, text in (
+        (["--after", f"notok:{first.id}"], "would never start"),
+        (["--after", "nobody"], "no run 'nobody'"),
+        (["--after", f"soon:{first.id}"], "not ok, any or notok"),
+        (["--after", first.id, "backend=local"], "the backend local has no queue"),
+    ):
+        refused = orch(*base, *words, code=Exit.USAGE)
+        assert text in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
