@@ -98,7 +98,7 @@ class KubernetesBackend:
         wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
         write_private(folder.cancel, msgspec.json.encode(wish))
         cluster = self._of(record)
-        self._remember(folder)
+        self._remember(folder, record)
         cluster.delete(record.kind, record.name, "Foreground")
         if force:
             for pod in self._watch.seen(record, folder.run_id).pods:
@@ -116,12 +116,14 @@ class KubernetesBackend:
             return read_state(folder)
         try:
             what = self._watch.meaning(record, folder.run_id)
-            self._remember(folder)
+            if not (what.over and read_state(folder).is_final):
+                self._remember(folder, record)
         except OrchError as error:
             state = read_state(folder)
             return state if state.is_final else structs.replace(state, reason=error.message)
-        state = verdict(read_state(folder), what, folder.cancel.exists(), record.sent)
-        if state.is_final and not read_state(folder).is_final:
+        known = read_state(folder)
+        state = verdict(known, what, folder.cancel.exists(), record.sent)
+        if state.is_final and state != known:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
             write_state(folder, state)  # the cluster forgets; this folder does not
         return state
@@ -133,7 +135,7 @@ class KubernetesBackend:
         if record is None or not self._watch.seen(record, folder.run_id).pods:
             yield
             return
-        self._remember(folder)
+        self._remember(folder, record)
         cluster = self._of(record)
         if follow:
             with followed(folder, cluster, lambda: self._watch.seen(record, folder.run_id)):
@@ -220,11 +222,9 @@ class KubernetesBackend:
             generation=generation,
         )
 
-    def _remember(self, folder: RunFolder) -> None:
+    def _remember(self, folder: RunFolder, record: KubernetesRecord) -> None:
         """Write down what index 0 has said of the run: its log goes with its pod."""
-        record, state = read_record(folder), read_state(folder)
-        if record is None or state.is_final:
-            return
+        state = read_state(folder)
         said = last_said(self._of(record), self._watch.seen(record, folder.run_id))
         if said.state is not None:
             write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))

@@ -1,0 +1,49 @@
+"""Beds of a test session: started when a test first asks for one, and never when none does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import addons
+from .bed import Bed, Shape, reap_stale
+from .building import build
+from .runs import Orch
+
+
+def bring_up(shape: Shape) -> Bed:
+    """A bed ready to start, or the test is skipped with the reason why this machine cannot have one."""
+    if os.geteuid() != 0:
+        pytest.skip("no Kubernetes test cluster: only root may have name spaces with a network of their own")
+    allowed = bool(os.environ.get("ORCH_TEST_KUBERNETES"))
+    if reason := build(shape.programs, allowed):
+        pytest.skip(f"no Kubernetes test cluster: {reason}")
+    reap_stale()
+    return Bed(shape)
+
+
+@pytest.fixture(scope="session")
+def real_bed() -> Iterator[Bed]:
+    """Two real nodes with containers."""
+    with bring_up(Shape(nodes=2)) as bed:
+        yield bed
+
+
+@pytest.fixture(scope="session")
+def big_bed() -> Iterator[Bed]:
+    """A thousand simulated nodes of 8 GPUs with Kueue: four under a leaf, sixteen leaves under a spine."""
+    with bring_up(Shape(simulated=1000, kueue=True)) as bed:
+        quota = {"cpu": "128k", "memory": "2000Ti", "nvidia.com/gpu": "8000"}
+        levels = ("orch.test/spine", "orch.test/leaf", "kubernetes.io/hostname")
+        addons.queues(bed, quota, levels, {"orch.test/kind": "simulated"})
+        yield bed
+
+
+@pytest.fixture
+def orch(real_bed: Bed, tmp_path: Path) -> Iterator[Orch]:
+    """A fresh home and namespace on the real nodes."""
+    with Orch.in_new_namespace(real_bed, tmp_path) as home:
+        yield home

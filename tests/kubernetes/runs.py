@@ -1,0 +1,138 @@
+"""Driving `orch` against a bed, as a user would: the command line, and what the API server shows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.launch.state import RunState
+
+from . import image, nodes
+from .bed import Bed
+
+ROOT = Path(__file__).resolve().parents[2]
+_NUMBER = itertools.count()
+USER = 10001
+#: Options of every run on real nodes: little of everything, torch from a volume.
+SMALL = {
+    **{"image": image.NAME, "pull_policy": "Never", "claim": "runs", "user": USER},
+    **{"cpus": 0.1, "memory_gib": 3, "shm_gib": 0.25, "unreachable_s": 5, "gather_timeout_s": 600},
+    "volumes": [{"claim": "site", "path": image.SITE}],
+}
+
+
+class Orch:
+    """One user's home, and a namespace of their own under the restricted profile."""
+
+    def __init__(self, bed: Bed, home: Path, namespace: str):
+        self.bed, self.home, self.namespace = bed, home, namespace
+
+    @classmethod
+    @contextlib.contextmanager
+    def in_new_namespace(cls, bed: Bed, home: Path) -> Iterator[Orch]:
+        name = f"t{next(_NUMBER)}"
+        enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
+        bed.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": enforce}})
+        runs = bed.home / "pv" / name
+        runs.mkdir()
+        os.chown(runs, USER, USER)
+        nodes.volume(bed, "runs", runs, read_only=False, namespace=name)
+        nodes.volume(bed, "site", image.site_packages(), read_only=True, namespace=name)
+        try:
+            yield cls(bed, home, name)
+        finally:
+            bed.kubectl("delete", "namespace", name, "--wait=false", check=False)
+            bed.kubectl(
+                "-n", name, "delete", "jobs,pods", "--all", "--grace-period=1", "--timeout=60s", check=False, timeout=90
+            )
+
+    @property
+    def claim(self) -> Path:
+        return self.bed.home / "pv" / self.namespace
+
+    def __call__(
+        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 180
+    ) -> subprocess.CompletedProcess[str]:
+        environ = {"ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+        done = self.bed.run(*argv, env=environ, check=False, timeout=timeout, cwd=self.home)
+        assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def submit(self, *words: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
+        conf = self.home / "conf" / "backend"
+        conf.mkdir(parents=True, exist_ok=True)
+        merged = {**SMALL, "namespace": self.namespace, **(options or {})}
+        text = "# @package _global_\ndefaults:\n  - kubernetes\n  - _self_\nbackend:\n  grace_s: 20\n"
+        (conf / "bed.yaml").write_text(f"{text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n")
+        argv = ["submit", "--json", "--in-place", "--config-dir", str(self.home / "conf"), "backend=bed", *words]
+        done = self(*argv, code=code)
+        return Run(self, json.loads(done.stdout)["run_dir"])
+
+    def pods(self, run_id: str) -> list[dict]:
+        found = self.bed.get("pods", "-n", self.namespace, "-l", f"orch.dev/run={run_id}")["items"]
+        return sorted(found, key=lambda pod: int(pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
+
+
+class Run:
+    def __init__(self, orch: Orch, folder: str):
+        self.orch, self.folder = orch, Path(folder)
+        self.id = self.folder.name
+
+    @property
+    def inside(self) -> Path:
+        """The run folder as the pods have it, on the claim."""
+        return self.orch.claim / self.id
+
+    def state(self) -> RunState:
+        return msgspec.convert(json.loads(self.orch("status", "--json", self.id).stdout)["state"], RunState)
+
+    def wait(self, *states: str, seconds: float = 240) -> RunState:
+        end = time.monotonic() + seconds
+        while (state := self.state()).state not in states:
+            assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
+            assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
+            time.sleep(1.0)
+        return state
+
+    def until(self, what: str, ready: Callable[[], object], seconds: float = 240) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
+            time.sleep(0.5)
+
+    def steps(self) -> dict[int, float]:
+        """Step -> loss, the last time that it was made, from the agents' own records on the claim."""
+        found: dict[int, float] = {}
+        for path in sorted((self.inside / "metrics").glob("*.jsonl")):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    report = json.loads(line)
+                    if report.get("loss") is not None:
+                        found[report["step"]] = report["loss"]
+        return found
+
+    def step(self, at_least: int, seconds: float = 300) -> None:
+        self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least, seconds)
+
+    @property
+    def plan(self) -> dict:
+        return json.loads((self.inside / "plan.json").read_text())
+
+    def logs(self) -> str:
+        """Of every pod, and what the namespace's events say."""
+        bed, space = self.orch.bed, self.orch.namespace
+        with contextlib.suppress(Exception):
+            names = [pod["metadata"]["name"] for pod in self.orch.pods(self.id)]
+            texts = [f"--- {n}\n{bed.kubectl('logs', '-n', space, n, '--tail=15', check=False)[-3000:]}" for n in names]
+            return "\n".join([*texts, bed.kubectl("get", "events", "-n", space, check=False)[-3000:]])
+        return "no logs"
