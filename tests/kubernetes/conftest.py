@@ -18,8 +18,9 @@ def bring_up(shape: Shape) -> Bed:
     """A bed ready to start, or the test is skipped with the reason why this machine cannot have one."""
     if os.geteuid() != 0:
         pytest.skip("no Kubernetes test cluster: only root may have name spaces with a network of their own")
-    allowed = bool(os.environ.get("ORCH_TEST_KUBERNETES"))
-    if reason := build(shape.programs, allowed):
+    if not os.environ.get("ORCH_TEST_KUBERNETES"):
+        pytest.skip("no Kubernetes test cluster: ORCH_TEST_KUBERNETES=1, or make test-kubernetes, builds and starts it")
+    if reason := build(shape.programs):
         pytest.skip(f"no Kubernetes test cluster: {reason}")
     reap_stale()
     return Bed(shape)

@@ -1,0 +1,160 @@
+"""The chart: what it renders, that it contradicts nothing of ours, and what its schema refuses.
+
+Helm is one of the test cluster's tools; where it is not built, only what needs no Helm is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator.kubernetes.options import KubernetesOptions, read_options
+from orchestrator.plan.exits import FATAL, Exit
+
+from .building import program
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "orch"
+IMAGE = "image.repository=registry.example/orch"
+FULL = {
+    "cluster": "h100x64",
+    "parallel": "tp8_pp4_zero1",
+    "overrides": ["train.steps=100"],
+    "image": {"repository": "registry.example/orch", "digest": "sha256:" + "0" * 64, "pullSecrets": ["reg"]},
+    "options": {"levels": {"leaf": "example.org/leaf"}, "cpus": 96, "labels": {"cost": "it's: #1"}},
+    "claim": {"create": True, "storageClass": ""},
+    "monitoring": {"podMonitor": True, "dashboard": True, "rules": True, "labels": {"release": "prom"}},
+    "kueue": {"create": True, "quota": {"cpu": "64", "nvidia.com/gpu": "64"}},
+    "launcher": {"volumes": [{"claim": "site", "path": "/opt/site"}], "environment": {"A": "b c"}},
+}
+
+
+def test_schema_and_options_know_the_same_words():
+    """Everything that `options:` takes is an option of the backend, and all are there that the chart does not set."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    allowed = set(schema["properties"]["options"]["propertyNames"]["enum"])
+    set_by_chart = {"image", "pull_policy", "pull_secrets", "network_policy", "namespace", "owner", "claim"}
+    set_by_chart |= {"service_account", "context"}
+    assert allowed | set_by_chart == set(KubernetesOptions.__struct_fields__)
+    assert not allowed & set_by_chart
+
+
+def test_values_meet_their_schema():
+    import jsonschema
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values["image"]["repository"] = "registry.example/orch"
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    jsonschema.validate(values, schema)
+    jsonschema.validate(FULL, schema)
+
+
+def test_alerts_and_panels_name_series_that_exist():
+    """A dashboard of series that nobody exports is worse than none."""
+    import re
+
+    from orchestrator.agent import metrics
+
+    known = {f"{name}_total" for name in metrics._COUNTERS} | set(metrics._GAUGES)
+    for file in ("dashboard.json", "rules.yaml"):
+        named = set(re.findall(r"\borch_[a-z_]+\b", (CHART / "files" / file).read_text()))
+        assert named
+        assert named <= known, named - known
+
+
+# ------------------------------------------------------------------------------------------ with Helm
+
+
+@pytest.fixture(scope="module")
+def helm() -> str:
+    path = program("helm")
+    if not path.exists():
+        pytest.skip("Helm is not built: python -m tests.kubernetes.building helm")
+    return str(path)
+
+
+def run(helm: str, *argv: str, values: dict | None = None) -> subprocess.CompletedProcess[str]:
+    text = json.dumps(values) if values is not None else ""
+    more = ["--values", "-"] if values is not None else []
+    return subprocess.run([helm, *argv, *more], input=text, capture_output=True, text=True, timeout=120)
+
+
+def rendered(helm: str, values: dict | None = None, *flags: str) -> list[dict]:
+    given = values if values is not None else {"image": {"repository": "registry.example/orch"}}
+    done = run(helm, "template", "my-run", str(CHART), "--namespace", "llm", *flags, values=given)
+    assert done.returncode == 0, done.stderr
+    return [body for body in yaml.safe_load_all(done.stdout) if body]
+
+
+def test_lint(helm):
+    done = run(helm, "lint", str(CHART), "--strict", values=FULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def of(bodies: list[dict], kind: str, part: str = "") -> dict:
+    return next(b for b in bodies if b["kind"] == kind and part in b["metadata"]["name"])
+
+
+def test_the_launcher_submits_with_options_that_orch_takes(helm):
+    bodies = rendered(helm, FULL)
+    conf = yaml.safe_load(of(bodies, "ConfigMap", "-values")["data"]["helm.yaml"])
+    options = read_options(conf["backend"]["options"])
+    assert options.image == "registry.example/orch@sha256:" + "0" * 64
+    assert (options.queue, options.claim, options.namespace) == ("my-run", "my-run-runs", "llm")
+    assert options.owner.name == of(bodies, "ConfigMap", "-values")["metadata"]["name"]
+    assert options.labels == {"cost": "it's: #1"}
+    job = of(bodies, "Job", "-launch")
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert {"cluster=h100x64", "parallel=tp8_pp4_zero1", "train.steps=100", "backend=helm"} <= set(container["command"])
+    failing = job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert set(map(int, FATAL)) | {int(Exit.INTERNAL)} == set(failing)
+
+
+def test_other_values_are_another_run_and_the_same_ones_the_same(helm):
+    def name(**values: object) -> str:
+        given = {"image": {"repository": "registry.example/orch"}, **values}
+        return of(rendered(helm, given), "ConfigMap", "-values")["metadata"]["name"]
+
+    assert name() == name(launcher={"environment": {"A": "b"}}) == name(monitoring={"dashboard": True})
+    assert len({name(), name(parallel="dp8"), name(overrides=["train.steps=5"]), name(options={"cpus": 1})}) == 4
+
+
+def test_pods_of_the_chart_meet_the_restricted_profile(helm):
+    for body in rendered(helm, FULL):
+        if body["kind"] == "Job":
+            spec = body["spec"]["template"]["spec"]
+            assert spec["securityContext"]["runAsNonRoot"] is True
+            for container in spec["containers"]:
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+                assert container["securityContext"]["readOnlyRootFilesystem"] is True
+                assert container["resources"]["limits"]["memory"]
+
+
+def test_rights_are_named_one_by_one(helm):
+    for body in rendered(helm, FULL):
+        if body["kind"] in ("Role", "ClusterRole"):
+            for rule in body["rules"]:
+                assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+        if body["kind"] == "ClusterRole":
+            assert body["rules"] == [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]}]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "repository"),
+        ({"image": {"repository": "x"}, "paralel": "dp8"}, "paralel"),
+        ({"image": {"repository": "x", "digest": "sha256:123"}}, "digest"),
+        ({"image": {"repository": "x"}, "options": {"que": "a"}}, "que"),
+        ({"image": {"repository": "x"}, "cluster": "a b"}, "cluster"),
+        ({"image": {"repository": "x"}, "claim": {"size": "much"}}, "size"),
+        ({"image": {"repository": "x"}, "overrides": ["no equals sign\n"]}, "overrides"),
+    ],
+)
+def test_bad_values_are_refused_with_a_message(helm, values, says):
+    done = run(helm, "template", "my-run", str(CHART), values=values)
+    assert done.returncode != 0
+    assert says in done.stderr
