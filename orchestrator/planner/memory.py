@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 
-from .model_math import is_moe_layer, layer_groups, samples_of_kinds
+from .model_math import is_moe_layer, layer_groups, layer_params, parameter_count, samples_of_kinds
 from .pipeline import in_flight, rank_stages
 from .profile import Profile, profile_for
 from .traffic import WIDTH, rank_parameters, stage_range
@@ -110,7 +110,8 @@ def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: 
 
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
     """Bytes kept for backward at the peak of each pipeline rank, logits included."""
-    kernels = kernels or Kernels()
+    # the masks of dropout are not in a fused kernel; context parallelism makes its blocks again in backward
+    kernels = kernels or Kernels(fused_attention=not model.dropout or parallel.cp > 1)
     width = WIDTH[train.precision]
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
@@ -162,7 +163,8 @@ def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
 
 
 def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) -> float:
-    """Bytes beside the model: the device's context and communicators, gathered sequences, received hidden states."""
+    """Bytes beside the model: the device's context and communicators, gathered sequences, received hidden states, and
+    what ZeRO holds whole for a while."""
     width = WIDTH[train.precision]
     hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
     result = float(profile.context_bytes)
@@ -170,9 +172,32 @@ def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) ->
         result += 2 * hidden  # one gathered input and one partial sum
     if parallel.pp > 1:
         result += 2 * hidden / (parallel.tp if parallel.sp else 1)
-    if parallel.zero >= 3:
-        result += 2 * parallel.bucket_bytes
-    return result
+    return result + passing(model, parallel, train)
+
+
+def passing(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of what ZeRO holds whole for a while.
+
+    ZeRO-2: gradients of the bucket that fills and of two under way. ZeRO-3: weights of a block and of the next one on
+    its way, of embedding and head, and all of them under pipeline parallelism; a block's gradients and their copy that
+    is being summed.
+    """
+    if parallel.zero < 2:
+        return 0.0
+    weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
+    if parallel.zero == 2:
+        return min(3 * parallel.bucket_bytes, 2 * _whole(model, parallel) * gradient)
+    kinds = [layer_params(model, layer) for layer in samples_of_kinds(model) if layer is not None]
+    tp, ep = parallel.tp, parallel.ep
+    block = max((one.attention + one.ffn) / tp + one.replicated + one.experts / (tp * ep) for one in kinds)
+    tables = model.vocab * model.hidden / tp * (1 if model.tied_embeddings else 2)
+    gathered = _whole(model, parallel) if parallel.pp > 1 else 2 * block + tables
+    return gathered * weight + 2 * block * gradient
+
+
+def _whole(model: Model, parallel: Parallel) -> float:
+    """Parameters of an average rank before data parallelism shards them."""
+    return parameter_count(model) / (parallel.tp * parallel.pp)
 
 
 def accounts(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:

@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 
 from orchestrator.plan import document as doc
-from orchestrator.planner.memory import Kernels, activations, layer_activations, model_states
-from orchestrator.planner.model_math import layer_params
+from orchestrator.planner.memory import Kernels, activations, layer_activations, model_states, passing
+from orchestrator.planner.model_math import layer_params, parameter_count
 from orchestrator.planner.pipeline import in_flight
 from tests.plans import make_plan, tiny_model
 
@@ -131,3 +131,30 @@ def test_fused_attention_keeps_only_statistics():
     fused, plain = layer_activations(*args, Kernels()), layer_activations(*args, Kernels(fused_attention=False))
     assert fused["softmax statistics"] == 4 * 32 * 8192
     assert plain["attention scores"] == 32 * 8192 * 8192 * 8  # softmax output twice, fp32
+
+
+def test_what_zero_holds_whole_for_a_while():
+    """As measured by `orch report`: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it computes."""
+    model = shapes.llama3_8b()
+    plan = make_plan(dp=8, bucket_bytes=25 << 20)
+
+    def held(zero: int, **parallel) -> float:
+        par = structs.replace(plan.parallel, zero=zero, **parallel)
+        return passing(model, par, structs.replace(plan.job.train, precision="bf16"))
+
+    block = layer_params(model, 0)
+    block = block.attention + block.ffn + block.replicated
+    tables = 2 * model.vocab * model.hidden
+    assert held(0) == held(1) == 0
+    assert held(2) == 3 * (25 << 20)
+    assert held(2, bucket_bytes=1 << 40) == 2 * 4 * parameter_count(model), "one bucket saves nothing"
+    assert held(3) == 2 * (2 * block + tables) + 4 * 2 * block
+    assert held(3, pp=2) == 2 * parameter_count(model) / 2 + 4 * 2 * block
+
+
+def test_dropout_keeps_probabilities_and_masks():
+    model, plan = shapes.llama3_8b(), make_plan(seq_len=4096)
+    dropped = structs.replace(model, dropout=0.1)
+    par = structs.replace(plan.parallel, stage_layers=[model.layers], micro_batches=1)
+    less, more = (activations(one, par, plan.job.train)[0] for one in (model, dropped))
+    assert more - less > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99

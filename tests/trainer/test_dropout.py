@@ -27,7 +27,7 @@ def test_hidden_and_attention_masks_are_those_of_the_twin():
     weights = torch.rand(2, 3, 48, 48, dtype=torch.float64)
     drop = seeded(AttentionDropout(0.3))
     drop.first_head = 5
-    found = weights * drop.factors(SERIAL, SERIAL, 3, torch.float64)
+    found = weights * drop.kept(SERIAL, SERIAL, 3) * drop.scale
     for head in range(3):
         expected = twin.probabilities(weights[:, head], SERIAL, 5 + head, 7, "drop", 0.3)
         torch.testing.assert_close(found[:, head], expected, rtol=1e-15, atol=0)
@@ -54,7 +54,7 @@ def test_other_seeds_names_tokens_and_heads_draw_other_masks():
     holder.other = Dropout(0.5)
     seed_dropout(holder, 1)
     masks.append(holder.other(x, SERIAL) > 0)
-    heads = seeded(AttentionDropout(0.5)).factors(SERIAL, SERIAL, 4, torch.float32) > 0
+    heads = seeded(AttentionDropout(0.5)).kept(SERIAL, SERIAL, 4)
     for group in (masks, list(heads.unbind(1))):
         for i, one in enumerate(group):
             for other in group[:i]:

@@ -71,8 +71,8 @@ class SDPA:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        weights = scores.softmax(dim=-1) * self.drop.factors(serial, serial, q.shape[1], scores.dtype)
-        return weights.to(v.dtype) @ v
+        weights = scores.softmax(dim=-1).masked_fill(~self.drop.kept(serial, serial, q.shape[1]), 0.0)
+        return (weights * self.drop.scale).to(v.dtype) @ v
 
     def _mask(self, documents: Tensor) -> Tensor:
         """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future."""

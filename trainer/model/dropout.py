@@ -43,7 +43,7 @@ def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 class _Seeded(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
-        self.rate = rate
+        self.rate, self.scale = rate, 1.0 / (1.0 - rate)
         self.salt: Tensor | None = None  # int64 scalar, from `seed_dropout`
 
     def extra_repr(self) -> str:
@@ -59,22 +59,22 @@ class Dropout(_Seeded):
             return x
         columns = mix(torch.arange(x.shape[-1], device=x.device) * _STEP)
         keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
-        return x.masked_fill(~keep, 0.0) * (1.0 / (1.0 - self.rate))
+        return x.masked_fill(~keep, 0.0) * self.scale
 
 
 class AttentionDropout(_Seeded):
-    """Factors for attention probabilities. `first_head`: number, in the whole model, of the first head asked for."""
+    """Which attention probabilities stay. `first_head`: number, in the whole model, of the first head asked for."""
 
     def __init__(self, rate: float):
         super().__init__(rate)
         self.first_head = 0
 
-    def factors(self, queries: Tensor, keys: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """Serials int64 [b, s_q] and [b, s_k] -> [b, heads, s_q, s_k] of 0 and 1 / (1 - rate)."""
+    def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
+        """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by `scale`."""
         head = torch.arange(self.first_head, self.first_head + heads, device=queries.device)
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
         columns = mix(keys[:, None, :] * _STEP + mix(head * _STEP)[:, None])[:, :, None, :]
-        return kept(rows, columns, self.rate).to(dtype) / (1.0 - self.rate)
+        return kept(rows, columns, self.rate)
 
 
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:

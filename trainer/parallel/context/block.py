@@ -83,7 +83,7 @@ def between(
     mask = queries[0][:, :, None] == keys[0][:, None, :]
     if drop is None:
         return mask, None
-    return mask, drop.factors(queries[1], keys[1], q.shape[1], accumulation_dtype(q.dtype))
+    return mask, drop.kept(queries[1], keys[1], q.shape[1]).to(accumulation_dtype(q.dtype)) * drop.scale
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

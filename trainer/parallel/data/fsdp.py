@@ -64,7 +64,7 @@ class ShardedParameter:
         self.range = self.layout.shard(index, shards)
         self.kind: Kind = kind_of(param.dtype, info)
         self.param_shard = _local(param)
-        self.grad_shard = torch.zeros_like(self.param_shard)
+        self.grad_shard: Tensor | None = None  # from `finish` to the next step
 
 
 class FullyShardedParameters:
@@ -117,7 +117,7 @@ class FullyShardedParameters:
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         for bucket in self.buckets:
-            bucket.param.grad = None
+            bucket.param.grad = bucket.grad_shard = None
 
     def on_grad(self, param: Tensor) -> None:
         raise NotImplementedError("ZeRO-3 takes gradients from autograd alone: no schedule that splits backward")
