@@ -1,0 +1,168 @@
+"""The same job with tensor parallelism inside nodes and across them, predicted and measured, on shaped links.
+
+`cluster=local_shaped` gives every simulated node a network namespace and one link of a given rate. `orch bench`
+measures links and cores; then both placements are planned and trained. `--check` fails unless the planner's own order
+is the faster one in fact, and predicted communication is within 25 % of what the workers measured. Root and iproute2
+needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ORCH = [sys.executable, "-m", "orchestrator.cli.main"]
+CLUSTER = ["cluster=local_shaped", "cluster.gpus_per_node=2"]
+JOB = ["parallel=tp2_dp2_sp0", "train.global_batch_samples=16", "checkpoint=end_only"]
+AXES = ("tp", "dp")
+PLACEMENTS = {
+    "inside": [],  # what the planner chooses
+    "across": ["parallel.order=[dp,cp,ep,pp,tp]", "parallel.allow_tp_across_nvlink=true"],
+}
+WITHIN = 0.25
+WARM_UP, TRACED = 2, 10  # steps; traced ones tell when transfers ran, and are a little slower
+
+
+def orch(*words: str) -> str:
+    done = subprocess.run([*ORCH, *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"orch {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Transfer(NamedTuple):
+    start: float
+    end: float
+
+
+def transfers(trace: dict) -> dict[tuple[int, str], list[Transfer]]:
+    """(step, axis) -> the transfers of one rank in the order in which it launched them, on the machine's clock."""
+    zero, events = trace["otherData"]["zero_s"], trace["traceEvents"]
+    steps = [(int(e["name"].split()[1]), e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("step ")]
+    ends = {(e["cat"], e["id"]): e["ts"] for e in events if e["ph"] == "e"}
+    found: dict[tuple[int, str], list[Transfer]] = {}
+    for e in sorted((e for e in events if e["ph"] == "b"), key=lambda e: e["ts"]):
+        step = next(number for number, start, end in steps if start <= e["ts"] <= end)
+        end = ends[e["cat"], e["id"]]  # a KeyError: a transfer that nobody waited for in its step
+        found.setdefault((step, e["cat"]), []).append(Transfer(zero + e["ts"] / 1e6, zero + end / 1e6))
+    return found
+
+
+def measured(run_dir: Path, plan: dict) -> dict:
+    """Medians over steps: of the untraced ones the step, of the traced ones each axis' transfers, in seconds.
+
+    A rank that comes early to a collective waits for its peers, which is no communication: four ranks share two cores.
+    So the clock of a transfer runs from the start of the rank that came last to the end that this rank saw. With
+    waiting and all, as each worker books it, is beside it (`booked_s`).
+    """
+    lines = [json.loads(line) for path in sorted(run_dir.glob("metrics/*.jsonl")) for line in path.open()]
+    lines = [line for line in lines if line["kind"] == "step"]
+    plain = sorted({line["step"] for line in lines})[TRACED:]
+
+    def median(of) -> float:
+        return statistics.median(statistics.fmean(of(line) for line in lines if line["step"] == step) for step in plain)
+
+    ranks = [transfers(json.loads(path.read_bytes())) for path in sorted(run_dir.glob("traces/*.json"))]
+    by_axis = {}
+    for axis in AXES:
+        groups = plan["groups"]["grad" if axis == "dp" else axis]
+        spent = []
+        for step in range(WARM_UP + 1, TRACED + 1):
+            mine = [zip(*(ranks[rank].get((step, axis), []) for rank in group), strict=True) for group in groups]
+            seconds = [sum(last.end - last.start for last in map(max, same)) for same in mine]
+            spent.append(statistics.fmean(seconds))
+        by_axis[axis] = statistics.median(spent)
+    return {
+        "step_s": median(lambda line: line["step_s"]),
+        "comm_s": sum(by_axis.values()),
+        "comm_s_by_axis": by_axis,
+        "booked_s": median(lambda line: sum(line.get("comm_s", {}).get(axis, 0.0) for axis in AXES)),
+    }
+
+
+def once(name: str, words: list[str], steps: int) -> dict:
+    plan = json.loads(orch("plan", "--json", *words))
+    sizes = [f"train.steps={TRACED + steps}", f"metrics.trace_steps={TRACED}"]
+    sent = json.loads(orch("submit", "--json", "--in-place", *sizes, *words))
+    state = {"state": "pending"}
+    while state["state"] not in ("done", "failed", "cancelled", "stopped"):
+        time.sleep(1.0)
+        state = json.loads(orch("status", "--json", sent["run_id"]))
+        state = state.get("state") if isinstance(state.get("state"), dict) else state
+    if state["state"] != "done":
+        raise SystemExit(f"{name}: {state}")
+    predicted = {axis: s for axis, s in plan["time"]["exposed_comm_s"].items() if s}
+    return {
+        "placement": name,
+        "order": plan["parallel"]["order"],
+        "tp_within": plan["placement"]["tp"]["worst_level"],
+        "predicted": {
+            "step_s": plan["time"]["step_s"],
+            "comm_s": sum(predicted.values()),
+            "comm_s_by_axis": predicted,
+        },
+        "measured": measured(Path(sent["run_dir"]), plan),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="timed ones, after those that are traced")
+    parser.add_argument("--gbit", type=float, default=0.03, help="rate of a node's link")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "placement_felt.json")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    loads = [os.getloadavg()[0]]
+    with tempfile.TemporaryDirectory(prefix="orch-placement-") as home:
+        os.environ["ORCH_HOME"] = home
+        os.chdir(home)
+        cluster = [*CLUSTER, f"cluster.nic.gbit_per_s={args.gbit}"]
+        bench = json.loads(orch("bench", "--json", *cluster))
+        rows = []
+        for name, words in PLACEMENTS.items():
+            rows.append(once(name, [*cluster, *JOB, *words], args.steps))
+            loads.append(os.getloadavg()[0])
+            print(json.dumps(rows[-1]), flush=True)
+    inside, across = rows
+    for row in rows:
+        row["comm_error"] = row["predicted"]["comm_s"] / row["measured"]["comm_s"] - 1
+        row["step_error"] = row["predicted"]["step_s"] / row["measured"]["step_s"] - 1
+        p, m = row["predicted"], row["measured"]
+        print(
+            f"TP {row['placement']:<7} step {p['step_s']:.3f} s predicted, {m['step_s']:.3f} s measured;"
+            f" communication {p['comm_s']:.3f} s predicted, {m['comm_s']:.3f} s measured ({row['comm_error']:+.0%})"
+        )
+    gain = across["measured"]["step_s"] / inside["measured"]["step_s"]
+    foreseen = across["predicted"]["step_s"] / inside["predicted"]["step_s"]
+    print(f"TP inside nodes is {gain:.2f} times as fast ({foreseen:.2f} predicted)")
+    page = {
+        "machine": f"{os.cpu_count()} CPUs {platform.machine()}, Linux {platform.release()}",
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip(),
+        "load": [round(load, 1) for load in loads],
+        "cluster": cluster,
+        "job": JOB,
+        "steps": args.steps,
+        "links": bench["links"],
+        "rows": rows,
+        "times_as_fast": {"measured": gain, "predicted": foreseen},
+    }
+    args.out.write_text(json.dumps(page, indent=1) + "\n")
+    good = gain > 1 and foreseen > 1 and all(abs(row["comm_error"]) <= WITHIN for row in rows)
+    return int(args.check and not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
