@@ -35,8 +35,8 @@ PATHS: dict[str, str] = {
     "Lease": "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{ns}/networkpolicies",
     "JobSet": "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{ns}/jobsets",
-    "Workload": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{ns}/workloads",
-    "LocalQueue": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{ns}/localqueues",
+    "Workload": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{ns}/workloads",
+    "OldWorkload": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{ns}/workloads",  # before Kueue 0.15
     "Node": "/api/v1/nodes",
     "AllPods": "/api/v1/pods",
 }

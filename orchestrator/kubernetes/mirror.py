@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.run_folder import RunFolder, write_private
 
 from .client import Cluster
+from .gather import Here
 from .phases import Seen, index_of
 from .relay import parse, rank_of
+from .seating import node_names
 
 _LOOK_S = 2.0  # for pods that have come
 
 
 def fill(folder: RunFolder, cluster: Cluster, seen: Seen) -> None:
     """Replace the local logs by what the pods have said until now. A pod that is gone leaves what was read before."""
+    names = _names(seen.pods)
     for pod in seen.pods:
         texts: dict[int | None, list[str]] = {}
         for rank, line in _sorted(cluster.log(pod["metadata"]["name"])):
             texts.setdefault(rank, []).append(line)
         for rank, lines in texts.items():
-            path = folder.agent_log(_node(pod)) if rank is None else folder.rank_log(rank)
+            path = folder.agent_log(names[index_of(pod)]) if rank is None else folder.rank_log(rank)
             write_private(path, "".join(f"{line}\n" for line in lines).encode(errors="replace"), durable=False)
 
 
@@ -36,11 +40,14 @@ def followed(folder: RunFolder, cluster: Cluster, look: Callable[[], Seen]) -> I
         known: set[str] = set()
         while not end.wait(_LOOK_S if known else 0.0):
             with contextlib.suppress(OrchError):
-                for pod in look().pods:
+                pods = look().pods
+                names = _names(pods)
+                for pod in pods:
                     name = pod["metadata"]["name"]
                     if name not in known and pod.get("status", {}).get("phase") != "Pending":
                         known.add(name)
-                        threading.Thread(target=_append, args=(folder, cluster, pod), daemon=True).start()
+                        node = names[index_of(pod)]
+                        threading.Thread(target=_append, args=(folder, cluster, pod, node), daemon=True).start()
 
     for path in folder.logs.glob("*.log"):
         path.unlink()
@@ -51,10 +58,10 @@ def followed(folder: RunFolder, cluster: Cluster, look: Callable[[], Seen]) -> I
         end.set()
 
 
-def _append(folder: RunFolder, cluster: Cluster, pod: dict) -> None:
+def _append(folder: RunFolder, cluster: Cluster, pod: dict, node: str) -> None:
     with contextlib.suppress(OrchError, OSError):
         for rank, line in _sorted(cluster.log(pod["metadata"]["name"], follow=True)):
-            path = folder.agent_log(_node(pod)) if rank is None else folder.rank_log(rank)
+            path = folder.agent_log(node) if rank is None else folder.rank_log(rank)
             with path.open("a", encoding="utf-8", errors="replace") as log:
                 log.write(f"{line}\n")
 
@@ -68,5 +75,7 @@ def _sorted(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
             yield None, line
 
 
-def _node(pod: dict) -> str:
-    return pod["spec"].get("nodeName") or f"pod-{index_of(pod)}"
+def _names(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Index -> what the plan calls that pod's share of a node."""
+    here = [Here(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods]
+    return {pod.index: name for pod, name in zip(here, node_names(here), strict=True)}

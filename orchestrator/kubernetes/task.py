@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import platform
 import signal
 import sys
 import time
@@ -122,7 +123,7 @@ def read_pod(environ: Mapping[str, str]) -> Pod:
     """OrchError (70) when the pod was not made by our renderer."""
     try:
         index, service = int(environ["JOB_COMPLETION_INDEX"]), environ["ORCH_POD_SERVICE"]
-        own, suffix = environ["HOSTNAME"], f"-{index}"
+        own, suffix = environ.get("HOSTNAME") or platform.node(), f"-{index}"
         if not own.endswith(suffix):
             raise ValueError(f"host name {own!r} does not end with the index {index}")
         return Pod(

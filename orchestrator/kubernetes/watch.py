@@ -47,13 +47,13 @@ class Watch:
         for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]):
             newest[index_of(pod)] = pod
         events, workload = (), None
-        if (main is not None and len(newest) < _completions(main)) or _any_pending(newest.values()):
+        if main is not None and (len(newest) < _completions(main) or _any_pending(newest.values())):
             cluster = self._cluster(record.context, record.namespace)
             events = cluster.list("Event", fields="type=Warning", absent_ok=True)
             names = {record.name, job_name, *(pod["metadata"]["name"] for pod in pods)}
             events = [event for event in events if event.get("involvedObject", {}).get("name") in names]
             if main.get("spec", {}).get("suspend"):
-                owned = cluster.list("Workload", absent_ok=True)
+                owned = cluster.list("Workload", absent_ok=True) or cluster.list("OldWorkload", absent_ok=True)
                 workload = next((w for w in owned if _owner(w) == main["metadata"]["uid"]), None)
         job = _named(found["Job"], job_name)
         order = sorted(newest.values(), key=index_of)
