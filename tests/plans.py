@@ -66,6 +66,7 @@ def make_plan(
     cache_dir: str = "",
     checkpoint_dir: str = "",
     checkpoint_every_steps: int = 0,
+    copy_every_steps: int = 0,
     metrics_port: int = 0,
     memory_every_steps: int = 1,
     trace_steps: int = 0,
@@ -132,7 +133,10 @@ def make_plan(
                 **{"name": "test", "paths": data_paths or ["stdlib"], "extensions": [".py"], "tokenizer": "bytes"},
                 **{"seed": seed, "cache_dir": cache_dir, "isolate_documents": isolate_documents},
             ),
-            checkpoint=doc.Checkpoint(dir=checkpoint_dir, every_steps=checkpoint_every_steps, keep_last=2),
+            checkpoint=doc.Checkpoint(
+                **{"dir": checkpoint_dir, "every_steps": checkpoint_every_steps, "keep_last": 2},
+                memory_every_steps=copy_every_steps,
+            ),
             metrics=doc.Metrics(
                 host="127.0.0.1", port=metrics_port, memory_every_steps=memory_every_steps, trace_steps=trace_steps
             ),

@@ -50,15 +50,15 @@ def _sizes(mine: int, world: int) -> tuple[torch.Tensor, int]:
     return sizes, max(int(sizes.max()), 1)
 
 
-def broadcast_bytes(data: bytes) -> bytes:
-    """Rank 0's `data` on every rank; what the others pass is ignored."""
+def broadcast_bytes(data: bytes, src: int = 0) -> bytes:
+    """The `data` of rank `src` on every rank; what the others pass is ignored."""
     if world_size() == 1:
         return data
     size = torch.tensor([len(data)], dtype=torch.int64)
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=src)
     width = max(int(size), 1)
-    row = _tensor(data, width) if dist.get_rank() == 0 else torch.empty(width, dtype=torch.uint8)
-    dist.broadcast(row, src=0)
+    row = _tensor(data, width) if dist.get_rank() == src else torch.empty(width, dtype=torch.uint8)
+    dist.broadcast(row, src=src)
     return _rows(row, size, width)[0]
 
 

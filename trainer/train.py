@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.plan.worker import WorkerEnv, checkpoint_dir
+from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, memory_dir
 
 from . import messages
 from .check import check_env, check_peers
@@ -100,7 +100,8 @@ class Run:
         torch.manual_seed(plan.job.train.seed)
         self.engine = Engine(plan, mesh, device, recipe)
         folder, token = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), Fence(env.run_id, env.epoch)
-        self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, data=loader.store.index.key)
+        memory = memory_dir(env.run_id, env.node)
+        self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, loader.store.index.key, memory)
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
 
@@ -113,7 +114,8 @@ class Run:
 
     def loop(self) -> None:
         """Until the plan's last step. Raises Stopped after a notice, with everything saved."""
-        job, every = self.plan.job, self.plan.job.checkpoint.every_steps
+        job = self.plan.job
+        every, copies = job.checkpoint.every_steps, job.checkpoint.memory_every_steps
         while self.step < job.train.steps:
             start = time.perf_counter()
             with self.engine.timer.phase("data"):
@@ -125,7 +127,10 @@ class Run:
             self._train_step(batches, valid_tokens, start)
             if every and self.step % every == 0 and self.step < job.train.steps:
                 self._start_save()
+            if copies and self.step % copies == 0 and self.step < job.train.steps:
+                self._keep_copy()
         self._save()
+        self._drop_copies()
         self.reporter.event("done", self.step)
 
     def _agree(self, batches: list[MicroBatch]) -> tuple[int, bool]:
@@ -147,12 +152,23 @@ class Run:
         if self.step == 0:
             raise Stopped(f"{reason} before the first step: nothing to save yet")
         self._save(read_back=False)  # a notice may leave seconds
+        self._drop_copies()
         raise Stopped(f"{reason}: saved at step {self.step}")
 
     def _start_save(self) -> None:
         with self.engine.timer.phase("checkpoint"):
             pieces = list(self.engine.pieces(own=True))
             self.checkpoints.start(pieces, self.step, self.samples, self.engine.scalars())
+
+    def _keep_copy(self) -> None:
+        with self.engine.timer.phase("checkpoint"):
+            pieces = list(self.engine.pieces(own=True))
+            self.checkpoints.copies.keep(pieces, self.step, self.samples, self.engine.scalars())
+
+    def _drop_copies(self) -> None:
+        """What they hold is on the disk now."""
+        if self.checkpoints.copies is not None:
+            self.checkpoints.copies.remove()
 
     def _save(self, read_back: bool = True) -> None:
         with self.engine.timer.phase("checkpoint"):

@@ -234,6 +234,7 @@ class CheckpointSpec(Frozen):
     every_steps: Natural = 0  # 0: only at the end and on a notice
     keep_last: Count = 2
     dir: Path | None = None  # None: <run folder>/checkpoints
+    memory_every_steps: Natural = 0  # copies in the memory of two nodes each, between checkpoints; 0: none
 
 
 class MetricsSpec(Frozen):

@@ -265,6 +265,7 @@ class Checkpoint(Frozen):
     dir: str  # "" = <run folder>/checkpoints
     every_steps: int  # 0 = only at the end and on a notice
     keep_last: int
+    memory_every_steps: int = 0  # a copy of the state in the memory of two nodes, each; 0 = none
 
 
 class Metrics(Frozen):

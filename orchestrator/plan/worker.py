@@ -7,6 +7,8 @@ a full pipe drops the line and counts it.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -101,6 +103,15 @@ def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
 def trace_file(run_dir: str | Path, rank: int) -> Path:
     """A rank's timeline of the first steps (`metrics.trace_steps`), in Chrome's trace format."""
     return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"
+
+
+def memory_dir(run_id: str, node: str) -> Path:
+    """Where a node keeps copies of a run's state in its memory. Whoever ends a run removes it.
+
+    By the node's name too, because several nodes of the local backend share one machine.
+    """
+    name = hashlib.sha256(node.encode(errors="surrogatepass")).hexdigest()[:16]
+    return Path("/dev/shm") / f"orch-{os.getuid()}" / run_id / name
 
 
 class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaults=True):

@@ -28,7 +28,10 @@ def make_job(config: Config) -> doc.Job:
             isolate_documents=data.isolate_documents,
         ),
         checkpoint=doc.Checkpoint(
-            dir=checkpoint.dir or "", every_steps=checkpoint.every_steps, keep_last=checkpoint.keep_last
+            dir=checkpoint.dir or "",
+            every_steps=checkpoint.every_steps,
+            keep_last=checkpoint.keep_last,
+            memory_every_steps=checkpoint.memory_every_steps,
         ),
         metrics=doc.Metrics(**{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}),
     )

@@ -40,7 +40,7 @@ class BackgroundSave:
         begin(self.target, contents.step)
         pieces: Sequence[Piece] = self._snapshots.take(contents.pieces)
         self.contents, self._protected = replace(contents, pieces=pieces), protected
-        self._writing = self._thread.submit(write, self.target, self.contents)
+        self._writing = self._thread.submit(write, self.target.place(contents.step), self.target.rank, self.contents)
 
     @property
     def vote(self) -> int:

@@ -49,6 +49,20 @@ def newest(folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lam
     return None
 
 
+def newest_committed(folder: Path, rank: int) -> tuple[int, int]:
+    """(epoch, step) of the newest checkpoint whose manifest can be read, (-1, -1) if there is none; its files are not
+    looked at. Every rank must call it."""
+    found = (-1, -1)
+    for _, path in committed(folder) if rank == 0 else []:
+        try:
+            manifest = decode((path / MANIFEST).read_bytes())
+        except (OSError, CheckpointError):
+            continue
+        found = manifest.epoch, manifest.step
+        break
+    return msgspec.json.decode(messages.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int])
+
+
 def at_step(folder: Path, step: int, rank: int) -> Found:
     """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not there or not whole."""
     path = folder / step_name(step)

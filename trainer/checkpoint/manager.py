@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.plan import Plan
-from trainer.errors import SaveError
+from trainer.errors import CheckpointError, SaveError
 from trainer.metrics.report import Reporter
 
 from .background import BackgroundSave
 from .fence import Fence
 from .format import Manifest, Piece
-from .load import newest
+from .load import Found, newest, newest_committed
+from .memory.copies import MemoryCopies, open_memory
+from .memory.recall import Recall
 from .restore import restore
 from .retention import set_aside
 from .save import Contents, Target, claim, layout_of, save
@@ -23,9 +25,21 @@ from .save import Contents, Target, claim, layout_of, save
 class Checkpoints:
     """Every method is collective: all ranks call it at the same step."""
 
-    def __init__(self, folder: Path, plan: Plan, token: Fence, rank: int, reporter: Reporter, data: str = ""):
-        """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused."""
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        token: Fence,
+        rank: int,
+        reporter: Reporter,
+        data: str = "",
+        memory: Path | None = None,
+    ):
+        """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused.
+        `memory`: this node's folder for copies, if the plan wants some."""
         self.target, self.reporter = Target(folder, token, plan, rank, data), reporter
+        wanted = memory is not None and plan.job.checkpoint.memory_every_steps > 0
+        self.copies = MemoryCopies(self.target, open_memory(memory, reporter), reporter) if wanted else None
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
@@ -35,11 +49,35 @@ class Checkpoints:
     def resume(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
         """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.
 
-        Newer ones that do not verify are reported (event `checkpoint_rejected`) and set aside under another name.
+        A copy in the nodes' memory that is newer than every checkpoint is used instead, if it is whole. Checkpoints
+        that are newer and do not verify are reported (event `checkpoint_rejected`) and set aside under another name.
         Raises Fenced, CheckpointError.
         """
+        claim(self.target.folder, self.target.token, self.target.rank)
+        return self._recall(pieces) or self._load(pieces)
+
+    def _recall(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
+        if self.copies is None:
+            return None
+        start, target = time.perf_counter(), self.target
+        recall = Recall(target.plan, target.rank, target.token.run_id, self.copies.memory)
+        copy, on_disk = recall.newest(), newest_committed(target.folder, target.rank)
+        if copy is None or (copy.epoch, copy.step) <= on_disk:
+            return None
+        try:
+            live = list(pieces())
+            found = recall.fetch(copy, live)
+        except CheckpointError as error:
+            if target.rank == 0:
+                self.reporter.event("checkpoint_rejected", path=copy.name, problem=str(error))
+            return None
+        restore(found, live, target.rank, layout_of(target.plan), target.plan.job.train.seed)
+        self.saved_step = self.verified_step = on_disk[1] if on_disk[1] >= 0 else None
+        self._resumed(found, start, "memory")
+        return found.manifest
+
+    def _load(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
         folder, plan, token, rank = self.target.folder, self.target.plan, self.target.token, self.target.rank
-        claim(folder, token, rank)
         start, rejected = time.perf_counter(), []
 
         def reject(path: Path, problem: str) -> None:
@@ -50,24 +88,29 @@ class Checkpoints:
         found = newest(folder, rank, reject)
         if found is None:
             return None
-        layout = layout_of(plan)
-        restore(found, pieces(), rank, layout, plan.job.train.seed)
+        restore(found, pieces(), rank, layout_of(plan), plan.job.train.seed)
         if rank == 0:
             for path in rejected:
                 set_aside(path, token)
+        self.saved_step = self.verified_step = found.manifest.step
+        self._resumed(found, start, "disk")
+        return found.manifest
+
+    def _resumed(self, found: Found, start: float, source: str) -> None:
+        manifest, plan = found.manifest, self.target.plan
+        if self.target.rank == 0:
             self.reporter.event(
                 "resumed",
-                found.manifest.step,
+                manifest.step,
                 path=str(found.path),
-                samples=found.manifest.samples,
+                source=source,
+                samples=manifest.samples,
                 seconds=time.perf_counter() - start,
-                same_plan=found.manifest.plan_hash == plan.hash,
-                same_layout=found.manifest.layout == layout,
-                layout=str(found.manifest.layout),
-                same_data=found.manifest.data == self.target.data,
+                same_plan=manifest.plan_hash == plan.hash,
+                same_layout=manifest.layout == layout_of(plan),
+                layout=str(manifest.layout),
+                same_data=manifest.data == self.target.data,
             )
-        self.saved_step = self.verified_step = found.manifest.step
-        return found.manifest
 
     # ------------------------------------------------------------------------------------------- beside training
 

@@ -8,7 +8,7 @@ page are read one by one, and shorter ones together with what lies between them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -63,14 +63,16 @@ class Stored:
         for record, part in found.manifest.slices():
             self._parts.setdefault((part.kind, part.name), []).append((record, part))
 
+    def files(self, pieces: Iterable[Piece]) -> set[str]:
+        """Names of the files that hold any of the pieces. Raises as `restore`."""
+        return {record.file for wanted in _present(pieces) for record, _ in self._find(wanted)}
+
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Fill the pieces' data, whichever files hold it. Raises as `restore`."""
         reads: dict[str, list[_Read]] = {}
-        for piece in pieces:
-            wanted = piece.unpadded()
-            if wanted is not None and wanted.data.numel():
-                for record, read in self._find(wanted):
-                    reads.setdefault(record.file, []).append(read)
+        for wanted in _present(pieces):
+            for record, read in self._find(wanted):
+                reads.setdefault(record.file, []).append(read)
         for name, wants in reads.items():
             with TensorFile.open(self.found.path / name) as file:
                 for part, piece, shared in wants:
@@ -90,6 +92,14 @@ class Stored:
                 f" ({wanted.kind}): {abs(missing)} elements of this rank's part"
             )
         return reads
+
+
+def _present(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Without padding, and without what is nothing else."""
+    for piece in pieces:
+        wanted = piece.unpadded()
+        if wanted is not None and wanted.data.numel():
+            yield wanted
 
 
 def _copy(file: TensorFile, key: str, data: Tensor, shared: Common) -> None:

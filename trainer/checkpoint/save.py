@@ -113,7 +113,7 @@ def save(target: Target, contents: Contents, keep_last: int, protected: int | No
     every rank: SaveError if any rank could not write, Fenced if a newer epoch owns the folder.
     """
     begin(target, contents.step)
-    answers = gather(write(target, contents))
+    answers = gather(write(target.place(contents.step), target.rank, contents))
     return agree(target.rank, lambda: commit(target, contents, answers, keep_last, protected))
 
 
@@ -154,8 +154,8 @@ def claim(folder: Path, token: Fence, rank: int) -> None:
 # ---------------------------------------------------------------------------------------------- one rank's part
 
 
-def write(target: Target, contents: Contents) -> Answer:
-    """This rank's file, durable when this returns; and read back, if the contents say so."""
+def write(place: Path, rank: int, contents: Contents) -> Answer:
+    """This rank's file in the folder `place`, durable when this returns; and read back, if the contents say so."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
     slices, shapes, dtypes = [], {}, {}
     for piece in contents.pieces:
@@ -169,8 +169,8 @@ def write(target: Target, contents: Contents) -> Answer:
         dtypes[stored.kind] = DTYPES[stored.data.dtype]
         shapes[stored.info.name] = list(stored.info.global_shape)
         slices.append(Slice(key, stored.info.name, stored.kind, dim, start, stop, stored.offset, stored.data.numel()))
-    name = rank_file(target.rank)
-    path = target.place(contents.step) / name
+    name = rank_file(rank)
+    path = place / name
     try:
         size, digest = write_tensors(path, tensors)
         if contents.read_back and sha256_from_disk(path) != digest:
@@ -204,7 +204,7 @@ def commit(
         failed = [f"rank {index}: {answer.error}" for index, answer in enumerate(answers) if answer.error]
         if failed:
             raise SaveError(f"checkpoint of step {step}: {failed[0]}")
-        manifest = _manifest(target, contents, answers)
+        manifest = manifest_of(target, contents, answers)
         if problem := coverage_problem(manifest):
             raise SaveError(f"checkpoint of step {step} would be useless: {problem}")
         _rename(target, place, manifest, contents.read_back)
@@ -215,7 +215,8 @@ def commit(
     return sum(record.bytes for record in manifest.files)
 
 
-def _manifest(target: Target, contents: Contents, answers: Sequence[Answer]) -> Manifest:
+def manifest_of(target: Target, contents: Contents, answers: Sequence[Answer]) -> Manifest:
+    """What the files that all ranks have written are."""
     return Manifest(
         run_id=target.token.run_id,
         epoch=target.token.epoch,

@@ -1,0 +1,272 @@
+"""Copies in the memory of two nodes: whole or not at all, good without any one node, and never older than the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.plan import Plan
+from orchestrator.plan.document import SwitchLevel
+from orchestrator.plan.worker import memory_dir
+from tests.plans import make_plan
+from tests.trainer.states import Recorder, state
+from trainer.checkpoint.fence import Fence
+from trainer.checkpoint.format import Piece, rank_file
+from trainer.checkpoint.manager import Checkpoints
+from trainer.checkpoint.memory import copies as copies_module
+from trainer.checkpoint.memory.buddies import nodes_of, shift, wards
+from trainer.checkpoint.memory.place import DEAD_AFTER_S, NodeMemory, copy_name
+from trainer.verify.ranks import run_ranks
+
+# ---------------------------------------------------------------------------------------------- who keeps for whom
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_every_rank_is_kept_on_another_node_and_every_node_keeps_for_one(nodes, gpus):
+    plan = make_plan(dp=nodes * gpus, nodes=nodes)
+    keepers = wards(plan)
+    node_of = {place.rank: place.node for place in plan.ranks}
+    assert keepers.keys() == (set(node_of) if nodes > 1 else set())
+    assert all(node_of[rank] != node_of[keeper] for rank, keeper in keepers.items())
+    pairs = {(node_of[rank], node_of[keeper]) for rank, keeper in keepers.items()}
+    assert len(pairs) == len({keeper for _, keeper in pairs}) == (nodes if nodes > 1 else 0)
+    assert len(set(keepers.values())) == len(keepers), "with equally many ranks a node each keeps for one"
+
+
+def under(plan: Plan, switches: list[list[int]]) -> Plan:
+    level = msgspec.structs.replace(plan.cluster.levels[0], switches=switches)
+    assert isinstance(level, SwitchLevel)
+    return msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, levels=[level]))
+
+
+@pytest.mark.parametrize(
+    ("switches", "distance"),
+    [([[0, 1, 2, 3]], 1), ([[0, 1], [2, 3]], 2), ([[0, 2], [1, 3]], 1), ([[0], [1, 2, 3]], 1)],
+)
+def test_copies_leave_the_switch_where_all_can(switches, distance):
+    assert shift(under(make_plan(dp=4, nodes=4), switches)) == distance
+
+
+# ---------------------------------------------------------------------------------------------- a node's folder
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="not a private folder"):
+        NodeMemory(tmp_path / "open" / "run" / "node")
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(PermissionError):
+        NodeMemory(tmp_path / "link" / "run" / "node")
+    reporter = Recorder()
+    assert copies_module.open_memory(tmp_path / "open" / "run" / "node", reporter) is None
+    assert "not a private folder" in reporter.named("memory_copy_failed")[0].fields["error"]
+
+
+def test_what_dead_runs_left_is_swept_and_living_ones_are_not(tmp_path):
+    home = tmp_path / "home"
+    living = NodeMemory(home / "living" / "node")
+    for name in ("dead", "fresh"):
+        (home / name / "node").mkdir(parents=True)
+        (home / name / "node" / ".lock").touch()
+    long_ago = time.time() - 2 * DEAD_AFTER_S
+    for path in (home / "dead" / "node" / ".lock", home / "dead", living.folder / ".lock", home / "living"):
+        os.utime(path, (long_ago, long_ago))
+    NodeMemory(home / "mine" / "node")
+    assert sorted(path.name for path in home.iterdir()) == ["fresh", "living", "mine"]
+    living.remove()
+    assert not (home / "living").exists()
+
+
+# ---------------------------------------------------------------------------------------------- copies of ranks
+
+
+def shard(rank: int, world: int, seed: int) -> list[Piece]:
+    """A rank's share of `state(seed)`."""
+    pieces = []
+    for piece in state(seed):
+        low, high = (piece.data.numel() * at // world for at in (rank, rank + 1))
+        if low < high:
+            pieces.append(Piece(piece.kind, piece.info, low, piece.data[low:high].clone()))
+    return pieces
+
+
+def same(pieces: list[Piece], rank: int, world: int, seed: int) -> bool:
+    return all(torch.equal(a.data, b.data) for a, b in zip(pieces, shard(rank, world, seed), strict=True))
+
+
+FOUR = make_plan(dp=4, zero=1, nodes=4, copy_every_steps=1)
+
+
+def folder_of(home: Path, node: str) -> Path:
+    return home / "memory" / "run" / memory_dir("run", node).name
+
+
+def manager(home: Path, plan: Plan, rank: int, epoch: int) -> Checkpoints:
+    memory = folder_of(home, plan.ranks[rank].node)
+    return Checkpoints(home / "disk", plan, Fence("run", epoch), rank, Recorder(), memory=memory)
+
+
+def keep(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)) -> None:
+    """Save step `disk`, then copies of steps."""
+    mine, world = manager(home, plan, rank, 0), plan.parallel.world_size
+    mine.resume(lambda: [])
+    if disk:
+        mine.save(shard(rank, world, disk), disk, 10 * disk)
+    torch.manual_seed(rank)
+    for step in steps:
+        assert mine.copies.keep(shard(rank, world, step), step, 10 * step, {"x": 1.5})
+
+
+def recalled(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
+    """[step, where from, whether all of it is right]."""
+    mine, world = manager(home, plan, rank, epoch), plan.parallel.world_size
+    live = shard(rank, world, 99)
+    found = mine.resume(lambda: live)
+    sources = [event.fields["source"] for event in mine.reporter.named("resumed")]
+    right = found is not None and same(live, rank, world, found.step) and found.samples == 10 * found.step
+    return [found and found.step, sources, right]
+
+
+def one_answer(answers: list[list]) -> tuple:
+    """What all ranks say; only rank 0 reports."""
+    assert len({answer[0] for answer in answers}) == 1 and all(answer[2] for answer in answers)
+    return answers[0][0], answers[0][1][0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_any_one_node_may_be_lost_with_its_memory(tmp_path, lost):
+    """The newest copy comes back to the bit: with an empty node in the place of the lost one, and on fewer nodes."""
+    run_ranks(keep, 4, tmp_path)
+    shutil.rmtree(folder_of(tmp_path, f"node{lost}"))
+    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
+    survivors = [name for name in FOUR.cluster.node_names if name != f"node{lost}"]
+    shutil.rmtree(folder_of(tmp_path, f"node{lost}"))
+    fewer = make_plan(dp=3, zero=1, node_names=survivors, micro_batches=4, copy_every_steps=1)
+    assert one_answer(run_ranks(recalled, 3, tmp_path, fewer, 2)) == (6, "memory")
+
+
+@pytest.mark.process
+def test_two_buddies_lost_is_the_newest_checkpoint_on_disk(tmp_path):
+    run_ranks(keep, 4, tmp_path, FOUR, 3)
+    for node in ("node1", "node2"):
+        shutil.rmtree(folder_of(tmp_path, node))
+    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (3, "disk")
+
+
+@pytest.mark.process
+def test_a_damaged_copy_is_read_from_its_buddy_and_two_damaged_ones_are_not_used(tmp_path):
+    run_ranks(keep, 4, tmp_path, FOUR, 3)
+
+    def damage(node: int, file: int) -> None:
+        path = folder_of(tmp_path, f"node{node}") / copy_name(6, 0) / rank_file(file)
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+
+    damage(1, 1)
+    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
+    damage(1, 1), damage(2, 1)
+    assert one_answer(run_ranks(recalled, 4, tmp_path, FOUR, 2)) == (3, "disk")
+
+
+@pytest.mark.process
+def test_a_checkpoint_on_disk_that_is_newer_is_used(tmp_path):
+    run_ranks(keep, 4, tmp_path, FOUR, 7)
+    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (7, "disk")
+
+
+@pytest.mark.process
+def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_copies_it_could_not_see(tmp_path):
+    """Two buddies were away, so epoch 1 went on from step 3. When they are back, their step 6 is of another past."""
+    run_ranks(keep, 4, tmp_path, FOUR, 3)
+    for node in ("node1", "node2"):
+        folder_of(tmp_path, node).rename(tmp_path / node)
+
+    def go_on(rank: int) -> None:
+        mine = manager(tmp_path, FOUR, rank, 1)
+        mine.resume(lambda: shard(rank, 4, 99))
+        mine.save(shard(rank, 4, 4), 4, 40)
+
+    run_ranks(go_on, 4)
+    for node in ("node1", "node2"):
+        shutil.rmtree(folder_of(tmp_path, node))
+        (tmp_path / node).rename(folder_of(tmp_path, node))
+    assert one_answer(run_ranks(recalled, 4, tmp_path, FOUR, 2)) == (4, "disk")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", ["write", "receive", "manifest"])
+def test_a_copy_that_one_node_has_no_room_for_is_no_copy_and_the_one_before_stays(tmp_path, where):
+    def keep_two(rank: int) -> list[str]:
+        mine = manager(tmp_path, FOUR, rank, 0)
+        mine.resume(lambda: [])
+        assert mine.copies.keep(shard(rank, 4, 5), 5, 50)
+
+        def full(*args: object, **options: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        if rank == 2:
+            if where == "write":
+                copies_module.write = full
+            elif where == "receive":
+                os.posix_fallocate = full
+            else:
+                copies_module.encode = full
+        assert not mine.copies.keep(shard(rank, 4, 6), 6, 60)
+        return [event.fields["error"] for event in mine.reporter.named("memory_copy_failed")]
+
+    said = run_ranks(keep_two, 4)
+    assert "rank 2" in said[0][0] and "No space left on device" in said[0][0] and said[1:] == [[]] * 3
+    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (5, "memory")
+
+
+@pytest.mark.process
+def test_a_node_without_memory_means_no_copies_and_the_run_goes_on(tmp_path):
+    (tmp_path / "memory" / "run").mkdir(parents=True, mode=0o700)
+    (tmp_path / "memory").chmod(0o700)
+    folder_of(tmp_path, "node3").touch()
+
+    def try_it(rank: int) -> list[str]:
+        mine = manager(tmp_path, FOUR, rank, 0)
+        assert mine.resume(lambda: []) is None
+        assert not mine.copies.keep(shard(rank, 4, 5), 5, 50)
+        mine.copies.remove()
+        return [event.name for event in mine.reporter.events]
+
+    assert run_ranks(try_it, 4) == [[], [], [], ["memory_copy_failed"]]
+
+
+@pytest.mark.process
+def test_one_node_keeps_its_own_for_workers_that_die(tmp_path):
+    plan = make_plan(dp=2, zero=1, copy_every_steps=1)
+    run_ranks(keep, 2, tmp_path, plan)
+    assert one_answer(run_ranks(recalled, 2, tmp_path, plan)) == (6, "memory")
+    assert [len(ranks) for ranks in nodes_of(plan).values()] == [2]
+
+
+@pytest.mark.process
+def test_random_state_comes_back_on_the_same_layout(tmp_path):
+    def keep_it(rank: int) -> torch.Tensor:
+        mine = manager(tmp_path, FOUR, rank, 0)
+        mine.resume(lambda: [])
+        torch.manual_seed(100 + rank)
+        mine.copies.keep(shard(rank, 4, 5), 5, 50)
+        return torch.rand(3)
+
+    def recall_it(rank: int) -> torch.Tensor:
+        manager(tmp_path, FOUR, rank, 1).resume(lambda: shard(rank, 4, 99))
+        return torch.rand(3)
+
+    before = run_ranks(keep_it, 4)
+    shutil.rmtree(folder_of(tmp_path, "node2"))
+    after = run_ranks(recall_it, 4)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

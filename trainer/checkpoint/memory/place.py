@@ -1,0 +1,75 @@
+"""Where a node keeps copies: files in its memory (tmpfs), which outlive workers and epochs, not the node.
+
+    /dev/shm/orch-<uid>/<run id>/<node>/step-00000120.e3/    0700; manifest.json and some of its files
+
+Nobody else may look or write here: a folder that belongs to another user or is open to one is refused. What a run
+left behind that is long dead is removed by the next run of the user on this node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+COPY = re.compile(r"step-(\d{8})\.e(\d+)")
+#: A run without processes for this long is not between two epochs any more.
+DEAD_AFTER_S = 3600.0
+
+
+def copy_name(step: int, epoch: int) -> str:
+    return f"step-{step:08d}.e{epoch}"
+
+
+class NodeMemory:
+    """One node's folder for one run, held (shared lock) by the run's workers on this node while they live."""
+
+    def __init__(self, folder: Path):
+        """`folder`: `orchestrator.plan.worker.memory_dir`. Raises OSError when it cannot be made or is not private."""
+        self.folder = folder
+        home = folder.parent.parent
+        home.mkdir(mode=0o700, exist_ok=True)
+        found = home.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(1, "not a private folder of this user", str(home))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = (folder / ".lock").open("a")
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        os.utime(folder / ".lock")
+        _sweep(home, keep=folder.parent)
+
+    def copies(self) -> Iterator[Path]:
+        """Folders of copies, complete or not."""
+        return (path for path in self.folder.iterdir() if COPY.fullmatch(path.name))
+
+    def remove(self) -> None:
+        """Give the memory back: the run is over, or its state is on the disk."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another node of a run on one machine may still be there
+            self.folder.parent.rmdir()
+
+
+def _sweep(home: Path, keep: Path) -> None:
+    """Remove what runs have left that hold no lock and have not for a while."""
+    for run in home.iterdir():
+        if run == keep:
+            continue
+        with contextlib.suppress(OSError):
+            locks = list(run.glob("*/.lock"))
+            if all(_is_dead(lock) for lock in locks) and time.time() - run.stat().st_mtime > DEAD_AFTER_S:
+                shutil.rmtree(run, ignore_errors=True)
+
+
+def _is_dead(lock: Path) -> bool:
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return time.time() - lock.stat().st_mtime > DEAD_AFTER_S

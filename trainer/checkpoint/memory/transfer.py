@@ -1,0 +1,63 @@
+"""Files from rank to rank, straight between the memories that hold them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: Bytes of one message.
+CHUNK = 256 << 20
+
+
+class Sending:
+    """A file to be sent: its bytes, or as many zeros where it cannot be read (its hash will tell)."""
+
+    def __init__(self, path: Path, size: int, to: int):
+        self.to, self.problem = to, ""
+        try:
+            self.data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            self.data, self.problem = torch.zeros(size, dtype=torch.uint8), f"{path.name}: {error}".splitlines()[0]
+
+    def start(self, offset: int) -> dist.Work:
+        return dist.isend(self.data[offset : offset + CHUNK], self.to)
+
+
+class Receiving:
+    """A file to be received, into the memory that it is to stay in; thrown away where there is no room for it."""
+
+    def __init__(self, path: Path, size: int, source: int):
+        self.source, self.problem = source, ""
+        self.path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        try:
+            self._temporary.unlink(missing_ok=True)
+            with self._temporary.open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # or the first write to the mapping would be the end of us
+            self.data: Tensor = torch.from_file(str(self._temporary), shared=True, size=size, dtype=torch.uint8)
+        except OSError as error:
+            self._temporary.unlink(missing_ok=True)
+            self.data, self.problem = torch.empty(size, dtype=torch.uint8), f"{path.name}: {error.strerror}"
+
+    def start(self, offset: int) -> dist.Work:
+        return dist.irecv(self.data[offset : offset + CHUNK], self.source)
+
+    def finish(self) -> None:
+        if not self.problem:
+            self._temporary.rename(self.path)
+
+
+def run(transfers: list[Sending | Receiving]) -> list[str]:
+    """All at once, chunk by chunk; what went wrong. Peers must list what they share in the same order."""
+    offset, most = 0, max((one.data.numel() for one in transfers), default=0)
+    while offset < most:
+        for work in [one.start(offset) for one in transfers if offset < one.data.numel()]:
+            work.wait()
+        offset += CHUNK
+    for one in transfers:
+        if isinstance(one, Receiving):
+            one.finish()
+    return [one.problem for one in transfers if one.problem]
