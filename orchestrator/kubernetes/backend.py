@@ -34,7 +34,7 @@ from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
 from .render import NO_KEY, Manifest, render, to_yaml
 from .sending import remove, send
-from .watch import Watch, last_said
+from .watch import Watch
 
 #: Variables of the submitting machine that mean nothing, or something else, inside a pod.
 _OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
@@ -225,7 +225,7 @@ class KubernetesBackend:
     def _remember(self, folder: RunFolder, record: KubernetesRecord) -> None:
         """Write down what index 0 has said of the run: its log goes with its pod."""
         state = read_state(folder)
-        said = last_said(self._of(record), self._watch.seen(record, folder.run_id))
+        said = self._watch.said(record, folder.run_id)
         if said.state is not None:
             write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))
         if said.step and said.node:

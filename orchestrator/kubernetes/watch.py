@@ -30,15 +30,34 @@ class Watch:
     def __init__(self, cluster: Callable[[str | None, str | None], Cluster]):
         self._cluster = cluster
         self._found: dict[Key, tuple[float, dict[str, list[dict[str, Any]]]]] = {}
+        self._seen: dict[str, tuple[float, Seen]] = {}
+        self._said: dict[str, tuple[float, LastSaid]] = {}
 
     def clear(self) -> None:
         self._found.clear()
+        self._seen.clear()
+        self._said.clear()
 
     def meaning(self, record: KubernetesRecord, run_id: str) -> Meaning:
         return meaning(self.seen(record, run_id), time.time())
 
+    def said(self, record: KubernetesRecord, run_id: str) -> LastSaid:
+        """The newest words of the run's first pod."""
+        at, found = self._said.get(run_id, (float("-inf"), LastSaid()))
+        if time.monotonic() - at >= FRESH_S:
+            found = last_said(self._cluster(record.context, record.namespace), self.seen(record, run_id))
+            self._said[run_id] = time.monotonic(), found
+        return found
+
     def seen(self, record: KubernetesRecord, run_id: str) -> Seen:
         """OrchError (76, 78) when the cluster does not answer."""
+        at, found = self._seen.get(run_id, (float("-inf"), None))
+        if found is None or time.monotonic() - at >= FRESH_S:
+            found = self._see(record, run_id)
+            self._seen[run_id] = time.monotonic(), found
+        return found
+
+    def _see(self, record: KubernetesRecord, run_id: str) -> Seen:
         found = self._look(record)
         main = _named(found[record.kind], record.name)
         job_name = record.name if record.kind == "Job" else f"{record.name}-{JOB_OF_SET}-0"
