@@ -34,9 +34,10 @@ def plan_of(size: str, seq_len: int = 128, **layout: object) -> Plan:
     return make_plan(model=model, seq_len=seq_len, **defaults | layout)
 
 
-def new_stage(plan: Plan) -> Stage:
+def new_stage(plan: Plan, device: torch.device | str = "cpu") -> Stage:
     """The whole model with its initial weights, no parallelism."""
-    stage = Stage(plan.model, range(plan.model.layers), first=True, last=True)
+    with torch.device(device):
+        stage = Stage(plan.model, range(plan.model.layers), first=True, last=True)
     init_stage(stage, plan.model, plan.job.train.seed)
     return stage
 

@@ -56,6 +56,7 @@ class Result:
             "ratio": statistics.median(wall),
             "ratio_min": min(wall),
             "ratio_max": max(wall),
+            "best_ratio": min(self.wall["ours"]) / min(self.wall["torch"]),
             "cpu_ratio": statistics.median(cpu),
             "ours_s": statistics.median(self.wall["ours"]),
             "torch_s": statistics.median(self.wall["torch"]),

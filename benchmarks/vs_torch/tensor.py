@@ -36,8 +36,9 @@ def with_torchs_modules(stage: Stage) -> Stage:
             new = nn.RMSNorm(module.weight.shape[0], eps=module.eps)
         else:
             continue
-        new.load_state_dict(module.state_dict())
+        new.to(module.weight.device).load_state_dict(module.state_dict())
         stage.set_submodule(path, new)
+    stage.tie()
     return stage
 
 
