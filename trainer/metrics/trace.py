@@ -5,7 +5,7 @@ Rows: the pipeline's actions, the host's phases, one for the transfers of each a
 
 A transfer begins when it is launched. It ends when its data is here as far as that can be known: on CUDA from events on
 the stream that waits for it; on gloo an all-reduce tells itself, of all else it is only known when somebody waited
-(`"end": "waited for"`). `zero_s` is where the file's time begins on the clock that all processes of a machine share.
+(`"end": "waited for"`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class StepTrace:
         for at, held in thin(points(), MOST_POINTS):
             self._event("C", "memory", max(at, self._origin_s), 0, args=held)
         try:
-            write_trace(self.path, self._events, {**self.about, "zero_s": self._zero})
+            write_trace(self.path, self._events, self.about)
         except OSError as error:
             self.failed(error)
 
