@@ -18,13 +18,14 @@ from orchestrator.plan.document import SwitchLevel
 from orchestrator.plan.worker import memory_dir
 from tests.plans import make_plan
 from tests.trainer.states import Recorder, state
+from tests.trainer.test_checkpoint_crashes import lines
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import Piece, rank_file
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.memory import copies as copies_module
 from trainer.checkpoint.memory.buddies import nodes_of, shift, wards
 from trainer.checkpoint.memory.place import DEAD_AFTER_S, NodeMemory, copy_name
-from trainer.verify.ranks import run_ranks
+from trainer.verify.ranks import RankError, run_ranks
 
 # ---------------------------------------------------------------------------------------------- who keeps for whom
 
@@ -270,3 +271,31 @@ def test_random_state_comes_back_on_the_same_layout(tmp_path):
     shutil.rmtree(folder_of(tmp_path, "node2"))
     after = run_ranks(recall_it, 4)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- deaths
+
+
+def die_in_keep(rank: int, home: Path, plan: Plan, at: int) -> int:
+    """Keep steps 5 and 6; rank 1 is gone before its line number `at` of the second. The lines of it."""
+    home.mkdir(exist_ok=True)
+    mine = manager(home, plan, rank, 0)
+    mine.resume(lambda: [])
+    assert mine.copies.keep(shard(rank, 2, 5), 5, 50)
+    return lines(lambda: mine.copies.keep(shard(rank, 2, 6), 6, 60), at if rank == 1 else -1)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_node_that_is_lost_at_any_moment_of_a_copy(tmp_path):
+    """Its memory is gone too. What is left is step 5 or step 6, whole."""
+    plan = make_plan(dp=2, zero=1, nodes=2, copy_every_steps=1)
+    _, total = run_ranks(die_in_keep, 2, tmp_path / "whole", plan, -1)
+    steps = []
+    for number in range(15):
+        home = tmp_path / str(number)
+        with pytest.raises(RankError):
+            run_ranks(die_in_keep, 2, home, plan, number * total // 15)
+        shutil.rmtree(folder_of(home, "node1"))
+        steps.append(one_answer(run_ranks(recalled, 2, home, plan)))
+    assert total > 100 and steps[0] == (5, "memory") and set(steps) == {(5, "memory"), (6, "memory")}
