@@ -207,6 +207,8 @@ def _set_port(holders: Iterable[int], switches: int, index: int, state: str) -> 
         try:
             _batch("ip", descriptor, [f"link set dev {_port(index)} {state}"])
             return
+        except OrchError:  # another process has that number by now
+            continue
         finally:
             os.close(descriptor)
     raise OrchError("nothing of the run holds its network any more", Exit.CAPACITY)

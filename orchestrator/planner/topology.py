@@ -64,7 +64,9 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
 
 def _as_measured(spec: ClusterSpec, cluster: Cluster) -> Cluster:
     """With what `orch bench` has found on it, if it was run."""
-    home = FilePath(os.environ.get("ORCH_HOME") or FilePath.home() / ".orch")
+    from orchestrator.launch.run_folder import home_folder
+
+    home = home_folder(os.environ)
     if not (home / "bench").is_dir():
         return cluster
     from orchestrator.bench.record import read, with_measured
