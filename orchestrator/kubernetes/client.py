@@ -73,6 +73,10 @@ class Cluster:
         except (ConfigException, OSError) as error:
             text = "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is no pod"
             raise OrchError(f"{text} ({str(error).splitlines()[0]})", Exit.CAPACITY) from None
+        if not settings.verify_ssl:  # the kubeconfig says so; a warning a request would bury everything else
+            import urllib3
+
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         api = client.ApiClient(settings)
         return api.rest_client.pool_manager, settings, self._wanted or space
 

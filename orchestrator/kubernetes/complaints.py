@@ -43,7 +43,7 @@ def complaint(status: int, body: str) -> ApiError:
         return ApiError("the cluster does not accept your credentials (expired?): log in again", Exit.SECURITY, status)
     if status == 403:
         return _forbidden(text)
-    if status == 404 and "the server could not find the requested resource" in text:
+    if status == 404 and text in ("404 page not found", "the server could not find the requested resource"):
         return ApiError("the cluster lacks this kind of object: is Kueue or JobSet installed?", Exit.CONFIG, status)
     if status == 404 and "namespaces" in text:
         return ApiError(f"{text}: make the namespace, or choose backend.options.namespace", Exit.CONFIG, status)
@@ -73,7 +73,7 @@ def _forbidden(text: str) -> ApiError:
 
 def unreachable(host: str, error: Exception) -> OrchError:
     """OrchError (76, or 78 for a certificate that does not match) for a server that gave no answer."""
-    text = re.sub(r"<[^>]*>:? ?|\(Caused by |HTTPSConnectionPool\([^)]*\):? ?", "", str(error)).strip("() ")
+    text = re.sub(r"<[^>]*>:? ?|\(Caused by |HTTPS?Connection(Pool)?\([^)]*\):? ?", "", str(error)).strip("() ")
     text = " ".join(text.split())[:200]
     if "certificate" in text.lower():
         return OrchError(f"{host}: {text}: the kubeconfig is for another cluster, or out of date", Exit.SECURITY)

@@ -39,11 +39,14 @@ class Shape:
     simulated: int = 0  # without
     kueue: bool = False
     jobset: bool = False
+    api_only: bool = False  # nothing acts on what the API server holds
 
     @property
     def programs(self) -> tuple[str, ...]:
         more = ("kubelet", "kube-proxy", "coredns") if self.nodes else ()
         more += ("kwok",) if self.simulated else ()
+        if self.api_only:
+            return ("kube-apiserver", "kubectl")
         return (*CORE, *more, *(("kueue",) if self.kueue else ()), *(("jobset",) if self.jobset else ()))
 
 
@@ -223,6 +226,8 @@ class Bed:
         flags = ["--data-dir", str(self.home / "etcd"), "--unsafe-no-fsync", "--quota-backend-bytes=4294967296"]
         self.daemon("etcd", etcd, *flags, "--log-level=warn")
         self.start_apiserver()
+        if self.shape.api_only:
+            return
         self.daemon("kube-controller-manager", program("kube-controller-manager"), *conf.manager_flags(self.home))
         self.daemon(
             "kube-scheduler", program("kube-scheduler"), f"--config={self.home}/scheduler.yaml", "--secure-port=0"

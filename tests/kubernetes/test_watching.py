@@ -149,6 +149,7 @@ def test_cluster_and_pods_words_are_put_together():
         (403, 'pods "r" is forbidden: exceeded quota: gpus, requested: 8', "larger quota", Exit.CAPACITY),
         (403, 'pods "r" is forbidden: violates PodSecurity "x"', "backend.options.security", Exit.SECURITY),
         (404, "the server could not find the requested resource", "Kueue or JobSet installed", Exit.CONFIG),
+        (404, "404 page not found", "Kueue or JobSet installed", Exit.CONFIG),
         (404, 'namespaces "llm" not found', "backend.options.namespace", Exit.CONFIG),
         (422, 'Job.batch "r" is invalid: spec.template: Invalid value', "refuses the object", Exit.CONFIG),
         (503, "etcdserver: leader changed", "cannot answer now", Exit.CAPACITY),

@@ -1,0 +1,74 @@
+"""Against a real API server with nothing behind it: strict validation, one run or none, rights, no answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.plan import Exit
+
+from . import bed_conf as conf
+from .bed import Bed, Shape
+from .conftest import bring_up
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Bed]:
+    with bring_up(Shape(api_only=True)) as bed:
+        yield bed
+
+
+def ask(bed: Bed, step: str, **kubeconfig: str) -> dict:
+    """The answer of `tests.kubernetes.inside`, with another user or server if named."""
+    env = {"PYTHONPATH": str(ROOT)}
+    if kubeconfig:
+        path = bed.home / "other.kubeconfig"
+        path.write_text(conf.kubeconfig(**kubeconfig))
+        env["KUBECONFIG"] = str(path)
+    done = bed.run(sys.executable, "-m", "tests.kubernetes.inside", step, env=env, cwd=ROOT, timeout=180)
+    return json.loads(done.stdout)
+
+
+def test_the_server_takes_every_rendering_and_knows_every_field(api):
+    found = ask(api, "dry-run")
+    assert set(found) == {"plain", "queue", "everything"}
+    assert found["everything"] == ["Secret", "ConfigMap", "Service", "NetworkPolicy", "Job"]
+
+
+def test_a_repeated_submission_is_one_run_and_a_second_submitter_none(api):
+    found = ask(api, "twice")
+    assert found["same"]
+    assert found["owned"]
+    assert "exists already" in found["other"]
+
+
+def test_a_refused_job_leaves_nothing(api):
+    found = ask(api, "refused")
+    assert "backoffLimit" in found["said"]
+    assert found["left"] == []
+
+
+def test_missing_rights_are_told_with_the_rule_to_add(api):
+    found = ask(api, "look", user="user")
+    assert found["exit"] == Exit.SECURITY
+    assert 'the rule to add: {apiGroups: ["batch"], resources: [jobs], verbs: [list]}' in found["error"]
+
+
+def test_credentials_that_nobody_knows(api):
+    assert "log in again" in ask(api, "look", user="nobody")["error"]
+
+
+@pytest.mark.parametrize("server", ["https://10.77.0.1:1", "https://10.77.0.99:6443"])
+def test_no_cluster_is_said_within_fifteen_seconds(api, server):
+    """Nothing listens there; nobody has that address."""
+    found = ask(api, "look", server=server)
+    assert found["exit"] == Exit.CAPACITY
+    assert "no answer from the cluster" in found["error"]
+    assert found["seconds"] < 15
