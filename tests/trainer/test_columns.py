@@ -1,0 +1,79 @@
+"""Column-parallel matrices with their communication inside: equal to matrices behind a boundary, and overlapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.compat import DispatchMode
+from trainer.metrics.comm import CommCounter
+from trainer.model.linear import Linear, beside
+from trainer.parallel.columns import Columns
+from trainer.parallel.tensor import Boundary, Copy, Gather
+from trainer.verify.ranks import run_ranks
+
+B, S, HIDDEN = 2, 6, 8
+
+
+class Order(DispatchMode):
+    """Names of matrix products and collectives in the order in which they start."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = str(op).split(".")[1].strip("_")
+        if name in ("mm", "addmm") or str(op).startswith("c10d"):
+            self.seen.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+def matrices(rank: int) -> list[Linear]:
+    torch.manual_seed(rank)
+    made = [Linear(HIDDEN, 4, bias=True).double(), Linear(HIDDEN, 3).double()]
+    for linear in made:
+        for param in linear.parameters():
+            torch.nn.init.normal_(param)
+    return made
+
+
+def backward(read, x: torch.Tensor, linears: list[Linear]) -> dict:
+    """Outputs, gradients, and what was started in backward."""
+    x = x.clone().requires_grad_()
+    outs = read(x, linears)
+    weights = [param for linear in linears for param in linear.parameters()]
+    with Order() as order:
+        grads = torch.autograd.grad([out.sin().sum() for out in outs], [x, *weights])
+    return {"tensors": [*outs, *grads], "order": order.seen}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_equal_to_a_boundary_before_the_matrices_and_overlapped_in_backward(sp, keep):
+    def work(rank):
+        group, counter, linears = dist.group.WORLD, CommCounter(), matrices(rank)
+        torch.manual_seed(9 if not sp else 10 + rank)
+        x = torch.randn(B, S // 2 if sp else S, HIDDEN, dtype=torch.float64)
+        boundary = Boundary(Gather if sp else Copy, group, counter)
+        plain = backward(lambda x, linears: beside(boundary(x), linears), x, linears)
+        ours = backward(Columns(group, counter, sp, keep), x, linears)
+        return {"plain": plain, "ours": ours}
+
+    for found in run_ranks(work, 2):
+        for ours, plain in zip(found["ours"]["tensors"], found["plain"]["tensors"], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        gather = ["broadcast"] * 2 if sp and not keep else []
+        reduction = ["alltoall_base" if sp else "allreduce"]
+        # the input is on its way while its gradient is computed, that is on its way while the weights' are
+        assert found["ours"]["order"] == [*gather, "mm", "addmm", *reduction, "mm", "mm"]
+        assert found["plain"]["order"].index(reduction[0]) == len(found["plain"]["order"]) - 1, "behind everything"
+
+
+def test_a_replaced_op_is_refused():
+    linears = matrices(0)
+    linears[1].op = lambda x, weight, bias: x
+    with pytest.raises(ValueError, match="would not run"):
+        Columns(None, CommCounter(), sp=False)(torch.zeros(1, 2, HIDDEN, dtype=torch.float64), linears)
