@@ -77,6 +77,7 @@ class KubernetesBackend:
         with delivered(parcel, self.name) as folder:
             options = read_options(parcel.request.backend_options)
             manifest = self._manifest(folder, parcel.request, plan, options, os.environ, "", 0, None, None)
+            write_record(folder, _record(manifest))  # so that it is found once somebody has applied it
             return to_yaml(render(manifest))
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
@@ -163,15 +164,7 @@ class KubernetesBackend:
                 print(f"orch: warning: {line}", file=sys.stderr)
             space = cluster.namespace
             manifest = self._manifest(folder, request, plan, options, environ, submission, generation, found, space)
-            record = KubernetesRecord(
-                context=options.context,
-                namespace=space,
-                kind="JobSet" if options.kind == "jobset" else "Job",
-                name=manifest.name,
-                submission=submission,
-                submitted_at=time.time(),
-                generation=generation,
-            )
+            record = _record(manifest)
             write_record(folder, record)
             send(cluster, render(manifest), folder.run_id, submission)
             write_record(folder, structs.replace(record, sent=True))
@@ -230,3 +223,15 @@ class KubernetesBackend:
             write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))
         if said.step and said.node:
             write_private(folder.metrics(said.node), said.step, durable=False)
+
+
+def _record(run: Manifest) -> KubernetesRecord:
+    return KubernetesRecord(
+        context=run.options.context,
+        namespace=run.namespace,
+        kind="JobSet" if run.options.kind == "jobset" else "Job",
+        name=run.name,
+        submission=run.submission,
+        submitted_at=time.time(),
+        generation=run.generation,
+    )
