@@ -92,6 +92,7 @@ def _body(job: JobScript) -> list[str]:
         "umask 077",
         *_search_paths(job),
         assignment("run", job.run_dir),
+        "full=$SLURM_JOB_NUM_NODES" if elastic or options.no_kill else "full=",
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         *(f"unset {name}" for name in options.unset),
@@ -156,7 +157,8 @@ def _container_flags(job: JobScript) -> Sequence[str]:
 #: Coming back is decided once, here. A job that is being cancelled is no longer RUNNING, and `scontrol requeue` would
 #: bring it back to life: so the state is asked first. Both questions outlive a restart of the controller. A lost or
 #: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times. A requeue and what the
-#: next life must avoid are said in one breath, since the requeue ends the script.
+#: next life must avoid are said in one breath, since the requeue ends the script; and how many nodes it needs, since a
+#: job that kept the rest of its nodes would ask for no more than those.
 _LIFE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
@@ -176,8 +178,11 @@ trap 'notice TERM' TERM
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
 leave() {{ say "code $1$2"; exit "$1"; }}
 requeue() {{
-  {{ echo "requeue $job"; [ -z "$without" ] || echo "update JobId=$job ExcNodeList=$without"; }} |
-    scontrol --quiet >/dev/null
+  {{
+    echo "requeue $job"
+    [ -z "$without" ] || echo "update JobId=$job ExcNodeList=$without"
+    [ -z "$full" ] || echo "update JobId=$job NumNodes=$full"
+  }} | scontrol --quiet >/dev/null
 }}
 
 finish() {{

@@ -213,7 +213,8 @@ class Cluster:
 
     def _start_accounting(self) -> None:
         db, sock = self.home / "db", self.home / "run" / "mariadb.sock"
-        common = ["--no-defaults", f"--datadir={db}", "--user=root"]
+        # a MariaDB that starts clears its temporary folder, also of other MariaDBs' tables
+        common = ["--no-defaults", f"--datadir={db}", f"--tmpdir={self.home / 'run'}", "--user=root"]
         installer = find("mariadb-install-db") or "mariadb-install-db"
         self.run(installer, *common, "--auth-root-authentication-method=normal", "--skip-test-db", timeout=120)
         options = [f"--socket={sock}", "--skip-networking", "--innodb-buffer-pool-size=32M", f"--pid-file={db}/pid"]

@@ -27,10 +27,13 @@ def bring_up(shape: Shape) -> Cluster:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests on clusters stay in one xdist worker (`--dist loadgroup`): the clusters are theirs together."""
+    """With `--dist loadgroup` the cluster tests of a file stay in one worker, which has clusters of its own.
+
+    They mostly wait, so files run well beside each other and beside everything else.
+    """
     for item in items:
         if item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.xdist_group("slurm"))
+            item.add_marker(pytest.mark.xdist_group(f"slurm-{item.path.stem}"))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from orchestrator.launch.state import RunState
 from .cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Held before its last step until it is released: never over before it was interrupted, and at once afterwards.
+LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 #: Every wait looks for its condition, so on a busy machine nothing but time is lost.
 PATIENCE_S = 300
 CONF = ROOT / "slurm"
@@ -171,6 +174,20 @@ class Run:
     @property
     def placement(self) -> dict:
         return json.loads((self.folder / "slurm" / "placement.json").read_text())
+
+    @property
+    def lives(self) -> int:
+        """How often it has been put on nodes."""
+        return len(list((self.folder / "slurm").glob("*.placement.json")))
+
+    def saved(self) -> list[int]:
+        """The step that each of four stand-in workers saved."""
+        return [int((self.folder / f"saved-{rank}").read_text()) for rank in range(4)]
+
+    def start_of(self, epoch: int) -> int:
+        """The step after which rank 0 began that life of the workers."""
+        text = (self.folder / "logs" / "rank-00000.log").read_text()
+        return int(re.findall(r"starts after step (\d+)", text)[epoch])
 
     def losses(self) -> dict[int, float]:
         """Step -> loss, as the run's metrics hold them; a step done twice must have had the same."""

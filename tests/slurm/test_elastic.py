@@ -10,11 +10,10 @@ import pytest
 from orchestrator.plan import from_json
 from orchestrator.plan.ranks import check_ranks
 
-from .runs import CONF, Orch, Run
+from .runs import CONF, LONG, Orch, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 JOB = ("cluster=testbed", "parallel=tp2_pp2", "nodes=1..4")
-LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 
 
 def hold(orch: Orch, nodes: int) -> str:
@@ -66,18 +65,21 @@ def test_started_at_each_legal_size(orch):
 
 @pytest.mark.slow
 def test_losing_a_node_keeps_the_rest(orch):
-    """The job, its script and its other nodes stay; the run goes on in the same life on the two that make a size."""
+    """The job, its script and its other nodes stay; the run goes on in the same life on the two that make a size. When
+    it is requeued later, it asks for its full size again.
+    """
     run = orch.submit(*JOB, "backend.heartbeat_timeout_s=4", wishes=LONG)
     run.step(3)
     lost = run.placement["nodes"][2]
     orch.cluster.kill_node(lost)
     run.until("fewer nodes", lambda: lost not in run.placement["nodes"])
-    run.release()
-    assert run.wait("done").exit_code == 0
+    run.wait("running")
     assert run.restarts == 0 and run.life == 0 and nodes_of(run) == 2
     assert "goes on with the 3 nodes that are left" in run.logs()
-    state = run.state()
-    assert state.epoch == 1 and [epoch.cause.kind for epoch in state.epochs if epoch.cause] == ["node_lost"]
+    orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
+    state = run.finish()
+    assert run.life == run.restarts == 1 and nodes_of(run) == 4 and lost not in run.placement["nodes"]
+    assert state.epoch == 2 and (state.epochs[0].cause.kind, state.epochs[0].cause.node) == ("node_lost", lost)
     orch.cluster.start_node(lost)
 
 

@@ -1,4 +1,4 @@
-"""What schedulers do to runs, done for real: preemption, time limits, scancel, lost nodes, a restarted controller.
+"""What schedulers do to runs, done for real: preemption, time limits, scancel.
 
 The workers are the stand-in of tests/launch: on SIGTERM it saves its step and leaves with 75, and goes on from there.
 """
@@ -6,34 +6,15 @@ The workers are the stand-in of tests/launch: on SIGTERM it saves its step and l
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 
 import pytest
 
 from orchestrator.plan.exits import Exit
 
-from .runs import Orch, Run
+from .runs import LONG, Orch
 from .test_runs import two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
-#: Held before its last step until it is released: never over before it was interrupted, and at once afterwards.
-LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
-
-
-def saved(run: Run) -> list[int]:
-    return [int((run.folder / f"saved-{rank}").read_text()) for rank in range(4)]
-
-
-def start_of(run: Run, epoch: int) -> int:
-    """The step after which rank 0 began that life of the workers."""
-    text = (run.folder / "logs" / "rank-00000.log").read_text()
-    return int(re.findall(r"starts after step (\d+)", text)[epoch])
-
-
-def lives(run: Run) -> int:
-    return len(list((run.folder / "slurm").glob("*.placement.json")))
 
 
 def test_preempted_saved_requeued_once_and_done(orch: Orch):
@@ -44,13 +25,13 @@ def test_preempted_saved_requeued_once_and_done(orch: Orch):
     run.requeued()
     state = run.state()
     assert (state.state == "pending" and "requeued" in state.reason) or "BeginTime" in state.reason
-    steps = saved(run)
+    steps = run.saved()
     assert min(steps) >= 5
     run.until("urgent job is done", lambda: orch.cluster.job_state(urgent) == "COMPLETED")
     run.come_back()
     state = run.wait("done")
-    assert state.exit_code == 0 and state.epoch == 1 and run.restarts == 1 == lives(run) - 1
-    assert start_of(run, 1) == steps[0], "it goes on where it had saved"
+    assert state.exit_code == 0 and state.epoch == 1 and run.restarts == 1 == run.lives - 1
+    assert run.start_of(1) == steps[0], "it goes on where it had saved"
     assert [epoch.outcome for epoch in state.epochs] == ["stopped", "done"]
     assert not state.epochs[0].counted
 
@@ -65,7 +46,7 @@ def test_the_number_of_requeues_is_capped(orch: Orch):
     run.release()
     again = orch("resume", "--json", run.id)
     assert json.loads(again.stdout)["run_id"] == run.id
-    assert run.wait("done").epoch == 1 and start_of(run, 1) == saved(run)[0]
+    assert run.wait("done").epoch == 1 and run.start_of(1) == run.saved()[0]
 
 
 def test_time_limits_shorter_than_the_run(orch: Orch):
@@ -78,12 +59,12 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
     capped = orch.submit(*short, "backend.options.max_requeues=0", wishes=long)
     whole = orch.submit(*two_nodes(), wishes=long | {"STEP_S": 0.001})
     chain.finish()
-    assert chain.restarts >= 1 and lives(chain) == chain.restarts + 1
+    assert chain.restarts >= 1 and chain.lives == chain.restarts + 1
     assert "notice (USR1)" in chain.logs() and "comes back" in chain.logs()
     assert whole.wait("done").exit_code == 0
     assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 451))
     state = capped.wait("stopped")
-    assert state.exit_code == Exit.RESTART and capped.restarts == 0 and min(saved(capped)) > 0
+    assert state.exit_code == Exit.RESTART and capped.restarts == 0 and min(capped.saved()) > 0
     assert "come back 0 times: no more" in capped.logs()
 
 
@@ -93,7 +74,7 @@ def test_scancel_saves_and_stays_cancelled(orch: Orch):
     run.step(3)
     orch.cluster.run("scancel", run.job)
     state = run.wait("cancelled")
-    assert state.exit_code == Exit.RESTART and min(saved(run)) >= 3
+    assert state.exit_code == Exit.RESTART and min(run.saved()) >= 3
     assert orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
 
 
@@ -103,11 +84,11 @@ def test_cancel_saves_first(orch: Orch):
     orch("cancel", run.id)
     state = run.state()
     assert (state.state, state.exit_code) == ("cancelled", Exit.RESTART)
-    assert min(saved(run)) >= 3 and orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
+    assert min(run.saved()) >= 3 and orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
     run.release()
     orch("resume", run.id)
     state = run.wait("done")
-    assert state.epoch == 1 and start_of(run, 1) == saved(run)[0]
+    assert state.epoch == 1 and run.start_of(1) == run.saved()[0]
     orch("cancel", run.id, code=Exit.USAGE)
 
 
@@ -123,62 +104,6 @@ def test_cancel_before_the_start_and_by_force(orch: Orch):
     assert running.state().state == "cancelled"
     assert not list(running.folder.glob("saved-*"))
     orch.cluster.wait(lambda: orch.cluster.idle() == 8, 60, "idle nodes, none drained by our doing")
-
-
-def test_lost_nodes_are_replaced(orch: Orch):
-    """One run loses a node, another the node of its script and coordinator, where Slurm itself requeues the job."""
-    one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), wishes=LONG)
-    other = orch.submit(*two_nodes(), wishes=LONG)
-    one.step(3)
-    other.step(3)
-    lost, first = one.placement["nodes"][1], other.placement["nodes"][0]
-    orch.cluster.kill_node(lost)
-    orch.cluster.kill_node(first)
-    for run in (one, other):
-        run.requeued()
-    down = ("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
-    one.until("Slurm notices", lambda: orch.cluster.run(*down).strip() == "2")
-    for run, node in ((one, lost), (other, first)):
-        assert run.finish().exit_code == 0 and node not in run.placement["nodes"]
-    assert start_of(one, 1) > 0, "the workers that were left had saved"
-    causes = [epoch.cause for epoch in one.state().epochs if epoch.cause]
-    assert [(cause.kind, cause.node) for cause in causes] == [("node_lost", lost)]
-
-
-def test_a_sick_node_is_left_out(orch: Orch):
-    """A worker that leaves with 74 says that its node is unhealthy: the job comes back on others."""
-    run = orch.submit(*two_nodes("backend.options.exclude=[n7]"), wishes=LONG | {"DIE": "2:2:74:0"})
-    run.requeued()
-    sick = json.loads((run.folder / "state.json").read_text())["cause"]["node"]
-    run.come_back()
-    assert run.wait("done").exit_code == 0
-    assert not {sick, "n7"} & set(run.placement["nodes"])
-
-
-def test_the_controller_is_restarted_during_a_run(orch: Orch):
-    run = orch.submit(*two_nodes(), wishes=LONG)
-    run.step(3)
-    orch.cluster.stop_controller()
-    state = run.state()
-    assert state.state == "running" and "scontrol ping" in (state.reason or ""), "the run folder still answers"
-    orch.cluster.start_controller()
-    run.release()
-    assert run.wait("done").exit_code == 0
-    assert run.restarts == 0
-
-
-def test_notice_while_the_controller_is_away(orch: Orch):
-    """The steps get their SIGTERM, the run saves, and the requeue waits until the controller is back."""
-    run = orch.submit(*two_nodes(), wishes=LONG)
-    run.step(3)
-    orch.cluster.stop_controller()
-    node = run.placement["nodes"][0]
-    state = json.loads((run.folder / "state.json").read_text())
-    os.kill(state["nodes"][node]["pid"], signal.SIGTERM)
-    run.until("saved", lambda: len(list(run.folder.glob("saved-*"))) == 4)
-    orch.cluster.start_controller()
-    run.come_back()
-    assert run.wait("done").epoch == 1
 
 
 def test_one_question_for_all_runs(orch: Orch, tmp_path):

@@ -8,11 +8,10 @@ import pytest
 
 from orchestrator.plan.exits import Exit
 
-from .runs import CONF, STAND_IN, Orch, Run
+from .runs import CONF, LONG, STAND_IN, Orch, Run
 from .test_runs import WIDE, two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
-LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 
 
 def sweep(orch: Orch, *words: str, wishes: dict | None = None, code: int = 0) -> list[Run]:
