@@ -20,7 +20,7 @@ from tests.plans import make_plan
 from tests.trainer.states import Recorder, state
 from tests.trainer.test_checkpoint_crashes import lines
 from trainer.checkpoint.fence import Fence
-from trainer.checkpoint.format import Piece, rank_file
+from trainer.checkpoint.format import Piece, rank_file, step_name
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.memory import copies as copies_module
 from trainer.checkpoint.memory.buddies import nodes_of, shift, wards
@@ -183,6 +183,30 @@ def test_a_damaged_copy_is_read_from_its_buddy_and_two_damaged_ones_are_not_used
 def test_a_checkpoint_on_disk_that_is_newer_is_used(tmp_path):
     run_ranks(keep, 4, tmp_path, FOUR, 7)
     assert one_answer(run_ranks(recalled, 4, tmp_path)) == (7, "disk")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("older", [0, 3])
+def test_a_copy_is_better_than_what_is_on_disk_and_damaged(tmp_path, older):
+    def keep_both(rank: int) -> None:
+        mine = manager(tmp_path, FOUR, rank, 0)
+        mine.resume(lambda: [])
+        for step in (older, 7):
+            if step:
+                mine.save(shard(rank, 4, step), step, 10 * step)
+        assert mine.copies.keep(shard(rank, 4, 6), 6, 60)
+
+    run_ranks(keep_both, 4)
+    os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
+    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
+
+    def go_on(rank: int) -> None:
+        mine = manager(tmp_path, FOUR, rank, 2)
+        mine.resume(lambda: shard(rank, 4, 99))
+        mine.save(shard(rank, 4, 7), 7, 70)
+
+    run_ranks(go_on, 4)
+    assert one_answer(run_ranks(recalled, 4, tmp_path, FOUR, 3)) == (7, "disk"), "step 7 was made and saved again"
 
 
 @pytest.mark.process

@@ -27,6 +27,11 @@ class Found:
     path: Path
     manifest: Manifest
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """(epoch, step): of two, the greater one is of the run's present."""
+        return self.manifest.epoch, self.manifest.step
+
 
 def newest(folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lambda path, why: None) -> Found | None:
     """The newest committed checkpoint that verifies; None if there has never been one. Every rank must call it.

@@ -16,7 +16,7 @@ from .fence import Fence
 from .format import Manifest, Piece
 from .load import Found, newest, newest_committed
 from .memory.copies import MemoryCopies, open_memory
-from .memory.recall import Recall
+from .memory.recall import Copy, Recall
 from .restore import restore
 from .retention import set_aside
 from .save import Contents, Target, claim, layout_of, save
@@ -49,51 +49,67 @@ class Checkpoints:
     def resume(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
         """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.
 
-        A copy in the nodes' memory that is newer than every checkpoint is used instead, if it is whole. Checkpoints
+        A copy in the nodes' memory that is newer, in epoch and then step, is used instead, if it is whole. Checkpoints
         that are newer and do not verify are reported (event `checkpoint_rejected`) and set aside under another name.
         Raises Fenced, CheckpointError.
         """
-        claim(self.target.folder, self.target.token, self.target.rank)
-        return self._recall(pieces) or self._load(pieces)
-
-    def _recall(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
-        if self.copies is None:
-            return None
-        start, target = time.perf_counter(), self.target
-        recall = Recall(target.plan, target.rank, target.token.run_id, self.copies.memory)
-        copy, on_disk = recall.newest(), newest_committed(target.folder, target.rank)
-        if copy is None or (copy.epoch, copy.step) <= on_disk:
-            return None
+        folder, token, rank = self.target.folder, self.target.token, self.target.rank
+        claim(folder, token, rank)
+        start = time.perf_counter()
+        recall = Recall(self.target.plan, rank, token.run_id, self.copies.memory) if self.copies is not None else None
+        copy = recall.newest() if recall is not None else None
+        if copy is not None and copy.age > newest_committed(folder, rank):
+            found = self._fetched(recall, copy, pieces)
+            if found is not None:
+                return self._filled(found, pieces, start, "memory")
+            copy = None
+        found, problem, source = None, None, "disk"
         try:
-            live = list(pieces())
-            found = recall.fetch(copy, live)
+            found = self._verified()
         except CheckpointError as error:
-            if target.rank == 0:
-                self.reporter.event("checkpoint_rejected", path=copy.name, problem=str(error))
-            return None
-        restore(found, live, target.rank, layout_of(target.plan), target.plan.job.train.seed)
-        self.saved_step = self.verified_step = on_disk[1] if on_disk[1] >= 0 else None
-        self._resumed(found, start, "memory")
-        return found.manifest
+            problem = error
+        if copy is not None and (found is None or copy.age > found.age):  # the disk's newest was damaged
+            fetched = self._fetched(recall, copy, pieces)
+            found, source = (fetched, "memory") if fetched is not None else (found, "disk")
+        if found is not None:
+            return self._filled(found, pieces, start, source)
+        if problem is not None:
+            raise problem
+        return None
 
-    def _load(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
-        folder, plan, token, rank = self.target.folder, self.target.plan, self.target.token, self.target.rank
-        start, rejected = time.perf_counter(), []
+    def _verified(self) -> Found | None:
+        """The newest checkpoint on disk that verifies; newer ones are reported and set aside."""
+        rejected = []
 
         def reject(path: Path, problem: str) -> None:
             rejected.append(path)
-            if rank == 0:
-                self.reporter.event("checkpoint_rejected", path=str(path), problem=problem)
+            self._rejected(str(path), problem)
 
-        found = newest(folder, rank, reject)
-        if found is None:
-            return None
-        restore(found, pieces(), rank, layout_of(plan), plan.job.train.seed)
-        if rank == 0:
+        found = newest(self.target.folder, self.target.rank, reject)
+        if self.target.rank == 0 and found is not None:
             for path in rejected:
-                set_aside(path, token)
-        self.saved_step = self.verified_step = found.manifest.step
-        self._resumed(found, start, "disk")
+                set_aside(path, self.target.token)
+        return found
+
+    def _fetched(self, recall: Recall, copy: Copy, pieces: Callable[[], Sequence[Piece]]) -> Found | None:
+        try:
+            return recall.fetch(copy, pieces())
+        except CheckpointError as error:
+            self._rejected(copy.name, str(error))
+            return None
+
+    def _rejected(self, path: str, problem: str) -> None:
+        if self.target.rank == 0:
+            self.reporter.event("checkpoint_rejected", path=path, problem=problem)
+
+    def _filled(self, found: Found, pieces: Callable[[], Sequence[Piece]], start: float, source: str) -> Manifest:
+        plan, rank = self.target.plan, self.target.rank
+        restore(found, pieces(), rank, layout_of(plan), plan.job.train.seed)
+        if source == "disk":
+            self.saved_step = self.verified_step = found.manifest.step
+        else:  # no promise about what is on disk, but none that it may go either
+            self.verified_step = newest_committed(self.target.folder, rank)[1]
+        self._resumed(found, start, source)
         return found.manifest
 
     def _resumed(self, found: Found, start: float, source: str) -> None:

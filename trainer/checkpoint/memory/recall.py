@@ -43,6 +43,11 @@ class Copy:
     holders: dict[str, list[int]]  # file -> ranks whose node has it, one a node, ascending
     source: int  # a rank whose node has the manifest
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """As `Found.age`."""
+        return self.epoch, self.step
+
 
 class Recall:
     """The copies that the nodes of a plan still hold. Every method is collective."""
