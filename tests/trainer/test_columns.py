@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.compat import DispatchMode
+from tests.trainer.operations import Order
 from trainer.metrics.comm import CommCounter
 from trainer.model.linear import Linear, beside
 from trainer.parallel.columns import Columns
@@ -14,20 +14,6 @@ from trainer.parallel.tensor import Boundary, Copy, Gather
 from trainer.verify.ranks import run_ranks
 
 B, S, HIDDEN = 2, 6, 8
-
-
-class Order(DispatchMode):
-    """Names of matrix products and collectives in the order in which they start."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        name = str(op).split(".")[1].strip("_")
-        if name in ("mm", "addmm") or str(op).startswith("c10d"):
-            self.seen.append(name)
-        return op(*args, **(kwargs or {}))
 
 
 def matrices(rank: int) -> list[Linear]:
@@ -65,8 +51,8 @@ def test_equal_to_a_boundary_before_the_matrices_and_overlapped_in_backward(sp, 
     for found in run_ranks(work, 2):
         for ours, plain in zip(found["ours"]["tensors"], found["plain"]["tensors"], strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
-        gather = ["broadcast"] * 2 if sp and not keep else []
-        reduction = ["alltoall_base" if sp else "allreduce"]
+        gather = ["c10d.broadcast"] * 2 if sp and not keep else []
+        reduction = ["c10d.alltoall_base" if sp else "c10d.allreduce"]
         # the input is on its way while its gradient is computed, that is on its way while the weights' are
         assert found["ours"]["order"] == [*gather, "mm", "addmm", *reduction, "mm", "mm"]
         assert found["plain"]["order"].index(reduction[0]) == len(found["plain"]["order"]) - 1, "behind everything"
