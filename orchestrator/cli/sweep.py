@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import structs
+
 from orchestrator.cli.verbs import submit
 from orchestrator.config.sweep import Member, members
 from orchestrator.errors import OrchError
@@ -80,9 +82,16 @@ def _prepare(args: argparse.Namespace, found: list[Member], home: Path) -> tuple
                 backend.check(offer.parcel.request)
         except OrchError as error:
             raise OrchError(f"{label}: {error.message}; none of the {len(found)} runs was sent", error.exit) from None
-        entries.append(Entry(offer, label))
+        entries.append(Entry(_labelled(offer, label), label))
     assert backend is not None
     return backend, entries
+
+
+def _labelled(offer: Offer, label: str) -> Offer:
+    """With what tells it from the others in its summary, where lists and `orch status` find it."""
+    request = offer.parcel.request
+    request = structs.replace(request, summary={**request.summary, "sweep": label[:200]})
+    return offer._replace(parcel=structs.replace(offer.parcel, request=request))
 
 
 def _show(args: argparse.Namespace, backend: Backend, entries: list[Entry]) -> int:

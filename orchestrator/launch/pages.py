@@ -58,6 +58,8 @@ def run_page(state: RunState, live: Live, style: Style) -> str:
     head = style.paint(state.state, COLOUR.get(state.state), bold=True)
     reason = state.reason if state.reason and state.state != "done" else None
     rows: list[tuple[str, str]] = [("run", f"{state.backend}://{state.run_id}"), ("job", where), ("state", head)]
+    if sweep := s.get("sweep"):
+        rows.insert(2, ("of a sweep", str(sweep)))
     if state.exit_code:
         rows.append(("exit code", f"{state.exit_code} ({meaning(state.exit_code)})"))
     if reason:
@@ -126,6 +128,7 @@ def list_page(rows: list[tuple[RunState, Live]], now: float, style: Style) -> st
     table = [("run", "state", "job", "step", "loss", "age")]
     for state, live in rows:
         job = f"{state.summary.get('model')} {state.summary.get('parallel', '')} on {state.summary.get('cluster')}"
+        job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
         step = f"{live.step if live.step is not None else '-'}/{live.steps or '?'}"
         loss = three(live.loss) if live.loss is not None else "-"
         table.append((state.run_id, state.state, job, step, loss, seconds(max(0.0, now - state.created_at))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from orchestrator.topology.slurm import parse_topology
 
 from .cluster_conf import Shape
 from .conftest import bring_up
+from .runs import CONF, Orch
 
 live = [pytest.mark.slurm, pytest.mark.process]
 
@@ -109,6 +111,7 @@ class TestLive:
 @pytest.mark.slurm
 @pytest.mark.process
 def test_a_full_queue_is_told_at_once(tmp_path):
+    """sbatch itself would try again for two minutes, and so would its estimate."""
     path = tmp_path / "job.sh"
     path.write_text("#!/bin/bash\n#SBATCH --hold --output=/dev/null\nsleep 1\n")
     with bring_up(Shape(nodes=1, gpus=1, leaves=1, max_jobs=2)) as cluster:
@@ -119,6 +122,12 @@ def test_a_full_queue_is_told_at_once(tmp_path):
                 accepted.append(slurm.sbatch(str(path)))
         assert refused.value.exit == Exit.CAPACITY and "full" in refused.value.message
         assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
+        orch = Orch(cluster, tmp_path)
+        words = ("cluster=testbed", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=tp1", "--run-id", "late")
+        done = orch("submit", "--config-dir", str(CONF), *words, "--", "/bin/true", code=Exit.CAPACITY)
+        assert "full" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+        assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
+        assert json.loads(orch("status", "--json", "late").stdout)["state"]["exit_code"] == Exit.CAPACITY
 
 
 def test_without_slurm_on_this_machine():

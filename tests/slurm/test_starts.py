@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
 from orchestrator.launch.offer import After
 from orchestrator.launch.run_folder import RunFolder
@@ -68,6 +69,21 @@ def test_nothing_larger_would_have_been_soon_enough(waits, within):
 )  # fmt: skip
 def test_what_is_said(wait, text):
     assert starts(wait)[0].text(NOW).endswith(text)
+
+
+@pytest.mark.parametrize("scontrol", [None, "exit 1", "echo 'Slurmctld(primary) at x is DOWN'", "exec sleep 600"])
+def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
+    """Not installed, not configured, not answering: the plan is told without a word of a start."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("orchestrator.slurm.backend._GLANCE_S", 0.5)
+    for name in ("scontrol", "sbatch") if scontrol else ():
+        (tmp_path / name).write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{scontrol}\n")
+        (tmp_path / name).chmod(0o755)
+    assert main(["plan", "cluster=h100x64", "model=llama3_8b"]) == 0
+    said = capsys.readouterr()
+    assert "Time of one step" in said.out and "Slurm" not in said.out and not said.err
+    assert not (tmp_path / "home" / "runs").exists()
 
 
 # ------------------------------------------------------------------------------------------ --after
