@@ -22,7 +22,7 @@ MOST_PARAMETERS = 50_000_000
 SEQ_LEN = 32  # tokens, at least: what a batch is cut to unless the user says otherwise
 ACCUMULATION = 4
 #: Recompute "budget" gets this share of what activations take without it, so that layers differ.
-BUDGET_SHARE = 0.7
+BUDGET_SHARE = 0.6
 GIB = 1 << 30
 
 

@@ -1,27 +1,35 @@
 """`train.compile`: blocks compiled one by one compose with every technique. Slow: opt in with `-m slow`.
 
 Composition (graph breaks at communication, recomputation, split backward, gathered weights) is a matter of tracing and
-of autograd, so most cases stop before code generation (`aot_eager`); one goes through it.
+of autograd, so most cases stop before code generation (`aot_eager`); one of each kind goes through it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import msgspec
 import pytest
 from torch import nn
 
-from tests.plans import tiny_model
+from tests.plans import make_plan, tiny_model
 from tests.trainer.test_parity import parity_plan, reference
+from trainer.engine import Engine
+from trainer.metrics.memory import StepMemory
 from trainer.model.block import Block
-from trainer.optim.precision import FP64
+from trainer.optim.precision import FP64, recipe
+from trainer.parallel.mesh import Mesh
 from trainer.verify.compare import LIMIT, run_rank
 from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 TWO_LAYERS = tiny_model(layers=2)
+DROPPED = tiny_model(layers=2, dropout=0.1)
+#: Cases whose code is generated, too.
+GENERATED = ("alone", "tp2 sp", "zb_h1", "cp2", "zero3", "dropout, tp2 sp")
 
 CASES = {
     "alone": {},
@@ -30,6 +38,11 @@ CASES = {
     "selective recompute, tp2": {"recompute": "selective", "tp": 2},
     "zb_h1": {"pp": 2, "schedule": "zb_h1", "micro_batches": 3},
     "cp2": {"cp": 2},
+    "cp2 ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "cp2 ring": {"cp": 2, "cp_method": "ring"},
+    "cp2 allgather": {"cp": 2, "cp_method": "allgather"},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "dropout, tp2 sp": {"tp": 2, "model": DROPPED},
     "zero2, full recompute": {"dp": 2, "zero": 2, "recompute": "full"},
     "zero3": {"dp": 2, "zero": 3},
 }
@@ -46,13 +59,46 @@ def compiled_rank(rank: int, plan, expected, backend: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize(("case", "backend"), [*((case, "aot_eager") for case in CASES), ("alone", "inductor")])
+@pytest.mark.parametrize(
+    ("case", "backend"), [(case, "aot_eager") for case in CASES] + [(case, "inductor") for case in GENERATED]
+)
 def test_compiled_blocks_equal_one_process(case, backend):
     import torch._dynamo  # before the fork: a second a rank otherwise
 
-    plan = parity_plan(torch.float64, model=TWO_LAYERS, compile=True, **CASES[case])
+    plan = parity_plan(torch.float64, **{"model": TWO_LAYERS, "compile": True, **CASES[case]})
     samples = plan.parallel.global_batch_samples
     expected = reference(msgspec.json.encode(plan.model), samples, torch.float64)
     for worst in run_ranks(compiled_rank, plan.parallel.world_size, plan, expected, backend, timeout=400.0):
         assert worst.pop("graphs") > 0, "something must have been compiled"
         assert [what for what, error in worst.items() if not error <= LIMIT[torch.float64]] == []
+
+
+def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
+    import torch._dynamo
+
+    Block.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
+    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
+    registered = {"params": engine.buckets.param_tensors, "grads": engine.buckets.grad_tensors}
+    memory = StepMemory(torch.device("cpu"), registered, engine.pipeline.trace.running, plan.job.train.compile)
+    found = []
+    for step in range(3):
+        held: dict[str, int] = {}
+        with memory.measure(held) if step < 2 else contextlib.nullcontext():
+            _, norm = engine.gradients([micro_batch(plan, [step])], 10)
+            engine.update(norm, 1e-3)
+        found.append((held, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return found
+
+
+def test_measuring_memory_neither_stops_nor_repeats_compilation():
+    import torch._dynamo  # noqa: F401
+
+    plain, compiled = (
+        run_ranks(measured_rank, 1, make_plan(micro_batches=1, model=TWO_LAYERS, compile=on), timeout=300.0)[0]
+        for on in (False, True)
+    )
+    assert [graphs for _, graphs in compiled] == [1, 1, 1], "both blocks run one graph, measured or not"
+    assert [graphs for _, graphs in plain] == [0, 0, 0]
+    kept, seen = plain[1][0], compiled[1][0]
+    assert seen["params"] == kept["params"]
+    assert 0.7 * kept["activations"] < seen["activations"] < 1.3 * kept["activations"]

@@ -6,8 +6,8 @@ it, what recomputation makes again. `buffers` is everything else that comes and 
 gradients on their way, whole buffers under communication. `total` is their sum.
 
 A dispatch mode watches every storage that an operator creates until it is freed. It costs some microseconds an operator
-and runs only on the steps that are measured. Inside compiled blocks operators cannot be seen: there, what autograd
-saves is counted and temporaries are not.
+and runs only on the steps that are measured. With compiled blocks it stays off, since it would be compiled itself, or
+stop compilation: what autograd saves is then counted as it is saved, and temporaries are not seen.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ class StorageTracker(DispatchMode):
         )  # what it keeps, `_judge` sees
         self._around.enter_context(saved_tensors_hooks(self._saved, lambda tensor: tensor))
         self._around.enter_context(watch_resizes(self._resized))
-        return super().__enter__()
+        return self if self._opaque else super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        if not self._opaque:
+            super().__exit__(*error)
         self._around.close()
         for category, storage in self._list():  # what became one of these during the step
             if life := self._known.get(storage_key(storage)):

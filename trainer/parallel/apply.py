@@ -93,6 +93,8 @@ def build(
         apply_recompute(stage, plan.job.train)
         if plan.job.train.compile:
             for block in stage.layers.values():
+                if mesh.group("cp") is not None:  # communication that the compiler would trace into
+                    block.attn.core = torch.compiler.disable(block.attn.core)
                 block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
