@@ -104,6 +104,17 @@ def layer_params(model: Model, layer: int) -> LayerParams:
     return LayerParams(attention, shared, moe.experts * expert, replicated + router + row_bias)
 
 
+def dense_on_rank(model: Model, layer: int, tp: int) -> int:
+    """Parameters of a layer, its routed experts left out, that one of `tp` ranks holds. Fewer key-value heads than
+    ranks: neighbours hold the same."""
+    one = layer_params(model, layer)
+    own = (one.attention + one.ffn) // tp + one.replicated
+    if model.mla is None and tp > model.kv_heads:
+        head = 2 * model.head_dim * (model.hidden + model.bias)  # one head's keys and values
+        own += head - head * model.kv_heads // tp
+    return own
+
+
 def embedding_params(model: Model) -> tuple[int, int]:
     """(token table, position table): the first is divided by tp over the vocabulary, the second is replicated."""
     return model.vocab * model.hidden, model.max_seq_len * model.hidden if model.position == "learned" else 0
@@ -118,7 +129,8 @@ def parameter_count(model: Model | ModelSpec) -> int:
         return resolve(model).parameters
     table, positions = embedding_params(model)
     head = 0 if model.tied_embeddings else table
-    layers = sum(layer_params(model, layer).total for layer in range(model.layers))
+    counts = zip(dense_and_moe(model, 0, model.layers), samples_of_kinds(model), strict=True)
+    layers = sum(many * layer_params(model, layer).total for many, layer in counts if layer is not None)
     return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
 
 

@@ -12,8 +12,9 @@ from msgspec import structs
 from orchestrator.plan import document as doc
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 
+from .activations import activations, kernels_of, loss_bytes
 from .compute import layer_seconds, rates
-from .memory import activations, buffers, model_states
+from .memory import buffers, model_states
 from .pipeline import rank_stages
 from .profile import profile_for
 from .traffic import rank_parameters, stage_range
@@ -37,7 +38,8 @@ def resolve_recompute(
     for pp_rank, stages in enumerate(rank_stages(parallel)):
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
         states = model_states(*rank_parameters(model, parallel)[pp_rank], parallel, train)
-        left = cluster.gpu.memory_bytes - states.params - states.grads - states.optimizer - beside
+        loss = loss_bytes(model, parallel, train) if len(parallel.stage_layers) - 1 in stages else 0.0
+        left = cluster.gpu.memory_bytes - states.params - states.grads - states.optimizer - beside - loss
         budget = left if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
             layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget), strict=True
@@ -62,11 +64,14 @@ def _cheapest(
     )
     for _, full, selective in choices:
         found = [2] * full + [1] * selective + [0] * (many - full - selective)
-        if _bytes(train, model, parallel, pp_rank, dict(zip(layers, found, strict=True))) <= budget:
+        if _bytes(train, cluster, model, parallel, pp_rank, dict(zip(layers, found, strict=True))) <= budget:
             return found
     return [2] * many
 
 
-def _bytes(train: Train, model: Model, parallel: Parallel, pp_rank: int, modes: dict[int, int]) -> float:
+def _bytes(
+    train: Train, cluster: Cluster, model: Model, parallel: Parallel, pp_rank: int, modes: dict[int, int]
+) -> float:
     by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
-    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer))[pp_rank]
+    kernels = kernels_of(cluster, model, parallel)
+    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[pp_rank]

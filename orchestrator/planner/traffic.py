@@ -16,7 +16,7 @@ from orchestrator.plan.document import Axis, Model, Parallel, Train
 from orchestrator.plan.schedules import copies_of
 
 from .collective import Operation, sent_bytes
-from .model_math import dense_and_moe, embedding_params, layer_params, norm_params, samples_of_kinds
+from .model_math import dense_and_moe, dense_on_rank, embedding_params, layer_params, norm_params, samples_of_kinds
 from .pipeline import rank_stages
 
 #: What a transfer can run beside: nothing, the attention core (ring attention), the last micro-batch's backward
@@ -50,9 +50,11 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     """
     kinds = []
     for layer in samples_of_kinds(model):
-        one = None if layer is None else layer_params(model, layer)
-        dense = one and (one.attention + one.ffn) // parallel.tp + one.replicated
-        kinds.append((dense or 0, one.experts // (parallel.tp * parallel.ep) if one else 0))
+        if layer is None:
+            kinds.append((0, 0))
+        else:
+            experts = layer_params(model, layer).experts // (parallel.tp * parallel.ep)
+            kinds.append((dense_on_rank(model, layer, parallel.tp), experts))
     stages, start = [], 0
     for count in parallel.stage_layers:
         counts = dense_and_moe(model, start, start + count)

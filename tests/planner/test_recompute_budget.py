@@ -7,9 +7,9 @@ import itertools
 import pytest
 from msgspec import structs
 
+from orchestrator.planner.activations import activations
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.compute import layer_seconds, rates
-from orchestrator.planner.memory import activations
 from orchestrator.planner.pipeline import rank_stages
 from orchestrator.planner.profile import profile_for
 from orchestrator.planner.recompute import MODES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.build import build_plan
@@ -130,4 +129,5 @@ def test_zero_three_pays_for_gathering_every_micro_batch():
     }
     sent = {z: sum(plan.placement["dp"].bytes_per_step_by_level.values()) for z, plan in times.items()}
     assert sent[3] > sent[1]
-    assert structs.asdict(times[3].memory)["params"] * 64 == pytest.approx(times[1].memory.params, rel=0.01)
+    # bf16 weights; the shard of ZeRO-3 is fp32, it is the master copy too
+    assert times[3].memory.params * 64 == pytest.approx(2 * times[1].memory.params, rel=0.01)

@@ -19,47 +19,47 @@ class Steps:
 
     def __init__(self, schedule: Schedule):
         """Raises ScheduleError if ranks wait for each other for ever."""
-        self.stages, self._model_stages, self._batches = (
-            len(schedule.stage_rank),
-            schedule.model_stages,
-            schedule.micro_batches,
-        )
-        orders = [[self._read(action) for action in order] for order in schedule.orders]
+        self.stages, self._model_stages = len(schedule.stage_rank), schedule.model_stages
+        orders = [self._read(order, schedule.micro_batches) for order in schedule.orders]
         total = sum(map(len, orders))
-        done = [-1] * (3 * self.stages * schedule.micro_batches)  # slot -> step
+        done = [-1] * (3 * self.stages * schedule.micro_batches) + [total]  # slot -> step; the last slot: no input
         #: (duration's index, step before it on its rank, inputs); the step `total` stands for "nothing to wait for"
         self.steps: list[tuple[int, int, int, int]] = []
-        position, last = [0] * len(orders), [total] * len(orders)
-        moved = True
+        add, count, moved = self.steps.append, 0, True
+        waiting = [(iter(order), total, None) for order in orders]  # (what is left, last step, what it stopped at)
         while moved:
             moved = False
-            for rank, order in enumerate(orders):
-                while position[rank] < len(order):
-                    slot, duration, first, second = order[position[rank]]
-                    first = total if first < 0 else done[first]
-                    second = total if second < 0 else done[second]
+            for rank, (left, before, stopped) in enumerate(waiting):
+                action = stopped or next(left, None)
+                while action is not None:
+                    slot, duration, first, second = action
+                    first, second = done[first], done[second]
                     if first < 0 or second < 0:
                         break
-                    done[slot] = len(self.steps)
-                    self.steps.append((duration, last[rank], first, second))
-                    last[rank] = done[slot]
-                    position[rank] += 1
-                    moved = True
-        if len(self.steps) < total:
+                    add((duration, before, first, second))
+                    done[slot] = before = count
+                    count, moved = count + 1, True
+                    action = next(left, None)
+                waiting[rank] = left, before, action
+        if count < total:
             raise ScheduleError(f"schedule {schedule.name} deadlocks")
 
-    def _read(self, action: Action) -> tuple[int, int, int, int]:
-        """(slot of its result, duration's index, slots of its inputs; -1: none). A B and an I give the same result."""
-        kind, stage, micro_batch = action
-        base = 3 * (stage * self._batches + micro_batch)
-        if kind is Kind.F:
-            first = stage % self._model_stages == 0
-            return base, FORWARD * self.stages + stage, -1 if first else base - 3 * self._batches, -1
-        if kind is Kind.W:
-            return base + 2, WEIGHT * self.stages + stage, base + 1, -1
-        row = BACKWARD if kind is Kind.B else INPUT
-        last = (stage + 1) % self._model_stages == 0
-        return base + 1, row * self.stages + stage, base, -1 if last else base + 1 + 3 * self._batches
+    def _read(self, order: Sequence[Action], batches: int) -> list[tuple[int, int, int, int]]:
+        """(slot of its result, duration's index, slots of its inputs; -1: none) of each action. A B and an I give the
+        same result."""
+        forward, weight, whole = Kind.F, Kind.W, Kind.B  # read once: attributes of an enumeration are slow
+        stages, model_stages, read = self.stages, self._model_stages, []
+        for kind, stage, micro_batch in order:
+            slot = 3 * (stage * batches + micro_batch)
+            if kind is forward:
+                read.append((slot, FORWARD * stages + stage, slot - 3 * batches if stage % model_stages else -1, -1))
+            elif kind is weight:
+                read.append((slot + 2, WEIGHT * stages + stage, slot + 1, -1))
+            else:
+                row = BACKWARD if kind is whole else INPUT
+                after = slot + 1 + 3 * batches if (stage + 1) % model_stages else -1
+                read.append((slot + 1, row * stages + stage, slot, after))
+        return read
 
     def makespan(self, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]):
         """Seconds from the first start to the last end. One number a model stage each, as `simulate.Costs`."""

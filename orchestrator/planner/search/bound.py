@@ -16,6 +16,7 @@ from msgspec import structs
 
 from orchestrator.plan.document import Parallel
 from orchestrator.planner import collective, memory
+from orchestrator.planner.activations import heads_at_once
 from orchestrator.planner.compute import optimizer_seconds
 from orchestrator.planner.fabric import Path
 from orchestrator.planner.pipeline import EQUAL, held_at_once
@@ -133,8 +134,7 @@ class BranchBound:
         piece, pp = self.piece, self.spot.pp
         plain, experts = piece.average_params(pp)
         states = min(one.beside + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
-        kept = min(size for size in self.mode.kept if size)
-        kept = piece.boundary if self.recompute == "full" else kept
+        kept = min(size for size in self.mode.held if size)
         return (states + min(self.spot.micro_batches, pp) * self.base.pipes.least * kept) * ROUNDING
 
     def least_seconds(self) -> float:
@@ -146,6 +146,7 @@ class RowBound:
 
     def __init__(self, branch: BranchBound, shape: Shape, split: bool, vpp: int):
         self.branch, self.shape, self.vpp = branch, shape, vpp
+        self.held = vpp * shape.copies  # stages of a rank
         piece, mode, spot, m = branch.piece, branch.mode, branch.spot, branch.spot.micro_batches
         self.fill = fill = piece.fill(shape)
         inner = fill.layers * mode.tensor_s + fill.mixtures * piece.expert_s * 2 * (2 + mode.repeats.layer)
@@ -197,15 +198,16 @@ class RowBound:
         return [self._kept(rank, schedule) for rank in self.shape.ranks]
 
     def _kept(self, rank: RankShape, schedule: str) -> float:
-        branch, spot, live = self.branch, self.branch.spot, 0.0
-        dense, moe = branch.mode.kept
-        if branch.recompute == "full":
-            held = branch.piece.boundary * (rank.dense + rank.moe)
-            live = max(dense if rank.dense else 0.0, moe if rank.moe else 0.0)
-        else:
-            held = rank.dense * dense + rank.moe * moe
+        branch, spot, piece = self.branch, self.branch.spot, self.branch.piece
+        (dense, moe), (dense_live, moe_live) = branch.mode.held, branch.mode.live
+        inner, last = piece.stage_bytes
+        held = rank.dense * dense + rank.moe * moe + (self.held - rank.head) * inner + rank.head * last
+        live = max(dense_live if rank.dense else 0.0, moe_live if rank.moe else 0.0)
         flying = held_at_once(schedule, spot.pp, self.vpp, spot.micro_batches, rank.rank)
-        return held / (self.vpp * self.shape.copies) * flying + live + (branch.piece.head_kept if rank.head else 0.0)
+        if rank.head:
+            more = heads_at_once(schedule, spot.micro_batches) - 1
+            live = max(live, piece.head_kept) + more * piece.head_kept + piece.loss_bytes
+        return held / self.held * flying + live + (2 * piece.boundary if spot.pp > 1 else 0.0)
 
     def bytes_of(self, kept: list[float], sharded: Sharded) -> float:
         """What the fullest rank holds, as `memory.accounts`."""

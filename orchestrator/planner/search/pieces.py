@@ -10,10 +10,11 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import Parallel
-from orchestrator.planner import collective, memory
+from orchestrator.planner import activations, collective
 from orchestrator.planner.compute import NO_LAYER, layer_seconds, loss_seconds
 from orchestrator.planner.model_math import (
     dense_and_moe,
+    dense_on_rank,
     embedding_params,
     layer_params,
     norm_params,
@@ -29,13 +30,17 @@ from .shapes import RankShape, Shape
 class Mode(NamedTuple):
     """A way to recompute. Of pairs the first number is of a dense layer, the second of a mixture."""
 
-    kept: tuple[float, float]  # bytes for backward; with "full", all that is there while the layer runs again
+    held: tuple[float, float]  # bytes for backward
+    live: tuple[float, float]  # more, while the layer runs again
     again: tuple[float, float]  # seconds of forward that backward repeats
     repeats: Repeats
     tensor_s: float  # tensor-parallel communication of a layer, forward and backward
     work_s: float  # all layers and the head, forward and backward
     fastest_s: float  # of a layer, forward and backward
     slowest_s: float
+
+
+NOTHING = activations.Kept(0.0, 0.0)
 
 
 class Fill(NamedTuple):
@@ -67,26 +72,28 @@ class Piece:
         there = [one for one, layer in zip(self.layer_s, self.kinds, strict=True) if layer is not None]
         self.fastest_forward = min(one.forward for one in there)
         self.most_core = max(one.core for one in there)
-        rows = par.tp if par.sp else 1
-        self.boundary = model.hidden * self.widths[0] / rows * self.tokens  # bytes between stages
-        self.head_kept = memory.head_bytes(model, par, train, memory.Kernels())
+        self.kernels = activations.kernels_of(ground.cluster, model, par)
+        self.boundary = activations.boundary_bytes(model, par, train)
+        self.head_kept = activations.head_bytes(model, par, train, self.kernels)
+        self.loss_bytes = activations.loss_bytes(model, par, train)
+        self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
         self._modes: dict[str, Mode] = {}
         self._fills: dict[tuple[str, int, int], Fill] = {}
         self._parameters()
-        self._operations(best, rows)
+        self._operations(best)
 
     def _parameters(self) -> None:
         """Of one layer on one rank, as `traffic.rank_parameters`."""
         model, tp, ep = self.ground.model, self.par.tp, self.par.ep
         own = [None if layer is None else layer_params(model, layer) for layer in self.kinds]
-        self.dense_params = [0 if one is None else (one.attention + one.ffn) // tp + one.replicated for one in own]
+        self.dense_params = [0 if layer is None else dense_on_rank(model, layer, tp) for layer in self.kinds]
         self.expert_params = own[1].experts // (tp * ep) if own[1] else 0
         table = -(-model.vocab // tp) * model.hidden
         self.first_params = table + embedding_params(model)[1]
         self.last_params = norm_params(model) + table
         self.single_last_params = norm_params(model) + (0 if model.tied_embeddings else table)
 
-    def _operations(self, best: BestPaths, rows: int) -> None:
+    def _operations(self, best: BestPaths) -> None:
         par, model, width = self.par, self.ground.model, self.widths[0]
         hidden = self.tokens * model.hidden * width
         tensor = best.tensor(par.tp)
@@ -98,7 +105,7 @@ class Piece:
         keys = 2 * max(1, model.kv_heads // par.tp) * model.head_dim * self.tokens * width
         ring = best.chain(par.cp, par.tp)
         self.context_s = [collective.seconds("p2p", size, par.cp, ring) for size in (keys, 2 * keys)]
-        routed = hidden * model.moe.top_k / rows if model.moe else 0.0
+        routed = self.boundary * model.moe.top_k if model.moe else 0.0
         exchange = best.exchange(par.ep, par.tp)
         self.expert_s = collective.seconds("all_to_all", routed, par.ep, exchange) if routed else 0.0
 
@@ -109,19 +116,20 @@ class Piece:
 
     def _mode(self, recompute: str) -> Mode:
         model, train = self.ground.model, structs.replace(self.ground.train, recompute=recompute)
-        kept, kernels = [0.0, 0.0], memory.Kernels()
-        for kind, layer in enumerate(self.kinds):
-            if layer is not None:
-                tensors = memory.layer_activations(model, layer, self.tokens, self.par, train, kernels)
-                short = recompute == "selective"
-                kept[kind] = memory.selective_bytes(tensors, kernels) if short else sum(tensors.values())
+        kept = [
+            NOTHING
+            if layer is None
+            else activations.layer_kept(model, layer, self.tokens, self.par, train, self.kernels, recompute)
+            for layer in self.kinds
+        ]
         again = [{"none": 0.0, "selective": one.selective, "full": one.forward}[recompute] for one in self.layer_s]
         work = [3 * one.forward + more for one, more in zip(self.layer_s, again, strict=True)]
         there = [one for one, layer in zip(work, self.kinds, strict=True) if layer is not None]
         times = repeats(self.par, train)
         gather, scatter = self.tensor_s
         return Mode(
-            kept=(kept[0], kept[1]),
+            held=(kept[0].held, kept[1].held),
+            live=(kept[0].live, kept[1].live),
             again=(again[0], again[1]),
             repeats=times,
             tensor_s=2 * (gather * (2 + times.gather) + scatter * (2 + times.layer)),  # two boundaries a layer
