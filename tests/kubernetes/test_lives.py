@@ -1,0 +1,195 @@
+"""Lives of pods without a cluster: process 1 of each as a real process on an address of its own, one shared claim.
+
+What Kubernetes does (start a pod, take it away, start it again when its code says so) the tests do by hand; the real
+cluster is in test_real_nodes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.kubernetes.compact import pack
+from orchestrator.kubernetes.relay import parse
+from orchestrator.launch.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
+from orchestrator.plan import Exit, Plan
+from tests.plans import make_plan
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = [sys.executable, str(ROOT / "tests" / "launch" / "worker.py")]
+#: Paths and the name of index 0 are what differs from a pod.
+POD = """
+import sys
+from pathlib import Path
+from msgspec import structs
+from orchestrator.kubernetes import names, task
+folder, first, gather, control = sys.argv[1:]
+names.INPUT = names.SECRET = folder
+names.GATHER_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0
+task.LAST_WORD = Path(folder, "last-word")
+read = task.read_pod
+task.read_pod = lambda environ: structs.replace(read(environ), host_of_first=first)
+sys.exit(task.main())
+"""
+
+
+class Pods:
+    """The pods of one run, index by index."""
+
+    def __init__(self, folder: Path, plan: Plan, count: int, ports: tuple[int, int], **wishes: object):
+        self.folder, self.count, self.ports = folder, count, ports
+        self.run = folder / "claim" / "tiny"
+        self.run.parent.mkdir(parents=True)
+        values = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
+        request = LaunchRequest(
+            schema="orch.request/1",
+            run_id="tiny",
+            handle="kubernetes://tiny",
+            backend="kubernetes",
+            backend_options={},
+            run_dir=str(self.run),
+            discovery_dir=str(self.run / "sd"),
+            plan_hash=plan.hash,
+            cluster="test",
+            device="cpu",
+            nodes=count,
+            gpus_per_node=plan.cluster.gpus_per_node,
+            summary={"steps": 4},
+            agents=[AgentCommand(node=name, argv=[]) for name in plan.cluster.node_names],
+            worker=Worker(argv=STAND_IN, cwd=str(self.run), bundled=False),
+            environment=Environment(names=[], values=values, path_first=[], python_path_first=[]),
+            policy=Policy(max_restarts=0, grace_s=10.0, heartbeat_timeout_s=5.0, join_timeout_s=30.0),
+            code=Code(kind="none"),
+            files=[],
+        )
+        (folder / "request.json").write_bytes(to_bytes(request))
+        (folder / "plan.bin").write_bytes(pack(plan))
+        (folder / "config.yaml").write_text("run: tiny\n")
+        (folder / "key").write_text("ab" * 32)
+        (folder / "environment.json").write_text("{}")
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, *indices: int) -> None:
+        for index in indices or range(self.count):
+            address = f"127.0.2.{index + 1}"
+            environ = {
+                **{"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"},
+                **{"ORCH_POD_NODE": f"n{index}", "ORCH_POD_ADDRESS": address, "ORCH_POD_SERVICE": "tiny"},
+                **{"ORCH_GATHER_TIMEOUT_S": "60", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+            }
+            argv = [sys.executable, "-c", POD, str(self.folder), "127.0.2.1", *map(str, self.ports)]
+            with (self.folder / f"log-{index}").open("ab") as log:
+                self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
+
+    def codes(self, seconds: float = 60) -> list[int]:
+        end = time.monotonic() + seconds
+        return [self.processes[i].wait(max(0.1, end - time.monotonic())) for i in range(self.count)]
+
+    def log(self, index: int) -> str:
+        return (self.folder / f"log-{index}").read_text(errors="replace")
+
+    def until(self, ready: Callable[[], object], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < end, "\n".join(self.log(i)[-3000:] for i in range(self.count))
+            time.sleep(0.05)
+
+    def reached(self, step: int) -> bool:
+        lines = [line for path in (self.run / "metrics").glob("*.jsonl") for line in path.read_text().splitlines()]
+        return any(json.loads(line).get("step", 0) >= step for line in lines if line.endswith("}"))
+
+    @property
+    def state(self) -> dict:
+        return json.loads((self.run / "state.json").read_text())
+
+
+@pytest.fixture
+def pods(tmp_path, request):
+    """A run of two pods of two workers."""
+    made: list[Pods] = []
+
+    def make(**wishes: object) -> Pods:
+        offset = os.getpid() % 500 * 4 + len(made) * 2
+        plan = make_plan(tp=2, dp=2, nodes=2)
+        data = msgspec.structs.replace(plan.job.data, cache_dir=str(tmp_path / "data"))
+        job = msgspec.structs.replace(plan.job, data=data)
+        from orchestrator.plan import seal
+
+        plan = seal(msgspec.structs.replace(plan, job=job, hash=""))
+        made.append(Pods(tmp_path / f"run{len(made)}", plan, 2, (21000 + offset, 21001 + offset), **wishes))
+        return made[-1]
+
+    yield make
+    for run in made:
+        for process in run.processes.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_run_from_the_first_pod_to_the_last(pods):
+    run = pods(STEPS=4)
+    run.start()
+    assert run.codes() == [0, 0], run.log(0)
+    assert run.state["state"] == "done"
+    assert "[rank 0] rank 0 of 4 starts" in run.log(0)
+    said = [found for line in run.log(0).splitlines() if (found := parse(line))]
+    assert any(b'"done"' in bytes(s.state) for s in said)
+    placement = json.loads((run.run / "kubernetes" / "placement.json").read_text())
+    assert (placement["pods"], placement["nodes"]) == (["tiny-0-x", "tiny-1-x"], ["n0", "n1"])
+    run.start(1)  # a pod that comes back after the end has nothing to do
+    assert run.processes[1].wait(30) == Exit.DONE
+
+
+def test_losing_a_peer_is_75_and_the_next_life_goes_on(pods):
+    """SIGKILL of one pod's process 1: no goodbye, no disruption mark on the other."""
+    run = pods(STEPS=6, STEP_S=0.3, SAVE=1)
+    run.start()
+    run.until(lambda: run.reached(2))
+    run.processes[1].kill()
+    assert run.processes[0].wait(60) == Exit.RESTART, run.log(0)
+    run.processes[1].wait()
+    before = run.state["epoch"]
+    run.start()
+    assert run.codes() == [0, 0], run.log(0)
+    assert run.state["epoch"] > before
+    assert run.state["state"] == "done"
+
+
+def test_losing_a_peer_while_it_is_waited_for_costs_nothing(pods):
+    """The lost pod comes back under another name, and only then the run starts."""
+    run = pods(STEPS=2)
+    run.start(1)
+    run.until(lambda: "looking for" in run.log(1))
+    run.processes[1].kill()
+    run.processes[1].wait()
+    run.start()
+    assert run.codes() == [0, 0], run.log(0)
+
+
+def test_a_notice_to_one_pod_saves_all_and_brings_all_back(pods):
+    """A drain sends SIGTERM to the pods of one node alone."""
+    run = pods(STEPS=40, STEP_S=0.3, SAVE=1)
+    run.start()
+    run.until(lambda: run.reached(2))
+    run.processes[1].send_signal(signal.SIGTERM)
+    assert run.codes() == [Exit.RESTART, Exit.RESTART], run.log(0)
+    assert len(list(run.run.glob("saved-*"))) == 4
+    assert run.state["state"] == "stopped"
+
+
+def test_a_program_that_fails_ends_the_run_with_its_code(pods):
+    run = pods(STEPS=4, DIE="3:2:65")
+    run.start()
+    assert run.codes() == [Exit.CONFIG, Exit.CONFIG], run.log(0)
+    word = json.loads((run.folder / "last-word").read_text())
+    assert word["code"] == Exit.CONFIG
