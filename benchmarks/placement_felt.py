@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORCH = [sys.executable, "-m", "orchestrator.cli.main"]
 CLUSTER = ["cluster=local_shaped", "cluster.gpus_per_node=2"]
-JOB = ["parallel=tp2_dp2_sp0", "train.global_batch_samples=16", "checkpoint=end_only"]
+JOB = ["train.global_batch_samples=16", "checkpoint=end_only"]
 AXES = ("tp", "dp")
 PLACEMENTS = {
     "inside": [],  # what the planner chooses
@@ -81,6 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="timed ones")
     parser.add_argument("--gbit", type=float, default=0.03, help="rate of a node's link")
+    parser.add_argument("--parallel", default="tp2_dp2_sp0", help="with tp2 on four processes")
     parser.add_argument("--share", action="store_true", help="no real-time priority: other work takes part")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "placement_felt.json")
@@ -93,10 +94,11 @@ def main() -> int:
         os.environ["ORCH_HOME"] = home
         os.chdir(home)
         cluster = [*CLUSTER, f"cluster.nic.gbit_per_s={args.gbit}"]
+        job = [f"parallel={args.parallel}", *JOB]
         bench = json.loads(orch("bench", "--json", *cluster))
         rows = []
         for name, words in PLACEMENTS.items():
-            rows.append(once(name, [*cluster, *JOB, *words], args.steps))
+            rows.append(once(name, [*cluster, *job, *words], args.steps))
             loads.append(os.getloadavg()[0])
             print(json.dumps(rows[-1]), flush=True)
     inside, across = rows
@@ -119,7 +121,7 @@ def main() -> int:
         "scheduling": "shared" if args.share else "first in, first out, real-time priority 1",
         "load": [round(load, 1) for load in loads],
         "cluster": cluster,
-        "job": JOB,
+        "job": job,
         "steps": args.steps,
         "links": bench["links"],
         "rows": rows,
