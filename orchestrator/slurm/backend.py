@@ -105,8 +105,7 @@ class SlurmBackend:
         A long list is cut off where the largest sizes have been asked for.
         """
         slurm, now = Slurm(environ, timeout_s=_GLANCE_S), datetime.now()
-        if "is UP" not in slurm.run(["scontrol", "ping"]):
-            raise OrchError("the controller of Slurm does not answer", Exit.CAPACITY)
+        slurm.check_controller()
         return [self._start(parcel, slurm).text(now) if index < _ASKED else "" for index, parcel in enumerate(parcels)]
 
     def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:

@@ -35,6 +35,7 @@ _COMPLAINTS: tuple[tuple[str, Exit, str], ...] = (
     (r"access.*denied|permission denied|not permitted", Exit.SECURITY, "whether you may use it"),
     (r"qos policy|accounting.*policy|limit", Exit.CAPACITY, "`sacctmgr show assoc` for the limit"),
     (r"requested node configuration|resources", Exit.CAPACITY, "`sinfo` for the nodes that there are"),
+    (r"slurmctld.* is DOWN", Exit.CAPACITY, "`scontrol ping`"),
     (r"configuration source|configless|ClusterName", Exit.CAPACITY, "SLURM_CONF: no Slurm cluster is configured here"),
     (r"temporarily unable", Exit.CAPACITY, "again later: the queue is full (MaxJobCount)"),
     (r"unable to contact|connection refused|timed out|no route|controller", Exit.CAPACITY, "`scontrol ping`"),
@@ -101,9 +102,16 @@ class Slurm:
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
         """All of our jobs in at most two calls: what the controller remembers, and for the others the accounting."""
+        self.check_controller()
         live = parse_squeue(self.run(squeue_argv()))
         missing = [id_ for id_ in ids if id_ not in live or _ended(live[id_])]
         return merge(live, self._accounted(missing)) if missing else live
+
+    def check_controller(self) -> None:
+        """OrchError (76) at once when no controller answers, where other commands would try for MessageTimeout."""
+        said = self.run(["scontrol", "ping"])
+        if "is UP" not in said:
+            raise self._complaint("scontrol", said)
 
     def _call(self, argv: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -177,7 +185,7 @@ def first_complaint(text: str) -> str:
     """The line that says what is wrong, without the program's name; the last line where several complain."""
     lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"batch job submission failed|allocation failure", line, re.I)]
-    specific = [line for line in lines if re.search(r"invalid|specified|unable", line, re.I)]
+    specific = [line for line in lines if re.search(r"invalid|specified|unable|is DOWN", line, re.I)]
     chosen = specific[0] if specific else telling[0] if telling else lines[-1] if lines else "it failed without a word"
     return re.sub(r"[\x00-\x1f\x7f]", " ", chosen)[:300].removeprefix("Batch job submission failed: ")
 

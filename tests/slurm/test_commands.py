@@ -143,6 +143,8 @@ def test_without_slurm_on_this_machine():
          "invalid partition specified: x"),
         ("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
          "Job violates accounting/QOS policy (job submit limit)"),
+        ("Slurmctld(primary) at vm is DOWN\n*****\n** RESTORE SLURMCTLD DAEMON TO SERVICE **\n*****\n",
+         "Slurmctld(primary) at vm is DOWN"),
         ("", "it failed without a word"),
         ("x\x1b[31my\nz", "z"),
     ],
