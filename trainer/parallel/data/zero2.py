@@ -47,7 +47,11 @@ class ShardedGradBuckets(GradBuckets):
         bucket, received = self.buckets[number], self._received[number]
         if bucket.grads is None:
             bucket.open()
-        bucket.grad_views[position].add_(param.grad)
+        view = bucket.grad_views[position]
+        if received[position]:
+            view.add_(param.grad)
+        else:
+            view.copy_(param.grad)
         param.grad = None
         received[position] += 1
         if all(received):
