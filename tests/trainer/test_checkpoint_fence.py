@@ -1,5 +1,10 @@
 """Who may write into a checkpoint folder, and what is deleted from it."""
 
+import itertools
+import os
+import shutil
+import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.plan import Exit
 from tests.trainer.states import equal, resume, saved, state
+from trainer.checkpoint import fence
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.format import step_name
 from trainer.checkpoint.retention import committed, prune
@@ -41,6 +47,40 @@ def test_a_claim_during_a_save_stops_its_commit(tmp_path, monkeypatch):
     with pytest.raises(Fenced):
         old.save(state(2), step=2, samples=0)
     assert [step for step, _ in committed(tmp_path)] == [1]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_of_two_epochs_that_both_live_one_writes(tmp_path):
+    """A hundred times: the older one saves as fast as it can when the newer one claims the folder. From then on
+    nothing of the older one appears, and it ends with 77."""
+    for trial in range(100):
+        folder, wanted = tmp_path / str(trial), 1 + trial % 3
+        old = saved(folder, 1)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                for step in itertools.count(2):
+                    old.save(state(step), step, 10 * step)
+            except Fenced as error:
+                code = error.exit
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 60
+        while committed(folder)[0][0] < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(trial % 7 * 0.001)  # somewhere inside the next save
+        fence.claim(folder, fence.Fence("run", 1))
+        before = committed(folder)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == Exit.FENCED
+        assert committed(folder) == before
+        live, manager, manifest = resume(folder)
+        assert equal(live, state(manifest.step)) and manifest.step == before[0][0] >= wanted
+        assert not manager.reporter.named("checkpoint_rejected")
+        shutil.rmtree(folder)
 
 
 def test_another_run_takes_the_folder_over(tmp_path):

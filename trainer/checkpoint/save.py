@@ -199,7 +199,6 @@ def commit(
     """Make the files that the ranks have written a checkpoint; bytes of all of them. Raises SaveError, Fenced."""
     place, step = target.place(contents.step), contents.step
     try:
-        fence.check(target.folder, target.token)  # first: a rank may have failed because the new owner swept up
         answers = list(answers)
         failed = [f"rank {index}: {answer.error}" for index, answer in enumerate(answers) if answer.error]
         if failed:
@@ -210,6 +209,7 @@ def commit(
         _rename(target, place, manifest, contents.read_back)
     except (TrainerError, OSError):
         shutil.rmtree(place, ignore_errors=True)
+        fence.check(target.folder, target.token)  # a new owner that swept up meanwhile is the better explanation
         raise
     prune(target.folder, keep_last, step if contents.read_back else protected)
     return sum(record.bytes for record in manifest.files)
