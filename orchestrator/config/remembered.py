@@ -1,7 +1,8 @@
 """Configurations composed before, by what they were composed of: importing Hydra costs more than most of what follows.
 
 A configuration is a pure function of the words, the files and this package, so their digest names it: nothing expires
-and nothing is invalidated. Files lie in `<home>/cache/config`; one that cannot be read is as good as none.
+and nothing is invalidated. Files lie in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`), not beside runs: a dry
+run leaves no trace there. One that cannot be read is as good as none.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class Remembered:
     """Where one configuration is, or will be."""
 
     def __init__(self, library: Library, overrides: Sequence[str]):
-        home = Path(os.environ.get("ORCH_HOME") or Path.home() / ".orch")
-        self.folder = home / "cache" / "config"
+        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orch" / "config"
         self.file = self.folder / f"{_digest(library, overrides)}.json"
 
     def read(self) -> Config | None:

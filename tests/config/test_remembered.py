@@ -13,7 +13,7 @@ WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "train.steps=7", "backend.option
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
@@ -31,7 +31,7 @@ def composed(monkeypatch):
 
 
 def files(home):
-    return sorted((home / "cache" / "config").iterdir())
+    return sorted((home / "orch" / "config").iterdir())
 
 
 def test_the_same_words_are_composed_once(home, composed):
@@ -76,7 +76,7 @@ def test_a_home_that_cannot_be_written_is_no_error(home, composed):
 
 def test_the_oldest_are_forgotten(home, composed):
     load(WORDS)
-    folder = home / "cache" / "config"
+    folder = home / "orch" / "config"
     for number in range(MOST + 5):
         (folder / f"{number}.json").write_text("")
     load(WORDS[:2])
