@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.main import main
 from orchestrator.launch.local import LocalBackend
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
@@ -54,11 +55,16 @@ def events(folder: RunFolder, name: str) -> list[dict]:
     return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
 
 
-def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus):
+def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):
     steps = 100
-    spec = plan(corpus, tmp_path, steps)
+    spec = plan(corpus, tmp_path, steps, trace_steps=2)
     whole = start(tmp_path, spec, "whole")
     assert wait_end(whole, 150).state == "done", whole.rank_log(0).read_text()
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    assert main(["report", "whole", "--rank", "1", "--json"]) == 0
+    timeline = json.loads(capsys.readouterr().out)["timeline"]
+    assert [step["name"] for step in timeline["steps"]] == ["step 1", "step 2"]
+    assert all(step["peak"]["activations"] > 0 for step in timeline["steps"])
 
     broken = start(tmp_path, spec, "broken", max_restarts=1)
     wait_step(broken, 12, workers=2, timeout_s=100)
