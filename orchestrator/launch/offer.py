@@ -72,4 +72,4 @@ def preview(offers: Sequence[Offer], backend: Backend, environ: Mapping[str, str
     try:
         return choose(offers, backend, environ)
     except OrchError as error:
-        return offers[0], [f"not now: {error.message}"]
+        return offers[0], [f"the largest size is shown: {error.message}"] if len(offers) > 1 else []

@@ -79,12 +79,13 @@ class SlurmBackend:
             sizes=tuple(request.sizes),
         )
 
-    def choose(self, parcels: Sequence[Parcel], environ: Mapping[str, str], patience_s: float = 30.0) -> Choice:
+    def choose(self, parcels: Sequence[Parcel], environ: Mapping[str, str]) -> Choice:
         """The size of an elastic job to send now, and when Slurm would start each (`sbatch --test-only`).
 
         Raises OrchError when it takes none of several sizes; one size alone is never refused here.
         """
-        slurm, now = Slurm(environ, timeout_s=patience_s), datetime.now()
+        slurm, now = Slurm(environ, timeout_s=30.0), datetime.now()
+        slurm.check_controller()
         within_s = read_options(parcels[0].request.backend_options).start_within_s
         starts: list[Start] = []
         for parcel in parcels:

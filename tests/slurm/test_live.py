@@ -38,6 +38,8 @@ def test_only_free_nodes_and_those_that_lie_together(orch):
     assert sorted(found["cluster"]["node_names"]) == ["n4", "n5", "n6", "n7"]
     refused = orch("plan", *JOB, code=Exit.CAPACITY)
     assert "8 nodes are wanted, 6 are free" in refused.stderr
+    sizes = orch("plan", *JOB, "nodes=3..8").stdout
+    assert "4 nodes  dp=1" in sizes and "not legal: 8, 7, 6, 5, 3" in sizes
 
 
 def test_a_partition(orch):

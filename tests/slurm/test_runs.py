@@ -32,6 +32,8 @@ def two_nodes(*words: str) -> list[str]:
 def test_submit_returns_at_once_and_the_run_is_done(orch):
     run = orch.submit(*two_nodes(), wishes={"STEPS": 3})
     assert orch("status", run.id).stdout
+    followed = orch("logs", "--follow", run.id).stdout  # to the end
+    assert all(f"rank {rank} of 4 starts after step 0" in followed for rank in range(4))
     state = run.wait("done")
     assert state.exit_code == 0 and state.backend == "slurm" and state.epoch == 0
     assert set(state.nodes) == granted(orch, run.job) == set(run.placement["nodes"])
