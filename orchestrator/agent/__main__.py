@@ -24,6 +24,7 @@ from orchestrator.plan import Exit, Plan, PlanError, load_plan
 
 from .agent import Agent, Place
 from .coordinator import Coordinator
+from .host import Host
 from .metrics import serve
 from .recorder import Recorder
 from .run_record import RunRecord
@@ -68,6 +69,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--coordinator-port", type=int, default=0, help="where it listens; 0: any free port")
     parser.add_argument("--gpus", type=int, help="GPUs granted on this node; left out: those that the machine has")
     parser.add_argument(
+        "--elastic", action="store_true", help="the run goes on when nodes are lost, and when some come"
+    )
+    parser.add_argument("--grow-after-s", type=float, default=60.0, help="not before nodes have stayed this long")
+    parser.add_argument(
         "--lifeline", action="store_true", help="standard input is a pipe of the launcher; its end is ours"
     )
     return parser.parse_args(argv)
@@ -78,10 +83,10 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     key = key or read_secret(folder.key)
     request = from_bytes(folder.request.read_bytes())
     plan = load_plan(folder.plan)
-    if plan.hash != request.plan_hash:
+    if plan.hash != request.plan_hash and not args.elastic:
         raise OrchError(f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}", Exit.CONFIG)
     nodes = used_nodes(plan)
-    if args.node not in nodes:
+    if args.node not in nodes and not args.elastic:
         raise OrchError(f"the plan gives no rank to node {args.node!r}", Exit.CONFIG)
     first = args.node == nodes[0] if args.coordinator is None else args.coordinator == "here"
     recorder = Recorder(folder, args.node, plan)
@@ -92,15 +97,22 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
     place = Place(platform.node(), args.address, os.getpid(), _gpus(plan) if args.gpus is None else args.gpus, _nics())
-    agent = Agent(folder, plan, request, args.node, place, key, recorder, address)
+    discovery = Discovery(folder, request.discovery_dir)
+    host = None
+    if args.elastic:
+        host = Host(folder, request, args.node, key, recorder, discovery, args.grow_after_s)
+        host.listens_at(args.address, args.coordinator_port)
+    agent = Agent(folder, plan, request, args.node, place, key, recorder, address, host and host.succession)
     _listen_to_signals(agent)
     if args.lifeline:
         _watch_lifeline(agent)
     coordinator = None
-    if first:
-        record = RunRecord(folder, plan, args.node, Discovery(folder, request.discovery_dir))
+    if first and not host:
+        record = RunRecord(folder, plan, args.node, discovery)
         coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
     try:
+        if host:
+            return await host.until_over(agent)
         return await _until_over(agent, coordinator, args.address, args.coordinator_port)
     finally:
         server.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.launch.request import LaunchRequest, Worker
+from orchestrator.launch.request import LaunchRequest, Worker, used_nodes
 from orchestrator.launch.run_folder import RunFolder
-from orchestrator.plan import Exit, Plan, meaning
+from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 
 from .control import Channel, Refused, WrongKey, connect
@@ -38,12 +38,14 @@ from .messages import (
 )
 from .nursery import REPORT_FD
 from .recorder import Recorder
+from .succession import Succession
 from .workers import Workers
 
 #: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
 _PORTS = (20000, 32000)
 _TAIL_BYTES, _TAIL_LINES, _TAIL_WIDTH = 8192, 20, 500
 _ORPHAN_GRACE_S = 10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
+_ELASTIC_ORPHAN_GRACE_S = 3.0  # where another coordinator waits for this node
 
 log = logging.getLogger("orch.agent")
 
@@ -70,7 +72,10 @@ class Agent:
         key: bytes,
         recorder: Recorder,
         metrics_address: str | None,
+        succession: Succession | None = None,
     ):
+        """`succession`: in elastic runs, whose coordinator moves."""
+        self._succession = succession
         self._folder, self._plan, self._request = folder, plan, request
         self._node, self._place, self._key = node, place, key
         self._recorder, self._metrics_address = recorder, metrics_address
@@ -88,12 +93,15 @@ class Agent:
         tasks: list[asyncio.Task] = []
         try:
             self._workers.open()
-            self._channel = await self._join()
-            tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._tick())]
-            done, _ = await asyncio.wait([self._result, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {self._result}:
-                task.result()  # a bug: let it be seen
-            return await self._result
+            while True:
+                self._channel = await (self._succeed() if self._succession else self._join())
+                tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._tick())]
+                done, _ = await asyncio.wait([self._result, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {self._result}:
+                    task.result()  # a bug: let it be seen
+                if self._result.done() or not self._succession:
+                    return await self._result
+                await self._part(tasks)
         except _Ended:
             return self._result.result()
         except WrongKey as error:
@@ -142,23 +150,45 @@ class Agent:
                     raise
                 problem = str(error)
             else:
-                join = Join(
-                    node=self._node,
-                    host=self._place.host,
-                    address=self._place.address,
-                    pid=self._place.pid,
-                    gpus=self._place.gpus,
-                    nics=self._place.nics,
-                    plan_hash=self._plan.hash,
-                    metrics=self._metrics_address,
-                )
-                channel.send(self._epoch, join)
+                self._introduce(channel)
                 return channel
             if time.monotonic() > end:
                 self._finish(Exit.CAPACITY, f"no coordinator: {problem}")
                 break
             await asyncio.sleep(0.05)
         raise _Ended
+
+    def _introduce(self, channel: Channel) -> None:
+        join = Join(
+            node=self._node,
+            host=self._place.host,
+            address=self._place.address,
+            pid=self._place.pid,
+            gpus=self._place.gpus,
+            nics=self._place.nics,
+            plan_hash=self._plan.hash,
+            metrics=self._metrics_address,
+        )
+        channel.send(self._epoch, join)
+
+    async def _succeed(self) -> Channel:
+        """In an elastic run: to the coordinator, wherever it is by now, and be it in this very process."""
+        channel = await self._succession.join(self._epoch, used_nodes(self._plan), self._result)
+        if channel is None:
+            if not self._result.done():
+                self._finish(Exit.CAPACITY, "no coordinator, and none could be made")
+            raise _Ended
+        self._introduce(channel)
+        return channel
+
+    async def _part(self, tasks: list[asyncio.Task]) -> None:
+        """From a coordinator that is gone; no worker runs any more."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        channel, self._channel = self._channel, None
+        self._silent_ticks, self._assigned = 0, False
+        await channel.close()
 
     async def _listen(self) -> None:
         """Obey the coordinator until it goes away."""
@@ -188,10 +218,18 @@ class Agent:
             return
         log.error("%s", reason)
         self._recorder.event("coordinator_lost", reason=reason)
-        self._workers.stop(signal.SIGTERM, min(_ORPHAN_GRACE_S, self._request.policy.grace_s))
+        grace = _ELASTIC_ORPHAN_GRACE_S if self._succession else _ORPHAN_GRACE_S
+        self._workers.stop(signal.SIGTERM, min(grace, self._request.policy.grace_s))
         while self._workers.pids and not self._result.done():
             await asyncio.sleep(0.05)
-        self._finish(Exit.CAPACITY, reason)
+        if not self._succession:
+            self._finish(Exit.CAPACITY, reason)
+
+    def dismiss(self, code: int, reason: str) -> None:
+        """The coordinator in this process has found that it is none any more, or that this node must leave."""
+        if code == Exit.FENCED:
+            self._workers.kill()
+        self._finish(code, reason)
 
     def _obey(self, epoch: int, message: object) -> None:
         if isinstance(message, Fenced):
@@ -233,6 +271,8 @@ class Agent:
 
     def _start(self, assign: Assign) -> None:
         """Start this node's slice of the rank map, if it is what our own copy of the plan says."""
+        if self._succession and assign.plan_hash != self._plan.hash:
+            self._read_plan()
         ours = sorted((rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == self._node)
         told = sorted((seat.rank, seat.gpu) for seat in assign.seats)
         if assign.plan_hash != self._plan.hash or told != ours or assign.world_size != len(self._plan.ranks):
@@ -257,6 +297,14 @@ class Agent:
             self._workers.start(seat.rank, worker.argv, variables, worker.cwd, path, banner)
         self._recorder.event("workers_started", ranks=[seat.rank for seat in by_gpu])
         self._channel.send(self._epoch, Started())
+
+    def _read_plan(self) -> None:
+        """The plan in force is another one now. What is wrong with it shows in the comparison that follows."""
+        try:
+            self._plan = load_plan(self._folder.plan)
+            self._recorder.replan(self._plan)
+        except PlanError as error:
+            log.error("%s", error)
 
     def _worker_environment(self, assign: Assign, rank: int, local_rank: int) -> WorkerEnv:
         return WorkerEnv(

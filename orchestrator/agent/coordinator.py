@@ -1,6 +1,7 @@
 """The coordinator: one writer of epochs and of the run's state. It lives in the agent of the plan's first node.
 
-It is a class of its own with its own connection to every agent, that one included, so that it can be moved. The run is
+It is a class of its own with its own connection to every agent, that one included, so that it can be moved (`elastic`
+builds on it). The run is
 one straight line of code: gather the nodes, live epochs until the policy says that it is over, finish. What agents send
 comes in through one queue, so there is one order of events and no lock.
 """
@@ -20,7 +21,7 @@ from orchestrator.plan import Exit, Plan
 
 from . import policy
 from .control import LONGEST_LINE
-from .membership import Lost, Membership, Unfit
+from .membership import Lost, Member, Membership, Unfit
 from .messages import Assign, Done, Notice, Prepare, Ready, Seat, Started, Stop, Stopped, WorkerExit
 from .recorder import Recorder
 from .run_record import RunRecord
@@ -32,7 +33,7 @@ log = logging.getLogger("orch.coordinator")
 
 
 @dataclass
-class _Epoch:
+class Epoch:
     """What is known of the epoch that lives."""
 
     started: set[str] = field(default_factory=set)
@@ -40,10 +41,13 @@ class _Epoch:
     ends: list[policy.WorkerEnd] = field(default_factory=list)
     lost: list[policy.NodeLoss] = field(default_factory=list)
     stopping: bool = False
+    resize: str = ""  # why all were asked to save and stop, where the run goes on with other nodes
     deadline: float | None = None  # loop time at which even killed workers must be gone
 
 
 class Coordinator:
+    _elastic = False
+
     def __init__(
         self, folder: RunFolder, plan: Plan, rules: Policy, key: bytes, node: str, recorder: Recorder, record: RunRecord
     ):
@@ -60,6 +64,7 @@ class Coordinator:
             tell=lambda node, what: self._queue.put_nowait((record.epoch, node, what)),
             note=self._note,
             silence_s=rules.heartbeat_timeout_s,
+            elastic=self._elastic,
         )
         self._request: policy.Request | None = None
         self._budget = policy.Budget(rules.max_restarts, record.restarts)
@@ -72,14 +77,13 @@ class Coordinator:
     async def run(self, host: str, port: int = 0) -> policy.Decision:
         """Coordinate until the run is over; the decision that ended it."""
         server = await asyncio.start_server(self._group.connected, host, port, limit=LONGEST_LINE)
-        where = server.sockets[0].getsockname()
-        write_private(self._folder.coordinator, msgspec.json.encode({"host": where[0], "port": where[1]}))
-        ticker = asyncio.create_task(self._group.tick())
+        ticker = asyncio.create_task(self._group.tick(self._tick))
         try:
+            self._say_where(*server.sockets[0].getsockname()[:2])
             self._record.update(state="starting", reason=f"waiting for {len(self._expected)} nodes")
             decision = await self._gather()
             while decision is None or decision.again:
-                decision = policy.decide(await self._live(), self._budget)
+                decision = await self._replanned(policy.decide(await self._live(), self._budget))
                 self._budget = decision.budget
                 self._record.end_epoch(decision)
                 if decision.cause:
@@ -93,6 +97,16 @@ class Coordinator:
             ticker.cancel()
             server.close()
             self._group.close()
+
+    def _say_where(self, host: str, port: int) -> None:
+        write_private(self._folder.coordinator, msgspec.json.encode({"host": host, "port": port}))
+
+    def _tick(self) -> None:
+        """Once a heartbeat."""
+
+    async def _replanned(self, decision: policy.Decision) -> policy.Decision:
+        """The decision, with the next epoch's plan in force where that is another one."""
+        return decision
 
     def host_left(self) -> None:
         """The agent beside this coordinator is gone. While nodes gather, no lost connection may tell."""
@@ -128,29 +142,26 @@ class Coordinator:
 
     async def _live(self) -> policy.EpochEnd:
         """One life of the workers, from the new epoch to the last of them gone."""
-        now = _Epoch()
+        now = Epoch()
         before = self._furthest
         self._record.begin_epoch()  # on disk before anybody hears of it
-        self._recorder.metrics.set("orch_wanted_nodes", len(self._expected))
+        self._recorder.metrics.set("orch_wanted_nodes", len(self._seats))
         self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
         for member in self._group.members.values():
             member.ready = None
             member.channel.send(self.epoch, Prepare())
         end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
-        while any(member.ready is None for member in self._group.members.values()) and not now.stopping:
+        while (late := [node for node, member in self._seated() if member.ready is None]) and not now.stopping:
             event = await self._next(end)
-            if event is None:
-                late = [node for node, member in self._group.members.items() if member.ready is None]
-                event = late[0], Lost("no answer to a new epoch")
-            self._take(now, *event)
+            self._take(now, *(event or (late[0], Lost("no answer to a new epoch"))))
         if not now.stopping:
             self._assign()
         while not self._is_over(now):
-            event = await self._next(now.deadline)
-            if event is None:
-                late = [node for node in self._group.members if node not in now.stopped]
-                event = late[0], Lost("its workers cannot be killed")
-            self._take(now, *event)
+            event = await self._next(self._wake(now))
+            if event is not None:
+                self._take(now, *event)
+            else:
+                self._woken(now)
         return policy.EpochEnd(
             epoch=self.epoch,
             world_size=len(self._plan.ranks),
@@ -158,12 +169,30 @@ class Coordinator:
             lost=tuple(now.lost),
             request=self._request,
             new_steps=self._furthest > before,
+            elastic=self._elastic,
+            resize=now.resize,
         )
+
+    def _wake(self, now: Epoch) -> float | None:
+        """Loop time at which to do something though nobody has said anything."""
+        return now.deadline
+
+    def _woken(self, now: Epoch) -> None:
+        late = [node for node, _ in self._seated() if node not in now.stopped]
+        self._take(now, late[0], Lost("its workers cannot be killed"))
+
+    @property
+    def _seats(self) -> list[str]:
+        """Nodes that have ranks in this epoch, in the plan's order."""
+        return self._expected
+
+    def _seated(self) -> list[tuple[str, Member]]:
+        return [(node, member) for node, member in self._group.members.items() if node in self._seats]
 
     def _assign(self) -> None:
         """Tell every node its slice of the rank map, and where rank 0 will listen."""
         first = self._group.members[self._plan.ranks[0].node]
-        for index, node in enumerate(self._expected):
+        for index, node in enumerate(self._seats):
             seats = [Seat(rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == node]
             self._group.members[node].channel.send(
                 self.epoch,
@@ -177,8 +206,8 @@ class Coordinator:
                 ),
             )
 
-    def _is_over(self, now: _Epoch) -> bool:
-        return all(node in now.stopped for node in self._group.members)
+    def _is_over(self, now: Epoch) -> bool:
+        return all(node in now.stopped for node, _ in self._seated())
 
     async def _finish(self, decision: policy.Decision) -> None:
         self._record.finish(decision)
@@ -195,24 +224,26 @@ class Coordinator:
 
     # ---------------------------------------------------------------------------------- events
 
-    def _take(self, now: _Epoch, node: str, what: object) -> None:
+    def _take(self, now: Epoch, node: str, what: object) -> None:
         """One event of an epoch."""
         member = self._group.members.get(node)
         if isinstance(what, Lost):
-            if member is None:
+            if member is None or what.member not in (None, member):
                 return
-            now.lost.append(policy.NodeLoss(node, what.text))
+            if node in self._seats:
+                now.lost.append(policy.NodeLoss(node, what.text))
             self._group.drop(node, "node_lost", what.text)
             self._record.lost(node)
             self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
-            self._stop_all(now, f"node {node} is lost", "SIGTERM", self._failure_grace)
+            if node in self._seats:
+                self._stop_all(now, f"node {node} is lost", "SIGTERM", self._loss_grace)
         elif member is None:
             return  # said before it was lost
         elif isinstance(what, Ready):
             member.ready = what
         elif isinstance(what, Started):
             now.started.add(node)
-            if len(now.started) == len(self._group.members):
+            if now.started.issuperset(self._seats):
                 self._record.running()
                 self._note("workers_started", workers=len(self._plan.ranks))
         elif isinstance(what, WorkerExit):
@@ -224,7 +255,7 @@ class Coordinator:
             grace = 0.0 if what.force else self._rules.grace_s
             self._stop_all(now, self._request.reason, what.signal, grace, force=what.force)
 
-    def _worker_ended(self, now: _Epoch, node: str, what: WorkerExit) -> None:
+    def _worker_ended(self, now: Epoch, node: str, what: WorkerExit) -> None:
         self._furthest = max(self._furthest, -1 if what.step is None else what.step)
         now.ends.append(
             policy.WorkerEnd(
@@ -248,7 +279,11 @@ class Coordinator:
     def _failure_grace(self) -> float:
         return min(_FAILURE_GRACE_S, self._rules.grace_s)
 
-    def _stop_all(self, now: _Epoch, reason: str, signum: str, grace_s: float, force: bool = False) -> None:
+    @property
+    def _loss_grace(self) -> float:
+        return self._failure_grace
+
+    def _stop_all(self, now: Epoch, reason: str, signum: str, grace_s: float, force: bool = False) -> None:
         """Ask every worker to end, once; `force` asks again."""
         if now.stopping and not force:
             return

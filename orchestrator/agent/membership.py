@@ -36,9 +36,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Lost:
-    """A member went away."""
+    """A member went away. `member`: which, where another may have come for the node since."""
 
     text: str
+    member: Member | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,15 @@ class Membership:
         tell: Callable[[str, object], None],
         note: Callable[..., None],
         silence_s: float,
+        elastic: bool = False,
     ):
+        """`elastic`: nodes may come at any time, and nodes that the plan does not know, too."""
         self.members: dict[str, Member] = {}
         self.gathering = True  # newcomers are let in
         self._run, self._plan, self._key, self._expected = run, plan, key, expected
         self._epoch, self._tell, self._note, self._silence_s = epoch, tell, note, silence_s
+        self._elastic = elastic
+        self.excluded: dict[str, str] = {}  # node -> why it may not come again
         self._greeting = 0
         self._tasks: set[asyncio.Task] = set()
 
@@ -90,6 +95,8 @@ class Membership:
                     break  # dropped meanwhile; what it still says is not for this run
                 member.silent_ticks = 0
                 self._deliver(member, *received)
+        except asyncio.CancelledError:
+            text = "the coordinator leaves"  # the end of this task, and asyncio's streams log any other
         except (Refused, TimeoutError) as error:
             text = f"refused: {error or 'no join'}"
             peer = writer.get_extra_info("peername")
@@ -101,7 +108,7 @@ class Membership:
             else:
                 writer.close()
             if member and self.members.get(member.join.node) is member:
-                self._tell(member.join.node, Lost(text))
+                self._tell(member.join.node, Lost(text, member))
             self._tasks.discard(asyncio.current_task())
 
     def _admit(self, channel: Channel, first: tuple[int, object] | None) -> Member | None:
@@ -112,9 +119,13 @@ class Membership:
         code, reason = None, ""
         if join.node != channel.peer:
             raise Refused(f"{channel.peer!r} joined as {join.node!r}")
-        if join.node not in self._expected:
+        if join.node in self.excluded:
+            code, reason = Exit.NODE, f"node {join.node} is excluded: {self.excluded[join.node]}"
+        elif self._elastic and join.gpus >= self._plan.cluster.gpus_per_node:
+            pass  # the plan in force is read when it is assigned
+        elif join.node not in self._expected and not self._elastic:
             code, reason = Exit.CONFIG, f"the plan gives no rank to node {join.node!r}"
-        elif join.plan_hash != self._plan.hash:
+        elif join.plan_hash != self._plan.hash and not self._elastic:
             code, reason = Exit.CONFIG, f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
         elif join.gpus < self._plan.cluster.gpus_per_node:
             have, need = join.gpus, self._plan.cluster.gpus_per_node
@@ -125,7 +136,9 @@ class Membership:
             if join.node in self._expected and self.gathering:
                 self._tell(join.node, Unfit(int(code), reason))
             return None
-        if not self.gathering or join.node in self.members or epoch > self._epoch():
+        if self._elastic:
+            self._make_room(join.node, epoch)
+        elif not self.gathering or join.node in self.members or epoch > self._epoch():
             reason = f"epoch {self._epoch()} runs without this agent"
             channel.send(self._epoch(), Fenced(reason=reason))
             self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
@@ -133,6 +146,14 @@ class Membership:
         member = self.members[join.node] = Member(channel, join)
         self._tell(join.node, join)
         return member
+
+    def _make_room(self, node: str, epoch: int) -> None:
+        """For an agent that comes while the run goes on. It tries again when it is refused."""
+        if epoch > self._epoch():
+            raise Refused(f"{node} follows epoch {epoch}, this is {self._epoch()}")
+        if node in self.members:
+            self._fence(node, "another agent has come for its node")
+            raise Refused(f"{node} is still here")
 
     def _deliver(self, member: Member, epoch: int, message: object) -> None:
         """Into the queue, if it is of this epoch. Older ones may be under way until the agent has answered Ready."""
@@ -151,8 +172,9 @@ class Membership:
 
     def _fence(self, node: str, reason: str) -> None:
         """Out of the run: told so, so that it kills its workers even if it wakes up much later."""
-        self.members[node].channel.send(self._epoch(), Fenced(reason=reason))
-        self._tell(node, Lost(reason))
+        member = self.members[node]
+        member.channel.send(self._epoch(), Fenced(reason=reason))
+        self._tell(node, Lost(reason, member))
 
     def drop(self, node: str, event: str, text: str) -> None:
         """Out of the members; its connection is closed, and whatever it says is no longer heard."""
@@ -163,11 +185,12 @@ class Membership:
             self._tasks.add(close)
             close.add_done_callback(self._tasks.discard)
 
-    async def tick(self) -> None:
-        """Heartbeats both ways. Only ticks are counted: no clock of another host is ever read."""
+    async def tick(self, each: Callable[[], None] = lambda: None) -> None:
+        """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
         most = max(2, round(self._silence_s / HEARTBEAT_S))
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            each()
             for node, member in list(self.members.items()):
                 member.channel.send(self._epoch(), CoordinatorAlive())
                 member.silent_ticks += 1

@@ -31,6 +31,7 @@ _COUNTERS = {
     "orch_comm_seconds": "Seconds in communication, summed over the workers of this node.",
     "orch_faults": "Failures, by kind and by who noticed.",
     "orch_restarts": "Times that all workers were started again, by reason.",
+    "orch_replans": "Times that the run went on with other nodes, by how it changed.",
     "orch_reports_dropped": "Reports that workers dropped because their pipe was full.",
     "orch_reports_unreadable": "Lines on report pipes that were no reports.",
 }
@@ -51,6 +52,7 @@ _GAUGES = {
     "orch_workers": "Workers alive on this node.",
     "orch_healthy_nodes": "Nodes whose agents are connected.",
     "orch_wanted_nodes": "Nodes that the plan uses.",
+    "orch_spare_nodes": "Connected nodes that hold no rank.",
     "orch_plan_info": "The plan that runs.",
     "orch_build_info": "The orch that runs it.",
 }
@@ -60,6 +62,7 @@ _EXTRA = {
     "orch_memory_bytes": ["category"],
     "orch_faults": ["kind", "detected_by"],
     "orch_restarts": ["reason"],
+    "orch_replans": ["reason"],
     "orch_plan_info": ["plan_hash", "tp", "cp", "ep", "pp", "dp", "zero", "schedule"],
     "orch_build_info": ["version"],
 }
@@ -104,15 +107,25 @@ class NodeMetrics(Collector):
     def begin_epoch(self, epoch: int) -> None:
         """From here on everything is of this epoch; values of the moment of older ones are no longer true."""
         self._epoch = epoch
-        keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted")
+        keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
         self._gauges = {k: v for k, v in self._gauges.items() if k[0].startswith(keep)}
         self._memory.clear()
         self._bubbles.clear()
         self._dropped.clear()
+        self._say_plan()
+        self.set("orch_build_info", 1, __version__)
+
+    def replan(self, plan: Plan) -> None:
+        """Another plan holds from here on, in the epoch that has begun."""
+        self._plan = plan
+        self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == self._node)
+        self._gauges = {key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"}
+        self._say_plan()
+
+    def _say_plan(self) -> None:
         par = self._plan.parallel
         degrees = (str(getattr(par, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
         self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, par.schedule)
-        self.set("orch_build_info", 1, __version__)
 
     def add(self, name: str, value: float, *labels: str) -> None:
         key = (name, self._epoch, labels)

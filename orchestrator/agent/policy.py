@@ -1,4 +1,7 @@
-"""What happens after an epoch has ended: pure decisions from what was seen. Issue 8's re-planning will stand here."""
+"""What happens after an epoch has ended: pure decisions from what was seen.
+
+On which nodes an elastic run goes on is the planner's to say (`planner.elastic`); whether it does is said here.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,8 @@ class EpochEnd:
     lost: tuple[NodeLoss, ...] = ()
     request: Request | None = None
     new_steps: bool = False  # a step beyond all earlier epochs was completed
+    elastic: bool = False  # the run can go on with other nodes
+    resize: str = ""  # why all were asked to save and stop: nodes have come, or will leave
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Decision:
     code: int = 0
     counted: bool = False
     cause: Cause | None = None
+    exclude: str | None = None  # the node that the next epoch must do without
 
 
 def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
@@ -120,6 +126,8 @@ def decide(end: EpochEnd, budget: Budget) -> Decision:
     if end.lost and end.request is None:
         gone = end.lost[0]
         lost = Cause(kind="node_lost", text=f"{gone.node}: {gone.text}", epoch=end.epoch, node=gone.node)
+        if end.elastic:
+            return Decision(again=True, state="restarting", reason=lost.text, budget=budget, cause=lost)
         return _end("failed", Exit.CAPACITY, lost.text, budget, lost)
 
     if end.request is not None:
@@ -129,9 +137,16 @@ def decide(end: EpochEnd, budget: Budget) -> Decision:
         how = "; before any worker had started" if not end.ends else "" if saved else "; not every worker saved"
         return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None if saved else cause)
 
+    if end.resize and (first is None or first.asked or first.code == Exit.RESTART):
+        return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
+
     if first is None:  # nobody failed, yet not everybody ended: only a lost node or a request can do that
         text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
         return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
+
+    if first.code == Exit.NODE and end.elastic:
+        why = {"reason": cause.text, "cause": cause, "exclude": first.node}
+        return Decision(again=True, state="restarting", budget=budget, **why)
 
     if first.code in _FINAL_CODES:
         return _end("failed", first.code, cause.text, budget, cause)

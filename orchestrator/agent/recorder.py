@@ -35,6 +35,9 @@ class Recorder:
         self.last_step.clear()
         self.metrics.begin_epoch(epoch)
 
+    def replan(self, plan: Plan) -> None:
+        self.metrics.replan(plan)
+
     @property
     def furthest_step(self) -> int | None:
         return max(self.last_step.values(), default=None)

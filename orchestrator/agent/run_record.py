@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from orchestrator.launch.claims import Claims
 from orchestrator.launch.discovery import Discovery
 from orchestrator.launch.report import write_report
 from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import EpochState, NodeState, RunState, read_state, write_state
+from orchestrator.launch.state import Cause, EpochState, NodeState, RunState, read_state, write_state
 from orchestrator.plan import Plan
 
 from .messages import Join
@@ -22,7 +23,10 @@ _replace = msgspec.structs.replace
 
 
 class RunRecord:
-    """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow."""
+    """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow.
+
+    With `claims`, which must hold the newest epoch, every write is one that nobody else may do, or raises Deposed.
+    """
 
     def __init__(
         self,
@@ -30,11 +34,14 @@ class RunRecord:
         plan: Plan,
         node: str,
         discovery: Discovery,
+        claims: Claims | None = None,
         clock: Callable[[], float] = time.time,
     ):
         self._folder, self._plan, self._node = folder, plan, node
-        self._discovery, self._clock = discovery, clock
+        self._discovery, self._claims, self._clock = discovery, claims, clock
         self._state: RunState = read_state(folder)
+        self._led_by = self._state.writer  # until now
+        self._file: int | None = None  # inode of the state that we wrote last
 
     @property
     def epoch(self) -> int:
@@ -45,25 +52,61 @@ class RunRecord:
         """Counted restarts of this attempt; `orch resume` begins a new count."""
         return self._state.restarts
 
+    @property
+    def nodes(self) -> dict[str, NodeState]:
+        return self._state.nodes
+
+    def check(self) -> None:
+        """Raises Deposed when somebody else has become the writer."""
+        if self._claims:
+            self._claims.check()
+
+    @property
+    def claimed(self) -> int:
+        """The newest epoch that is ours, -1 without claims."""
+        return self._claims.held if self._claims else -1
+
+    def claim(self) -> None:
+        """The next epoch is ours, from now on; it begins with `begin_epoch`."""
+        if self._claims and self._claims.held <= self._state.epoch:
+            self._claims.take(self._state.epoch + 1)
+
     def update(self, **changes: object) -> None:
+        self.check()
         self._state = _replace(self._state, **changes, updated_at=self._clock(), writer=self._node)
+        self._write()
+
+    def _write(self) -> None:
         write_state(self._folder, self._state)
+        self._file = self._folder.state.stat().st_ino
+
+    def reassert(self) -> None:
+        """Ours is the truth. An older coordinator that froze between its look at the claims and its rename, and woke,
+        has replaced the state once.
+        """
+        self.check()
+        if self._file is not None and self._folder.state.stat().st_ino != self._file:
+            self._write()
 
     def joined(self, joins: dict[str, Join]) -> None:
         """All nodes are here: who they are, and where Prometheus finds them."""
         ranks: dict[str, list[int]] = {node: [] for node in joins}
         for rank in self._plan.ranks:
-            ranks[rank.node].append(rank.rank)
+            ranks.setdefault(rank.node, []).append(rank.rank)  # one may be lost, and that not yet taken notice of
         nodes = {
             node: NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics, ranks=ranks[node])
             for node, join in joins.items()
         }
+        if self._claims:  # nodes that have left stay in the books
+            nodes = self._state.nodes | nodes
         self._discovery.publish({node: join.metrics for node, join in joins.items() if join.metrics})
         self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
 
     def begin_epoch(self) -> None:
         """A new epoch, one higher than any before, durable before the first message that carries it."""
-        epoch = EpochState(epoch=self._state.epoch + 1, started_at=self._clock())
+        self.claim()
+        number = self.claimed if self._claims else self._state.epoch + 1
+        epoch = EpochState(epoch=number, started_at=self._clock())
         self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
 
     def running(self) -> None:
@@ -71,9 +114,34 @@ class RunRecord:
         self._last_epoch(running_at=self._clock())
         self.update(state="running", reason=None)
 
+    def take_over(self) -> set[str]:
+        """Another coordinator's epoch is over: closed in the books, and its node, if it was one, counted as lost."""
+        led = self._led_by
+        text = f"{led}: the coordinator is gone"
+        cause = Cause(kind="coordinator_lost", text=text, epoch=self._state.epoch, node=led)
+        if self._state.epochs and self._state.epochs[-1].outcome is None:
+            self._last_epoch(ended_at=self._clock(), outcome="restart", cause=cause)
+        self.update(state="restarting", reason=text)
+        if led not in self._state.nodes or led == self._node:
+            return set()
+        if self._state.nodes[led].state != "ended":
+            self.lost(led)
+        return {led}
+
+    def replanned(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        self._plan = plan
+        self.update(plan_hash=plan.hash, summary=self._state.summary | {"world_size": plan.parallel.world_size})
+
     def lost(self, node: str) -> None:
+        self._gone(node, "lost")
+
+    def left(self, node: str) -> None:
+        self._gone(node, "ended")
+
+    def _gone(self, node: str, how: str) -> None:
         if node in self._state.nodes:
-            nodes = self._state.nodes | {node: _replace(self._state.nodes[node], state="lost")}
+            nodes = self._state.nodes | {node: _replace(self._state.nodes[node], state=how)}
             self.update(nodes=nodes)
 
     def end_epoch(self, decision: Decision) -> None:
@@ -93,7 +161,11 @@ class RunRecord:
         self.update(**final, reason=decision.reason, cause=decision.cause)
 
     def _nodes(self, state: str) -> None:
-        nodes = {n: s if s.state == "lost" else _replace(s, state=state) for n, s in self._state.nodes.items()}
+        def after(node: NodeState) -> NodeState:
+            gone, spare = node.state in ("lost", "ended"), state == "running" and not node.ranks
+            return node if gone or spare else _replace(node, state=state)
+
+        nodes = {name: after(node) for name, node in self._state.nodes.items()}
         self._state = _replace(self._state, nodes=nodes)
 
     def _last_epoch(self, **changes: object) -> None:

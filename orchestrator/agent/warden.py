@@ -89,7 +89,10 @@ class Warden:
             self._reap()
         if self._agent not in readable:
             return True
-        packet, descriptors, _, _ = socket.recv_fds(self._agent, LARGEST_PACKET, 1)
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._agent, LARGEST_PACKET, 1)
+        except ConnectionResetError:  # it went without having read all that we said
+            return False
         if not packet:
             return False
         try:

@@ -42,6 +42,13 @@ class LocalOptions(Frozen):
 
     network: Literal["host", "namespaces"] = "host"  # namespaces: one a node, with links of a given rate
     link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # of a node in its namespace, each way
+    # of elastic runs, nodes=A..B:
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # more agents than the plan has nodes
+    restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None  # None: they stay away
+    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # not before nodes have stayed this long
+
+
+_ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
 
 
 def read_options(request: LaunchRequest) -> LocalOptions:
@@ -56,6 +63,10 @@ def read_options(request: LaunchRequest) -> LocalOptions:
         raise OrchError(f"backend.options: {error}", Exit.CONFIG) from None
     if options.network == "namespaces" and options.link_gbit_per_s is None:
         raise OrchError("backend.options.link_gbit_per_s: what rate have the links of network=namespaces?", Exit.CONFIG)
+    if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
+        raise OrchError(f"backend.options.{given[0]} is for elastic runs, nodes=A..B, not for one size", Exit.CONFIG)
+    if options.spare_nodes and options.network == "namespaces":
+        raise OrchError("backend.options.spare_nodes: network=namespaces has no place for spare nodes", Exit.CONFIG)
     return options
 
 

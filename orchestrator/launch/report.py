@@ -103,7 +103,7 @@ def make_report(plan: Plan, state: RunState, lines: list[StepLine]) -> dict[str,
 
 
 def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
-    report = make_report(plan, state, read_steps(folder, plan.cluster.node_names))
+    report = make_report(plan, state, read_steps(folder, dict.fromkeys([*plan.cluster.node_names, *state.nodes])))
     write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 

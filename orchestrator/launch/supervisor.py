@@ -48,20 +48,22 @@ class Supervisor:
         self._network: Network | None = None
         self._deadline: float | None = None
         self._asked = False
+        self._options = read_options(request)
+        self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
 
     def run(self) -> int:
         """The run's exit code, after every process of it has ended."""
         become_subreaper()
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # they wait for sigtimedwait; children get them unblocked
         self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
-        options = read_options(self._request)
+        options = self._options
         if options.network == "namespaces":
             wiring = Wiring.of(load_plan(self._folder.plan), options.link_gbit_per_s)
             self._network = Network(wiring)
             log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
         try:
-            for agent in self._request.agents:
-                self._agents[agent.node] = self._start(agent.node, agent.argv)
+            for node, argv in self._commands().items():
+                self._agents[node] = self._start(node, argv)
             self._remember()
             while len(self._codes) < len(self._agents):
                 self._hear(signal.sigtimedwait(_HEARD, 0.5))
@@ -70,6 +72,18 @@ class Supervisor:
             if left:
                 log.error("processes %s cannot be killed", left)
         return self._last_word()
+
+    def _commands(self) -> dict[str, list[str]]:
+        """Node -> the command of its agent."""
+        commands = {agent.node: agent.argv for agent in self._request.agents}
+        if not self._request.sizes:
+            return commands
+        first, *_ = self._request.agents
+        for index in range(self._options.spare_nodes):
+            spare = f"spare-{index}"
+            commands[spare] = [spare if word == first.node else word for word in first.argv]
+        elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
+        return {node: [*argv, *elastic] for node, argv in commands.items()}
 
     def _start(self, node: str, argv: list[str]) -> subprocess.Popen:
         descriptor = os.open(
@@ -115,10 +129,28 @@ class Supervisor:
                 self._codes[nodes[pid]] = self._agents[nodes[pid]].returncode = code
                 log.info("agent of %s: %s", nodes[pid], meaning(code))
                 self._remember()
+                self._may_come_back(nodes[pid], code)
+        self._bring_back()
         if self._deadline is None and read_state(self._folder).is_final:
             self._deadline = time.monotonic() + _LEAVE_S
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._kill()
+
+    def _may_come_back(self, node: str, code: int) -> None:
+        after = self._options.restart_lost_nodes_after_s
+        if after is not None and (code < 0 or code == Exit.FENCED):
+            self._back[node] = time.monotonic() + after
+
+    def _bring_back(self) -> None:
+        """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
+        due = [node for node, when in self._back.items() if time.monotonic() >= when]
+        for node in due:
+            del self._back[node]
+            if not self._asked and not self._folder.cancel.exists() and not read_state(self._folder).is_final:
+                self._agents[node] = self._start(node, self._commands()[node])
+                del self._codes[node]
+                log.info("node %s is back", node)
+                self._remember()
 
     def _end(self, reason: str) -> None:
         """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second

@@ -100,6 +100,19 @@ def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
     return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
 
 
+def claims_folder(run_dir: str | Path) -> Path:
+    """Where the coordinators of an elastic run claim its epochs, one file each, named by the number."""
+    return Path(run_dir) / "claims"
+
+
+def newest_claim(folder: str | Path) -> int:
+    """The newest epoch that anybody has claimed, -1 for none. Whoever holds an older one must not write any more."""
+    try:
+        return max((int(name) for name in os.listdir(folder) if name.isdecimal()), default=-1)
+    except FileNotFoundError:
+        return -1
+
+
 def trace_file(run_dir: str | Path, rank: int) -> Path:
     """A rank's timeline of the first steps (`metrics.trace_steps`), in Chrome's trace format."""
     return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"

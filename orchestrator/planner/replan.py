@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, seal
-from orchestrator.plan.document import Cluster
+from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, all_groups, coords, degrees
 from orchestrator.slurm.hostlist import compress
@@ -31,8 +33,25 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
             f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
         )
     ground, certificate = seated(Ground(cluster, plan.model, plan.job.train), plan.parallel)
+    return _placed(plan, ground, certificate)
+
+
+def exchange(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` with other machines at some of its places, sealed: rank r stays at place r, in the same nesting order.
+
+    `cluster` has the node that takes over at the index of the one that it replaces, so all other ranks stay where they
+    are, with their caches and the state in their memory.
+    """
+    ground = Ground(cluster, plan.model, plan.job.train)
+    order = plan.parallel.order
+    ground, certificate = seated(ground, plan.parallel, order, move=False)
+    return _placed(plan, ground, certificate, order)
+
+
+def _placed(plan: Plan, ground: Ground, certificate: Certificate, only: Sequence[Axis] | None = None) -> Plan:
+    """Rank map and predictions on the ground's nodes in their order; the best nesting order, or the order `only`."""
     cluster = ground.cluster
-    parallel, best, traffic, time = solve(ground, plan.parallel)
+    parallel, best, traffic, time = solve(ground, plan.parallel, only)
     places = coords(parallel.order, degrees(parallel))
     worst = max(memory.accounts(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s

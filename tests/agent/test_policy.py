@@ -101,3 +101,38 @@ def test_restarting_for_ever_without_a_step_ends():
         budget = found.budget
     assert not decide(end(75, new_steps=False), budget).again
     assert decide(end(75, new_steps=True), budget).budget.fruitless == 0
+
+
+# ------------------------------------------------------------------------------------------ elastic runs
+
+
+def elastic(*ends: WorkerEnd, **fields) -> EpochEnd:
+    return EpochEnd(epoch=0, world_size=2, ends=ends, elastic=True, **fields)
+
+
+def test_an_elastic_run_goes_on_without_a_lost_node_and_pays_nothing():
+    lost = (NodeLoss("node1", "connection closed"),)
+    decision = decide(elastic(WorkerEnd(0, "node0", 75, True, 0), lost=lost), Budget(0))
+    assert (decision.again, decision.counted, decision.cause.kind) == (True, False, "node_lost")
+    asked = decide(elastic(lost=lost, request=Request("cancelled", "enough")), Budget(0))
+    assert (asked.again, asked.state) == (False, "cancelled")
+
+
+def test_a_sick_node_is_excluded_where_the_run_can_go_on_without_it():
+    sick = WorkerEnd(1, "node1", 74, False, 0)
+    decision = decide(elastic(sick, WorkerEnd(0, "node0", 75, True, 1)), Budget(0))
+    assert (decision.again, decision.exclude, decision.counted) == (True, "node1", False)
+    fixed = decide(EpochEnd(epoch=0, world_size=1, ends=(sick,)), Budget(3))
+    assert (fixed.again, fixed.code) == (False, 74)
+
+
+def test_a_resize_is_no_failure_unless_a_worker_fails_by_itself():
+    saved = WorkerEnd(0, "node0", 75, True, 0)
+    killed = WorkerEnd(1, "node1", -9, True, 1)  # it had no answer to SIGTERM
+    decision = decide(elastic(saved, killed, resize="growing"), Budget(0))
+    assert (decision.again, decision.counted, decision.reason, decision.cause) == (True, False, "growing", None)
+    crashed = WorkerEnd(1, "node1", 1, False, 1)
+    decision = decide(elastic(saved, crashed, resize="growing"), Budget(0))
+    assert (decision.again, decision.state, decision.cause.rank) == (False, "failed", 1)
+    done = WorkerEnd(0, "node0", 0, False, 0), WorkerEnd(1, "node1", 0, False, 1)
+    assert decide(elastic(*done, resize="growing"), Budget(0)).state == "done"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -252,3 +254,14 @@ def test_an_environment_that_is_too_large_is_an_error_not_a_hang(run, tmp_path):
         assert h.workers.pids == {}
 
     run(scenario, tmp_path)
+
+
+def test_an_agent_that_dies_without_listening_is_no_error_of_the_warden():
+    """Seen when an agent was killed while workers started: the socket is reset, not closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.send(b"never read")
+        ours.close()
+        argv = [sys.executable, "-m", "orchestrator.agent.warden", str(theirs.fileno())]
+        warden = subprocess.run(argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
+    assert (warden.returncode, warden.stderr) == (0, "")

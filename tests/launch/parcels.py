@@ -7,8 +7,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -41,6 +42,7 @@ def make_parcel(
     names: Sequence[str] = ("PATH", "HOME"),
     join_timeout_s: float = 30.0,
     env: dict[str, str] | None = None,
+    sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> Parcel:
     fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0} | (backend or {})
     site = Site(
@@ -54,7 +56,7 @@ def make_parcel(
         agent_flags=list(LocalBackend.agent_flags),
         join_timeout_s=join_timeout_s,
     )
-    return make_request(SmallConfig(BackendSpec(**fields, env=env or {})), plan, site, command)
+    return make_request(SmallConfig(BackendSpec(**fields, env=env or {})), plan, site, command, sizes=sizes)
 
 
 def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:

@@ -83,6 +83,22 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
         shutil.rmtree(folder)
 
 
+def test_a_newer_claim_on_the_run_ends_the_rights_of_an_epoch(tmp_path):
+    """The coordinator has moved, and nobody of its new epoch has been at the checkpoints yet."""
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    token = fence.Fence("run", 3, str(claims))
+    fence.claim(tmp_path / "checkpoints", token)
+    for name in ("2", "3", ".4.tmp"):
+        (claims / name).touch()
+    fence.check(tmp_path / "checkpoints", token)
+    (claims / "4").touch()
+    for right in (fence.check, fence.claim):
+        with pytest.raises(Fenced, match="belongs to epoch 4 of run 'run', this is epoch 3"):
+            right(tmp_path / "checkpoints", token)
+    assert fence.read(tmp_path / "checkpoints") == token
+
+
 def test_another_run_takes_the_folder_over(tmp_path):
     old = saved(tmp_path, 1)
     live, _, manifest = resume(tmp_path, epoch=0, run="other")

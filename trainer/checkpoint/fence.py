@@ -2,6 +2,8 @@
 
 After a network split or a lost agent an old worker can come back to life and write. The newest epoch leaves its token
 in the folder; whoever holds an older one finds that out under the folder's lock, before its rename, and ends with 77.
+In an elastic run the coordinator may have moved and claimed a newer epoch whose workers have not come here yet: that
+ends an old epoch too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from orchestrator.plan.worker import newest_claim
 from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced
 
@@ -19,9 +22,10 @@ from .files import locked
 from .format import FENCE
 
 
-class Fence(Struct, frozen=True, forbid_unknown_fields=True):
+class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     run_id: str
     epoch: int
+    claims: str = ""  # folder of an elastic run in which its epochs are claimed
 
 
 def claim(folder: Path, token: Fence) -> None:
@@ -31,6 +35,7 @@ def claim(folder: Path, token: Fence) -> None:
     to this run by its plan, and the other run finds itself fenced at its next save.
     """
     _make(folder)
+    _check_claims(folder, token)
     with locked(folder):
         current = read(folder)
         if current and current.run_id == token.run_id and current.epoch > token.epoch:
@@ -53,6 +58,13 @@ def check(folder: Path, token: Fence) -> None:
     current = read(folder)
     if current != token:
         raise Fenced(_message(folder, current, token))
+    _check_claims(folder, token)
+
+
+def _check_claims(folder: Path, token: Fence) -> None:
+    newest = newest_claim(token.claims) if token.claims else -1
+    if newest > token.epoch:
+        raise Fenced(_message(folder, Fence(token.run_id, newest), token))
 
 
 def read(folder: Path) -> Fence | None:

@@ -1,0 +1,173 @@
+"""Elastic runs as real processes: any node may die, freeze, leave or come back, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.local import LocalBackend, read_record
+from orchestrator.launch.request import from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import RunState, read_state
+from orchestrator.plan import Plan, load_plan
+from orchestrator.planner.replan import replan
+from tests.launch.parcels import kill_runs, make_parcel, wait_end, wait_for
+from tests.plans import make_plan
+
+pytestmark = pytest.mark.process
+
+BATCH = 12  # samples: every size up to four nodes divides it
+
+
+def sized(nodes: int, **fields) -> Plan:
+    """One rank a node; more accumulation where there are fewer of them. With the planner's predictions."""
+    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields})
+    return replan(plan, plan.cluster)
+
+
+def start(runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, **options) -> RunFolder:
+    """A run of the largest of the sizes, whose workers save when they are told to end."""
+    env = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": str(worker_s), "ORCH_TEST_SAVE": "1"} | (env or {})
+    backend = {"grace_s": 5.0, "heartbeat_timeout_s": heartbeat_s, "options": options}
+    plans = {nodes: sized(nodes) for nodes in sizes}
+    parcel = make_parcel(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
+    LocalBackend().submit(parcel, os.environ)
+    return RunFolder(runs / parcel.request.run_id)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folder = tmp_path / "runs"
+    yield folder
+    kill_runs(folder)
+
+
+def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
+    """Until workers run on exactly these nodes, in an epoch after `after`."""
+
+    def reached():
+        state = read_state(folder)
+        busy = {name for name, node in state.nodes.items() if node.state == "running" and node.ranks}
+        if state.state == "running" and state.epoch > after and busy == set(nodes):
+            return state
+        assert not state.is_final, state.reason
+        return None
+
+    try:
+        return wait_for(reached, 60, f"workers on {nodes}")
+    except AssertionError as error:
+        logs = "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.glob("agent*")))
+        raise AssertionError(f"{error}\n{folder.state.read_text()}\n{logs}") from None
+
+
+def agent(folder: RunFolder, node: str) -> int:
+    return read_record(folder).agents[node]
+
+
+def kill(folder: RunFolder, node: str, signum: int = signal.SIGKILL) -> None:
+    os.kill(agent(folder, node), signum)
+
+
+def events(folder: RunFolder, name: str) -> list[dict]:
+    paths = sorted((folder.path / "events").glob("*.jsonl"))
+    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
+
+
+def cancel(folder: RunFolder) -> RunState:
+    LocalBackend().cancel(folder, force=False)
+    return wait_end(folder)
+
+
+def test_losing_nodes_one_after_the_other_and_then_too_many(runs):
+    folder = start(runs, 3, 2)
+    first = running(folder, "node0", "node1", "node2")
+    kill(folder, "node2")
+    second = running(folder, "node0", "node1", after=first.epoch)
+    plan = load_plan(folder.plan)
+    assert plan.hash == second.plan_hash and plan.parallel.dp == 2
+    assert plan.parallel.micro_batches * plan.parallel.dp == BATCH == plan.parallel.global_batch_samples
+    assert second.nodes["node2"].state == "lost" and second.restarts == 0
+    assert second.epochs[first.epoch].cause.kind == "node_lost"
+    kill(folder, "node1")
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.cause.node) == ("failed", 76, "node1")
+    assert "1 nodes are left, the smallest size of this run is 2" in state.reason
+
+
+def test_the_coordinator_moves_and_moves_again(runs):
+    folder = start(runs, 3, 2, 1)
+    first = running(folder, "node0", "node1", "node2")
+    left = set(first.nodes) - {first.writer}
+    kill(folder, first.writer)
+    second = running(folder, *left, after=first.epoch)
+    cause = second.epochs[-2].cause
+    assert (cause.kind, cause.node) == ("coordinator_lost", first.writer) and second.writer in left
+    kill(folder, second.writer)
+    third = running(folder, *left - {second.writer}, after=second.epoch)
+    assert {third.writer} == left - {second.writer}
+    assert [e.epoch for e in third.epochs] == sorted({e.epoch for e in third.epochs})
+    claims = {int(path.name) for path in (folder.path / "claims").iterdir() if path.name.isdecimal()}
+    assert {epoch.epoch for epoch in third.epochs} <= claims and max(claims) == third.epoch
+    assert cancel(folder).state == "cancelled"
+    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    fourth = running(folder, "node0", "node1", "node2", after=third.epoch)  # all are started again
+    assert load_plan(folder.plan).parallel.dp == 3 and fourth.plan_hash == load_plan(folder.plan).hash
+    assert cancel(folder).state == "cancelled"
+
+
+def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
+    """It wakes as the writer that it was; the newer claim stops it before it writes."""
+    folder = start(runs, 3, 2, heartbeat_s=3.0)
+    first = running(folder, "node0", "node1", "node2")
+    frozen = agent(folder, first.writer)
+    os.kill(frozen, signal.SIGSTOP)
+    left = set(first.nodes) - {first.writer}
+    second = running(folder, *left, after=first.epoch)
+    os.kill(frozen, signal.SIGCONT)
+    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, 30, "77 of the frozen agent")
+    assert running(folder, *left).epoch == second.epoch, "nobody else noticed"
+    assert events(folder, "deposed") and json.loads(folder.coordinator.read_text())["node"] == second.writer
+    assert cancel(folder).state == "cancelled"
+
+
+def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
+    folder = start(runs, 3, 2, restart_lost_nodes_after_s=0.5, grow_after_s=1.0)
+    first = running(folder, "node0", "node1", "node2")
+    kill(folder, "node1")
+    running(folder, "node0", "node2", after=first.epoch)
+    third = running(folder, "node0", "node1", "node2", after=first.epoch + 1)
+    growing = third.epochs[-2]
+    assert growing.outcome == "restart" and growing.cause is None and not growing.counted
+    assert len({(folder.path / f"saved-{rank}").read_text() for rank in range(2)}) >= 1, "saved before it stopped"
+    assert [e["how"] for e in events(folder, "replanned")] == ["shrink", "grow"]
+    assert cancel(folder).state == "cancelled"
+
+
+def test_a_spare_takes_the_seat_and_a_node_that_is_told_to_end_leaves(runs):
+    folder = start(runs, 3, 2, spare_nodes=1)
+    first = running(folder, "node0", "node1", "node2")
+    wait_for(lambda: "spare-0" in read_state(folder).nodes, what="the spare")
+    before = load_plan(folder.plan)
+    kill(folder, "node2")
+    second = running(folder, "node0", "node1", "spare-0", after=first.epoch)
+    after = load_plan(folder.plan)
+    assert [rank.node for rank in after.ranks] == ["node0", "node1", "spare-0"]
+    assert after.ranks[:2] == before.ranks[:2] and after.parallel == before.parallel
+    kill(folder, second.writer, signal.SIGTERM)  # its machine is drained: it saves with the others and goes
+    left = {"node0", "node1", "spare-0"} - {second.writer}
+    third = running(folder, *left, after=second.epoch)
+    left_off = next(epoch for epoch in third.epochs if epoch.epoch == second.epoch)
+    assert (left_off.outcome, left_off.cause) == ("restart", None)
+    assert read_record(folder).exit_codes[second.writer] == 75
+    assert third.writer != second.writer, "the coordinator's role has moved too"
+    assert cancel(folder).state == "cancelled"
+
+
+def test_options_of_elastic_runs_are_refused_elsewhere(runs):
+    parcel = make_parcel(sized(2), runs, backend={"options": {"spare_nodes": 1}})
+    with pytest.raises(OrchError, match="spare_nodes is for elastic runs"):
+        LocalBackend().submit(parcel, os.environ)

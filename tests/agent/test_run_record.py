@@ -1,0 +1,74 @@
+"""The coordinator's pen in elastic runs: who may write, and what another's late write is worth."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.agent.run_record import RunRecord
+from orchestrator.launch.claims import Claims, Deposed
+from orchestrator.launch.discovery import Discovery
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import SCHEMA, NodeState, RunState, read_state, write_state
+from tests.plans import make_plan
+
+PLAN = make_plan(dp=2, nodes=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "test-run")
+    folder.create()
+    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "backend": "local"}
+    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", state="pending", plan_hash=PLAN.hash, **fields))
+    return folder
+
+
+def record(folder, node, epoch) -> RunRecord:
+    claims = Claims(folder, node)
+    claims.take(epoch)
+    return RunRecord(folder, PLAN, node, Discovery(folder, str(folder.path / "sd")), claims)
+
+
+def test_the_claim_that_made_it_coordinator_is_its_first_epoch(folder):
+    pen = record(folder, "node0", 0)
+    pen.begin_epoch()
+    assert (pen.epoch, pen.claimed) == (0, 0)
+    pen.claim()
+    pen.claim()  # one ahead, whoever asks how often
+    assert (pen.epoch, pen.claimed) == (0, 1)
+    pen.begin_epoch()
+    assert read_state(folder).epoch == 1
+
+
+def test_nothing_is_written_after_a_newer_claim(folder):
+    old = record(folder, "node0", 0)
+    old.begin_epoch()
+    nodes = {name: NodeState(state="running", ranks=[index]) for index, name in enumerate(("node0", "node1"))}
+    old.update(state="running", nodes=nodes)
+    new = record(folder, "node1", 1)
+    before = folder.state.read_bytes()
+    for write in (
+        old.begin_epoch,
+        old.running,
+        old.reassert,
+        lambda: old.lost("node1"),
+        lambda: old.update(reason="x"),
+    ):
+        with pytest.raises(Deposed):
+            write()
+    assert folder.state.read_bytes() == before
+    assert new.take_over() == {"node0"}
+    state = read_state(folder)
+    assert (state.nodes["node0"].state, state.writer, state.epochs[0].outcome) == ("lost", "node1", "restart")
+
+
+def test_a_write_that_had_frozen_on_its_way_is_put_right(folder):
+    stale = read_state(folder)
+    pen = record(folder, "node1", 0)
+    pen.begin_epoch()
+    truth = folder.state.read_bytes()
+    pen.reassert()
+    assert folder.state.read_bytes() == truth
+    write_state(folder, stale)
+    pen.reassert()
+    assert folder.state.read_bytes() == truth

@@ -1,0 +1,58 @@
+"""Who becomes the coordinator of an elastic run, and when: what one agent sees, tick by tick."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.agent.succession import Watch, Whereabouts, turn_of
+
+PATIENCE = 12
+
+
+def ticks(turn: int, sights, fresh: bool = False) -> int | None:
+    """The first tick at which an agent claims. A sight: (newest claim, epoch of who is seen, beat, refused)."""
+    watch = Watch(PATIENCE)
+    for index, (newest, epoch, beat, refused) in enumerate(sights):
+        seen = None if epoch is None else Whereabouts(host="h", port=1, node="node0", epoch=epoch, beat=beat)
+        if watch.tick(newest, seen, refused, fresh, turn):
+            return index
+    return None
+
+
+def test_the_first_of_a_new_run_claims_at_once_and_the_others_give_it_time():
+    nobody = [(-1, None, 0, False)] * 100
+    assert ticks(0, nobody, fresh=True) == 0
+    assert ticks(1, nobody, fresh=True) > PATIENCE
+
+
+def test_when_nobody_listens_any_more_they_claim_in_turn():
+    dead = [(3, 3, 7, True)] * 100
+    assert [ticks(turn, dead) for turn in range(3)] == [0, 4, 8]
+
+
+def test_a_beat_that_stands_still_is_given_up_and_one_that_goes_on_never_is():
+    frozen = [(3, 3, 7, False)] * 100
+    assert [ticks(turn, frozen) for turn in range(2)] == [PATIENCE, PATIENCE + 4]
+    alive = [(3, 3, tick // 4, False) for tick in range(200)]
+    assert ticks(0, alive) is None
+
+
+def test_who_has_claimed_gets_time_to_listen():
+    """The file still names the dead one, whose port refuses: no reason to overtake who has just claimed."""
+    claimed = [(4, 3, 7, True)] * 100
+    assert ticks(0, claimed) == PATIENCE
+
+
+@given(st.integers(1, 40), st.integers(0, 5))
+def test_any_news_starts_the_wait_again(when, turn):
+    sights = [(3, 3, 7, False)] * when + [(3, 3, 8, False)] * 100
+    first = ticks(turn, sights)
+    wait = PATIENCE + 4 * turn
+    assert first == (wait if wait < when else when + wait)
+
+
+def test_turns_go_by_the_plan_without_who_is_gone():
+    order = ["node2", "node0", "node1"]
+    assert [turn_of(node, order, gone="node2") for node in ("node0", "node1", "spare-0")] == [0, 1, 2]
+    assert turn_of("node2", order, gone="") == 0

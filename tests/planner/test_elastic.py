@@ -1,0 +1,94 @@
+"""Which nodes and which plan an elastic run goes on with."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.config.compose import load
+from orchestrator.plan.codec import plan_hash
+from orchestrator.planner.elastic import larger_plan, legal_size, next_plan, pays, seats, within
+from orchestrator.planner.sizes import plan_sizes
+from orchestrator.planner.topology import check_cluster
+
+
+@lru_cache
+def sizes():
+    """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: those that divide the global batch."""
+    words = ["+cluster=h100x64", "model=llama3_8b", "parallel=tp8", "nodes=1..8", "train.global_batch_samples=48"]
+    return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True)).legal}
+
+
+NAMES = [f"node-{index}" for index in range(8)]
+SPARES = ["spare-0", "spare-1"]
+pools = st.sets(st.sampled_from(NAMES + SPARES), max_size=10)
+
+
+def test_the_sizes_of_this_file():
+    assert sorted(sizes()) == [1, 2, 3, 4, 6, 8]
+
+
+@given(st.lists(pools, min_size=1, max_size=5))
+def test_any_walk_over_nodes_keeps_the_batch_and_seats_every_rank_once(walk):
+    plan = sizes()[8]
+    for healthy in walk:
+        held = seats(plan)
+        new = next_plan(plan, sizes(), healthy)
+        if not healthy:
+            assert new is None
+            continue
+        assert new == next_plan(plan, sizes(), sorted(healthy)), "the order in which nodes are heard of means nothing"
+        assert new.hash == plan_hash(new) and check_cluster(new.cluster) is None
+        assert set(seats(new)) <= healthy and len(seats(new)) == legal_size(sizes(), len(healthy))
+        par = new.parallel
+        assert par.micro_batch_size * par.micro_batches * par.dp == 48 == par.global_batch_samples
+        assert len({(rank.node, rank.gpu) for rank in new.ranks}) == par.world_size == 8 * len(seats(new))
+        assert all(len({new.ranks[rank].node for rank in group}) == 1 for group in new.groups["tp"])
+        if len(seats(new)) == len(held):  # spares took over: nobody else moved
+            pairs = zip(plan.ranks, new.ranks, strict=True)
+            assert all(a == b for a, b in pairs if a.node in healthy)
+            assert new.groups == plan.groups
+        elif len(seats(new)) < len(held):
+            assert set(seats(new)) <= set(held) or len(set(held) & healthy) < len(seats(new))
+        plan = new
+
+
+def test_the_nearest_spare_takes_over():
+    four = next_plan(sizes()[8], sizes(), [*NAMES[:3], "node-4"])  # leaves: 0-3 and 4-7
+    assert set(seats(four)) == {"node-0", "node-1", "node-2", "node-4"}
+    lost = next_plan(four, sizes(), ["node-0", "node-2", "node-4", "node-3", "node-7"])
+    assert seats(lost)[seats(four).index("node-1")] == "node-3"
+
+
+def test_shrinking_parks_the_node_that_stands_apart():
+    plan = next_plan(sizes()[6], sizes(), [*NAMES[:4], "node-4"])
+    assert set(seats(plan)) == set(NAMES[:4])
+
+
+def test_nothing_changes_when_nothing_has():
+    plan = sizes()[8]
+    assert next_plan(plan, sizes(), NAMES) is plan
+    assert next_plan(plan, sizes(), NAMES + SPARES) is plan
+    assert larger_plan(plan, sizes(), 10) is None
+
+
+def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
+    small = next_plan(sizes()[8], sizes(), NAMES[:4])
+    large = larger_plan(small, sizes(), 9)
+    assert len(seats(large)) == 8 and larger_plan(small, sizes(), 5) is None
+    assert large.time.step_s < small.time.step_s
+    share = 1 - large.time.step_s / small.time.step_s
+    times = {"stable_s": 100, "dwell_s": 60, "cost_s": 30, "horizon_s": 31 / share}
+    assert pays(small, large, **times)
+    assert not pays(small, large, **{**times, "stable_s": 59})
+    assert not pays(small, large, **{**times, "horizon_s": 29 / share})
+    assert not pays(large, small, **{**times, "horizon_s": 1e9})
+
+
+@pytest.mark.parametrize("nodes", [NAMES[2:5], ["spare-0", *NAMES[:2]], SPARES])
+def test_a_part_of_a_cluster_is_a_cluster(nodes):
+    part = within(sizes()[8].cluster, nodes)
+    assert part.node_names == list(nodes) and check_cluster(part) is None
