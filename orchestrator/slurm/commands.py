@@ -82,10 +82,10 @@ class Slurm:
         Nothing is submitted. OrchError for what Slurm would refuse, and for what no nodes of today could run.
         """
         code, out, err = self._sbatch(["sbatch", "--test-only", *flags], text)
-        found = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", err + out)
-        if code and not found:
+        start = estimated_start(err + out)
+        if code and not start:
             raise self._complaint("sbatch", err + out)
-        return found[1] if found else ""
+        return start
 
     def _sbatch(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
         """(exit code, output, errors) of sbatch with `text` on its standard input."""
@@ -179,6 +179,12 @@ class Slurm:
         names = sorted(set(found.split()))
         wrong = re.search(r"specified: ?(\S+)", line)
         return did_you_mean(wrong[1] if wrong else "", names) if names else ""
+
+
+def estimated_start(text: str) -> str:
+    """The time in what `sbatch --test-only` says, "" when there is none."""
+    found = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
+    return found[1] if found else ""
 
 
 def first_complaint(text: str) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from orchestrator.planner.replan import replan
+from orchestrator.slurm.commands import estimated_start
 from orchestrator.slurm.flags import as_argv, network_flags
 from orchestrator.slurm.nodes import parse_nodes
 from orchestrator.slurm.options import SlurmOptions
 from orchestrator.slurm.place import read_probe
+from orchestrator.slurm.queue import parse_squeue, squeue_argv
 from orchestrator.slurm.render import PROBE
 from orchestrator.topology.fit import fit
 from orchestrator.topology.slurm import from_addresses, parse_topology
@@ -80,6 +82,16 @@ def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out
     node = {rank.rank: rank.node for rank in real.ranks}
     for group in real.groups["pp"]:
         assert len({places[node[rank]].split(".")[0] for rank in group}) == 1, "a pipeline stays in one block"
+
+
+def test_arrays_and_estimates_are_told_as_before(blocks):
+    held = ("--hold", "--array=0-1", "--output=/dev/null", "--wrap", "true")
+    array = blocks.run("sbatch", "--parsable", *held).strip()
+    found = parse_squeue(blocks.run(*squeue_argv()))
+    assert {job.id for job in found.values() if job.id.startswith(array)} == {f"{array}_0", f"{array}_1"}
+    assert found[f"{array}_1"].state == "PENDING"
+    said = blocks.run("bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1")
+    assert estimated_start(said)
 
 
 def test_a_segment_that_does_not_fit_waits(blocks):
