@@ -6,11 +6,14 @@ was not fsynced is gone) and an error from the kernel (ENOSPC, EIO, EROFS).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import shutil
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,9 +22,12 @@ import pytest
 import trainer.checkpoint
 import trainer.durable
 from tests.trainer.states import Recorder, checkpoints, equal, resume, saved, state
+from trainer import messages
+from trainer.checkpoint.format import Piece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.retention import committed
 from trainer.errors import SaveError
+from trainer.verify.ranks import RankError, run_ranks
 
 OLD, NEW = 1, 2
 #: Code whose every line is a place to die at.
@@ -275,3 +281,88 @@ def test_the_kernels_own_refusal_in_the_middle_of_a_file(tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert loads(tmp_path) == OLD
+
+
+@pytest.mark.process
+def test_a_file_system_that_is_full_and_one_that_is_read_only(tmp_path):
+    """The kernel's own: a memory file system with room for one save, in a mount namespace of a child."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = on_a_small_file_system(tmp_path)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 77:
+        pytest.skip("needs the right to mount")
+    assert code == 0
+
+
+def on_a_small_file_system(folder: Path) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, remount, read_only, private = 0x20000, 32, 1, 0x44000
+
+    def mount(*flags_and_data: object) -> bool:
+        return libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", *flags_and_data) == 0
+
+    if libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None) or not mount(0, b"size=64k"):
+        return 77
+    manager = ready(folder / "run", keep_last=2)
+    for way in (save_beside, save_now):
+        with contextlib.suppress(SaveError):
+            way(manager)
+            assert "No space left on device" in manager.reporter.named("checkpoint_failed")[0].fields["error"]
+        assert [step for step, _ in committed(folder / "run")] == [OLD]
+    assert mount(remount, b"size=256k")
+    save_beside(manager)
+    assert loads(folder / "run") == NEW
+    _, manager, _ = resume(folder / "run", epoch=3)
+    assert mount(remount | read_only, b"size=256k")
+    with pytest.raises(SaveError, match="Read-only file system"):
+        manager.save(state(3), 3, 30)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+
+
+def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
+    manager = checkpoints(folder, epoch=1, rank=rank)
+    manager.resume(lambda: [])
+    pieces = halves(rank, NEW)
+
+    def follow() -> None:
+        manager.start(pieces, NEW, 10 * NEW)
+        while manager._background.contents is not None:
+            for future in filter(None, (manager._background._writing, manager._background._committing)):
+                future.exception()
+            manager.advance(messages.sum_ints([manager.vote])[0])
+
+    return lines(follow, at if rank == victim else -1)
+
+
+def halves(rank: int, seed: int) -> list[Piece]:
+    """Of two ranks' flat shares of `state(seed)`."""
+    cut = [(piece, piece.data.numel() // 2) for piece in state(seed)]
+    return [
+        Piece(piece.kind, piece.info, rank * half, piece.data[rank * half : (rank + 1) * half]) for piece, half in cut
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["the one that commits", "another"])
+def test_a_rank_that_dies_at_any_moment_of_a_save_of_two(tmp_path, victim):
+    ready(tmp_path / "whole")
+    total = run_ranks(die_among_two, 2, tmp_path / "whole", victim, -1)[victim]
+    steps = []
+    for number in range(12):
+        folder = tmp_path / str(number)
+        ready(folder)
+        with pytest.raises(RankError):
+            run_ranks(die_among_two, 2, folder, victim, number * total // 12)
+        steps.append(loads(folder))
+    assert total > 50 and set(steps) <= {OLD, NEW} and steps[0] == OLD and loads(tmp_path / "whole") == NEW

@@ -51,7 +51,8 @@ CASES: dict[str, dict] = {
 def advance(engine: Engine, plan: Plan, step: int) -> None:
     size = plan.parallel.global_batch_samples
     places = samples_of_step(plan.parallel, engine.mesh.coord, (step - 1) * size)
-    engine.step([single.micro_batch(plan, one) for one in places], valid_tokens=100, lr=1e-2)
+    _, norm = engine.gradients([single.micro_batch(plan, one) for one in places], valid_tokens=100)
+    engine.update(norm, lr=1e-2)
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
@@ -101,3 +102,26 @@ def test_state_survives_its_files_to_the_bit(tmp_path, case):
     manifest = decode((tmp_path / step_name(1) / MANIFEST).read_bytes())
     stored = sum(part.count for _, part in manifest.slices())
     assert stored == 3 * plan.model.parameters, "master and two moments of every parameter, once"
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("fp32", "bf16"), ("fp16", "fp32")])
+def test_another_precision_starts_from_the_same_master_weights(tmp_path, saved, resumed):
+    def engine(precision: str, seed: int) -> Engine:
+        plan = make_plan(precision=precision, seed=seed)
+        return Engine(plan, Mesh.alone(plan), torch.device("cpu"), recipe(plan.job.train))
+
+    def checkpoints(epoch: int) -> Checkpoints:
+        return Checkpoints(tmp_path, make_plan(), Fence("run", epoch), 0, Recorder())
+
+    first, second = engine(saved, 1), engine(resumed, 2)
+    advance(first, first.plan, 1)
+    writer = checkpoints(0)
+    writer.resume(lambda: [])
+    writer.save(list(first.pieces(own=True)), 1, 2, first.scalars())
+    found = checkpoints(1).resume(lambda: list(second.pieces(own=False)))
+    second.resumed(found.step, found.scalars)
+    pieces = zip(first.pieces(own=False), second.pieces(own=False), strict=True)
+    assert all(torch.equal(one.data, other.data) for one, other in pieces)
+    master = {one.info.name: one.data for one in second.pieces(own=False) if one.kind == "master"}
+    for name, param, _ in second.part.parameters():
+        assert torch.equal(param.detach().view(-1), master[name].to(param.dtype))

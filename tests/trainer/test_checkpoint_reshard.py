@@ -71,8 +71,9 @@ class Trained:
         tokens = int((single.micro_batch(self.plan, list(places)).targets != IGNORED).sum())
         mine = samples_of_step(self.plan.parallel, self.engine.mesh.coord, places[0])
         lr = learning_rate(step, self.plan.job.optim, STEPS)
-        outcome = self.engine.step([single.micro_batch(self.plan, one) for one in mine], tokens, lr)
-        return self.engine.mean_loss(outcome.loss_sum, tokens)
+        loss_sum, norm = self.engine.gradients([single.micro_batch(self.plan, one) for one in mine], tokens)
+        self.engine.update(norm, lr)
+        return self.engine.mean_loss(loss_sum, tokens)
 
     def save(self, folder: Path, epoch: int = 0) -> None:
         manager = self.checkpoints(folder, epoch)
