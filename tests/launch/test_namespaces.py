@@ -86,8 +86,8 @@ def transfers(net: Network, pairs: list[tuple[str, str]], size: int) -> list[flo
     senders = [on(net, source, SEND, net.wiring.address(target), str(size)) for source, target in pairs]
     found = []
     for receiver, sender in zip(receivers, senders, strict=True):
-        got, seconds = receiver.communicate(timeout=60)[0].split()
-        assert int(got) == size and sender.wait(10) == 0
+        got, seconds = receiver.communicate(timeout=180)[0].split()
+        assert int(got) == size and sender.wait(60) == 0
         found.append(float(seconds))
     return found
 
@@ -177,7 +177,7 @@ while True:
                 for state, act in (("ping", None), ("silence", namespaces.cut), ("ping", namespaces.heal)):
                     if act:
                         act([os.getpid()], net.switches, 1)
-                    assert any(line.strip() == state for line, _ in zip(said, range(200), strict=False)), state
+                    assert any(line.strip() == state for line, _ in zip(said, range(1000), strict=False)), state
             finally:
                 for process in (near, far):
                     process.kill()
@@ -189,7 +189,7 @@ while True:
             assert left.stdout.readline() == "here\n"
             assert "eth0" in Path(f"/proc/{left.pid}/net/dev").read_text()
         try:  # a process that outlives its run keeps an empty namespace, not a link
-            wait_for(lambda: "eth0" not in Path(f"/proc/{left.pid}/net/dev").read_text(), 30, "removal of the link")
+            wait_for(lambda: "eth0" not in Path(f"/proc/{left.pid}/net/dev").read_text(), 120, "removal of the link")
         finally:
             left.kill()
             left.communicate()
@@ -202,7 +202,7 @@ class TestRuns:
         before = {name for _, name in socket.if_nameindex()}
         two = [submit(make_plan(dp=4, nodes=2), runs, run_id=name, env=LONG, backend=SHAPED) for name in ("one", "two")]
         for folder in two:
-            wait_step(folder, 3)
+            wait_step(folder, 3, timeout_s=120)
         records = [read_record(folder) for folder in two]
         homes = {os.stat(f"/proc/{pid}/ns/net").st_ino for record in records for pid in record.agents.values()}
         assert len(homes) == 4 and os.stat("/proc/self/ns/net").st_ino not in homes
@@ -214,25 +214,25 @@ class TestRuns:
         assert {name for _, name in socket.if_nameindex()} == before
         for folder in two:
             LocalBackend().cancel(folder, force=False)
-        assert [wait_end(folder).state for folder in two] == ["cancelled", "cancelled"]
+        assert [wait_end(folder, 120).state for folder in two] == ["cancelled", "cancelled"]
         assert all(len(list(folder.path.glob("saved-*"))) == 4 for folder in two)
 
     def test_killing_the_supervisor_leaves_the_network_up_until_the_run_has_saved(self, runs):
         folder = submit(make_plan(dp=4, nodes=2), runs, env=LONG, backend=SHAPED)
-        wait_step(folder, 2)
+        wait_step(folder, 2, timeout_s=120)
         os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
-        state = wait_end(folder)
+        state = wait_end(folder, 120)
         assert (state.state, state.exit_code) == ("stopped", 75)
         assert len(list(folder.path.glob("saved-*"))) == 4
 
     def test_a_cut_node_is_lost_to_the_run(self, runs):
-        backend = {**SHAPED, "heartbeat_timeout_s": 2.0, "grace_s": 1.0}
+        backend = {**SHAPED, "heartbeat_timeout_s": 4.0, "grace_s": 1.0}
         folder = submit(make_plan(dp=4, nodes=2), runs, env=LONG, backend=backend)
-        wait_step(folder, 2)
+        wait_step(folder, 2, timeout_s=120)
         record = read_record(folder)
         assert list(record.agents) == ["node0", "node1"]
         namespaces.cut([record.supervisor[0], *record.agents.values()], record.switches, 1)
-        state = wait_end(folder, 60)
+        state = wait_end(folder, 120)
         assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "node_lost")
         assert state.cause.node == "node1"
 
@@ -243,6 +243,6 @@ class TestRuns:
         (tools / "tc").write_text("#!/bin/sh\necho 'RTNETLINK answers: Operation not supported' >&2\nexit 1\n")
         (tools / "tc").chmod(0o755)
         LocalBackend().submit(parcel, os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"})
-        state = wait_end(RunFolder(runs / "test-run"))
+        state = wait_end(RunFolder(runs / "test-run"), 120)
         assert (state.state, state.exit_code) == ("failed", 76)
         assert "Operation not supported" in state.reason
