@@ -16,6 +16,7 @@ import msgspec
 
 from orchestrator.launch.request import LaunchRequest, Worker, used_nodes
 from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 
@@ -175,8 +176,10 @@ class Agent:
         """In an elastic run: to the coordinator, wherever it is by now, and be it in this very process."""
         channel = await self._succession.join(self._epoch, used_nodes(self._plan), self._result)
         if channel is None:
-            if not self._result.done():
-                self._finish(Exit.CAPACITY, "no coordinator, and none could be made")
+            over = read_state(self._folder)
+            if over.is_final:  # this agent was frozen or cut off, or came too late
+                self._finish(Exit.FENCED, f"the run has ended meanwhile: {over.state}")
+            self._finish(Exit.CAPACITY, "no coordinator, and none could be made")
             raise _Ended
         self._introduce(channel)
         return channel

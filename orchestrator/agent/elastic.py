@@ -115,11 +115,14 @@ class ElasticCoordinator(Coordinator):
                 if isinstance(what, Lost):
                     self._group.drop(node, "node_lost", what.text)
                 self._note("not_awaited", on=node, reason=what.text)
+            elif isinstance(what, Notice) and moved and node != self._node and not self._folder.cancel.exists():
+                awaited.discard(node)
+                self._send_away(node, Exit.RESTART, what.reason)
             elif isinstance(what, Notice):
                 self._ask(what)
                 return self._over(self._request.kind, Exit.RESTART, "", f"{self._request.reason}; nothing had started")
         self._group.gathering = False
-        for node in gone & known.keys() - self._group.members.keys():
+        for node in known.keys() & awaited - self._group.members.keys():
             self._record.lost(node)
         self._note("nodes_joined", nodes=len(self._group.members), coordinator_moved=moved)
         decision = await self._go_on(policy.Decision(True, "restarting", "", self._budget))
@@ -186,7 +189,7 @@ class ElasticCoordinator(Coordinator):
         if isinstance(what, Join):  # it is parked until the next epoch
             if member := self._group.members.get(node):
                 member.channel.send(self.epoch, Prepare())
-                self._record.joined({name: one.join for name, one in self._group.members.items()})
+                self._record.parked(node, what)
                 self._note("node_joined", on=node)
                 self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
                 self._consider(now)

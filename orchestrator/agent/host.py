@@ -9,7 +9,7 @@ from orchestrator.launch.discovery import Discovery
 from orchestrator.launch.request import LaunchRequest
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
-from orchestrator.plan import load_plan
+from orchestrator.plan import Exit, load_plan
 
 from .agent import Agent
 from .elastic import ElasticCoordinator
@@ -68,7 +68,7 @@ class Host:
                 await asyncio.wait({work, self._lead}, return_when=asyncio.FIRST_COMPLETED)
                 if self._lead.done():
                     decision = self._lead.result()  # a bug in it must be seen
-                    if not read_state(self._folder).is_final:
+                    if decision.code == Exit.FENCED or not read_state(self._folder).is_final:
                         agent.dismiss(decision.code, decision.reason)
                 elif read_state(self._folder).is_final:
                     await self._lead  # it tells the other agents

@@ -99,8 +99,19 @@ class RunRecord:
         }
         if self._claims:  # nodes that have left stay in the books
             nodes = self._state.nodes | nodes
-        self._discovery.publish({node: join.metrics for node, join in joins.items() if join.metrics})
+        self._publish(nodes)
         self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
+
+    def parked(self, node: str, join: Join) -> None:
+        """A node has come while the others run."""
+        spare = NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics)
+        nodes = self._state.nodes | {node: spare}
+        self._publish(nodes)
+        self.update(nodes=nodes)
+
+    def _publish(self, nodes: dict[str, NodeState]) -> None:
+        here = {name: node for name, node in nodes.items() if node.state in ("joined", "running")}
+        self._discovery.publish({name: node.metrics for name, node in here.items() if node.metrics})
 
     def begin_epoch(self) -> None:
         """A new epoch, one higher than any before, durable before the first message that carries it."""

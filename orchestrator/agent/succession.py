@@ -83,7 +83,8 @@ class Succession:
         self._folder, self._node, self._key, self._rules, self._lead = folder, node, key, rules, lead
 
     async def join(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel | None:
-        """A channel to the coordinator, wherever it is by now. None when `over` is done, or nobody could be found.
+        """A channel to the coordinator, wherever it is by now. None when `over` is done, when the run has ended
+        meanwhile, or nobody could be found.
 
         `epoch`: the newest that this agent has followed; `order`: of the nodes, as its plan has them. Raises WrongKey.
         """
@@ -107,6 +108,8 @@ class Succession:
                     except (OSError, Refused, TimeoutError) as error:
                         call, refused = None, isinstance(error, ConnectionRefusedError)
                 state = read_state(self._folder)
+                if state.is_final:
+                    break
                 fresh = seen is None and state.state == "pending" and newest <= state.epoch
                 turn = turn_of(self._node, order, seen.node if seen else "")
                 if watch.tick(newest, seen, refused, fresh, turn):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from orchestrator.agent.messages import Join
 from orchestrator.agent.run_record import RunRecord
 from orchestrator.launch.claims import Claims, Deposed
 from orchestrator.launch.discovery import Discovery
@@ -72,3 +75,23 @@ def test_a_write_that_had_frozen_on_its_way_is_put_right(folder):
     write_state(folder, stale)
     pen.reassert()
     assert folder.state.read_bytes() == truth
+
+
+def test_a_spare_that_comes_changes_nothing_for_those_who_run(folder):
+    pen = record(folder, "node0", 0)
+    pen.begin_epoch()
+    joins = {"host": "h", "address": "a", "pid": 1, "gpus": 1, "nics": 0, "plan_hash": PLAN.hash, "metrics": "h:1"}
+    pen.joined({name: Join(node=name, **joins) for name in ("node0", "node1")})
+    pen.running()
+    pen.lost("node1")
+    pen.parked("spare-0", Join(node="spare-0", **joins))
+    nodes = read_state(folder).nodes
+    assert {name: node.state for name, node in nodes.items()} == {
+        "node0": "running",
+        "node1": "lost",
+        "spare-0": "joined",
+    }
+    found = [entry["labels"]["node"] for entry in json.loads(folder.discovery.read_text())]
+    assert sorted(found) == ["node0", "spare-0"]
+    pen.running()
+    assert read_state(folder).nodes["spare-0"].state == "joined", "it holds no rank"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.agent.succession import Watch, Whereabouts, turn_of
+from orchestrator.agent.succession import Succession, Watch, Whereabouts, turn_of
+from orchestrator.launch.claims import Claims
+from orchestrator.launch.request import Policy
+from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.state import SCHEMA, RunState, write_state
 
 PATIENCE = 12
 
@@ -56,3 +65,54 @@ def test_turns_go_by_the_plan_without_who_is_gone():
     order = ["node2", "node0", "node1"]
     assert [turn_of(node, order, gone="node2") for node in ("node0", "node1", "spare-0")] == [0, 1, 2]
     assert turn_of("node2", order, gone="") == 0
+
+
+def folder_of(tmp_path, **fields) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "test-run")
+    folder.create()
+    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "node0", "backend": "local", **fields}
+    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", plan_hash="0" * 64, **fields))
+    return folder
+
+
+RULES = Policy(max_restarts=0, grace_s=1.0, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
+
+
+def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
+    """Its coordinator is gone and nobody listens, which would otherwise be the reason to claim."""
+    folder = folder_of(tmp_path, state="done", epoch=2)
+    Claims(folder, "node1").take(2)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    gone = Whereabouts(host="127.0.0.1", port=port, node="node1", epoch=2)
+    write_private(folder.coordinator, msgspec.json.encode(gone))
+
+    async def main():
+        part = Succession(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
+        return await asyncio.wait_for(part.join(2, ["node0"], asyncio.get_running_loop().create_future()), 20)
+
+    assert asyncio.run(main()) is None
+    assert Claims(folder, "node0").newest == 2
+
+
+def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
+    folder = folder_of(tmp_path, state="running", epoch=2)
+    Claims(folder, "node1").take(2)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    gone = Whereabouts(host="127.0.0.1", port=port, node="node1", epoch=2)
+    write_private(folder.coordinator, msgspec.json.encode(gone))
+    led = []
+
+    async def main():
+        over = asyncio.get_running_loop().create_future()
+
+        def lead(claims):
+            led.append(claims.held)
+            over.set_result(0)
+
+        part = Succession(folder, "node0", b"k" * 32, RULES, lead)
+        return await asyncio.wait_for(part.join(2, ["node1", "node0"], over), 20)
+
+    assert asyncio.run(main()) is None
+    assert led == [3] == [Claims(folder, "node0").newest]
