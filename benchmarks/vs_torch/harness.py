@@ -106,6 +106,7 @@ def conditions(**settings: object) -> dict[str, object]:
         "cpu": cpu or platform.processor(),
         "cores": os.cpu_count(),
         "load_average": [round(one, 2) for one in os.getloadavg()],
+        "realtime": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "settings": settings,
