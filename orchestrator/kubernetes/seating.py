@@ -25,9 +25,9 @@ class Seating(Struct, frozen=True):
 
 
 def node_names(members: Sequence[Here]) -> list[str]:
-    """What the plan calls each pod's share of a node: the Node's name, and where pods share one, `<node>/<index>`."""
+    """What the plan calls each pod's share of a node: the Node's name; where pods share one, `<node>.pod-<index>`."""
     count = Counter(here.node for here in members)
-    return [here.node if count[here.node] == 1 else f"{here.node}/{here.index}" for here in members]
+    return [here.node if count[here.node] == 1 else f"{here.node}.pod-{here.index}" for here in members]
 
 
 def seat(planned: Plan, members: Sequence[Here], topology: Topology | None) -> Seating:

@@ -22,6 +22,7 @@ from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import SCHEMA, RunState, write_state
 from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
+from orchestrator.slurm.hostlist import expand
 from orchestrator.topology.model import Machine, Tier, Topology
 from tests.plans import make_plan
 
@@ -123,10 +124,11 @@ def test_every_pod_makes_the_same_plan():
 def test_pods_that_share_a_node_are_told_apart_and_kept_close():
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
     mixed = [structs.replace(here, node=f"n{i % 2}") for i, here in enumerate(pods(4))]  # 0 and 2, 1 and 3 together
-    assert node_names(mixed) == ["n0/0", "n1/1", "n0/2", "n1/3"]
+    expand(",".join(node_names(mixed)))  # what a report of moved ranks must be able to write
+    assert node_names(mixed) == ["n0.pod-0", "n1.pod-1", "n0.pod-2", "n1.pod-3"]
     found = seat(plan, mixed, NETWORK)
     for group in found.plan.groups["model"]:
-        assert len({found.plan.ranks[rank].node.split("/")[0] for rank in group}) == 1
+        assert len({found.plan.ranks[rank].node.split(".pod-")[0] for rank in group}) == 1
 
 
 def test_damaged_topology_costs_the_network_not_the_run():

@@ -38,7 +38,7 @@ def check_rank_map(orch: Orch, run: Run) -> None:
     pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in orch.pods(run.id)}
     assert set(placement["pods"]) == set(pods)
     for name, node in zip(placement["pods"], placement["nodes"], strict=True):
-        assert node.split("/")[0] == pods[name]
+        assert node.split(".pod-")[0] == pods[name]
     plan = run.plan
     assert {rank["node"] for rank in plan["ranks"]} == set(placement["nodes"])
     for group in plan["groups"]["tp"]:
