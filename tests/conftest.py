@@ -1,6 +1,19 @@
-"""For all tests: examples are not timed, since a machine that is busy with other ranks is no failure of the code."""
+"""For all tests: a home of their own, and examples that are not timed.
+
+What the user has measured (`orch bench`) or run must not change a test, nor a test the user's home. A machine that is
+busy with other ranks is no failure of the code.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
 
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None, derandomize=True)
 settings.load_profile("untimed")
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the home of the process that starts them
+    os.environ["ORCH_HOME"] = tempfile.mkdtemp(prefix="orch-test-home-")
+    atexit.register(shutil.rmtree, os.environ["ORCH_HOME"], ignore_errors=True)
