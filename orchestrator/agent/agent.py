@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.launch.processes import send_signal
 from orchestrator.launch.request import LaunchRequest, Worker, used_nodes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
@@ -21,6 +22,7 @@ from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 
 from .control import Channel, Refused, WrongKey, connect
+from .frozen import FrozenWatch
 from .membership import HEARTBEAT_S
 from .messages import (
     AgentAlive,
@@ -87,6 +89,7 @@ class Agent:
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
         self._silent_ticks = 0
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._frozen = FrozenWatch()
         self._noticed = False  # told from outside that the end is wanted
 
     async def run(self) -> int:
@@ -211,9 +214,21 @@ class Agent:
             await asyncio.sleep(HEARTBEAT_S)
             self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
+            if self._succession:
+                self._end_frozen()
             self._silent_ticks += 1
             if self._silent_ticks == most:
                 self._channel.abort()  # _listen goes on from there
+
+    def _end_frozen(self) -> None:
+        """Of an elastic run: a worker that is stopped ends here and now, since the others wait for it."""
+        for rank, worker in self._frozen.look(self._workers.pids):
+            text = f"orch: rank {rank} on {self._node} is frozen (stopped by a signal, pid {worker.pid}): killed"
+            log.error("%s", text)
+            self._recorder.event("worker_frozen", rank=rank, pid=worker.pid)
+            with contextlib.suppress(OSError), self._folder.rank_log(rank).open("a") as file:
+                file.write(f"{text}\n")
+            send_signal(worker, signal.SIGKILL)
 
     async def _orphaned(self, reason: str) -> None:
         """Without a coordinator nobody may write any more: end the workers, then leave."""

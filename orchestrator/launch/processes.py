@@ -73,6 +73,12 @@ def is_alive(process: Identity) -> bool:
     return found is not None and found[1] not in "ZX" and found[2] == process.started
 
 
+def is_stopped(process: Identity) -> bool:
+    """Stopped by a signal; a process that a debugger holds is not."""
+    found = _stat(process.pid)
+    return found is not None and found[1] == "T" and found[2] == process.started
+
+
 def send_signal(process: Identity, signum: int) -> bool:
     """Signal exactly that process; False when it is no more. A pidfd pins the number between look and signal."""
     try:

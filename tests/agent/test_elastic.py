@@ -29,10 +29,10 @@ def sized(nodes: int, **fields) -> Plan:
     return replan(plan, plan.cluster)
 
 
-def start(runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, **options) -> RunFolder:
+def start(runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, max_restarts=0, **options) -> RunFolder:
     """A run of the largest of the sizes, whose workers save when they are told to end."""
     env = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": str(worker_s), "ORCH_TEST_SAVE": "1"} | (env or {})
-    backend = {"grace_s": 5.0, "heartbeat_timeout_s": heartbeat_s, "options": options}
+    backend = {"grace_s": 5.0, "heartbeat_timeout_s": heartbeat_s, "max_restarts": max_restarts, "options": options}
     plans = {nodes: sized(nodes) for nodes in sizes}
     parcel = make_parcel(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
     LocalBackend().submit(parcel, os.environ)
@@ -164,6 +164,19 @@ def test_a_spare_takes_the_seat_and_a_node_that_is_told_to_end_leaves(runs):
     assert (left_off.outcome, left_off.cause) == ("restart", None)
     assert read_record(folder).exit_codes[second.writer] == 75
     assert third.writer != second.writer, "the coordinator's role has moved too"
+    assert cancel(folder).state == "cancelled"
+
+
+def test_a_frozen_worker_is_found_named_and_replaced(runs):
+    folder = start(runs, 2, 1, max_restarts=1)
+    first = running(folder, "node0", "node1")
+    path = folder.path / f"pid-{first.epoch}-1"
+    pid = int(wait_for(lambda: path.exists() and path.read_text(), what="rank 1"))
+    os.kill(pid, signal.SIGSTOP)
+    second = running(folder, "node0", "node1", after=first.epoch)
+    cause = second.epochs[-2].cause
+    assert (cause.kind, cause.rank, cause.code, cause.node) == ("worker_exit", 1, -9, "node1")
+    assert cause.tail[-1] == f"orch: rank 1 on node1 is frozen (stopped by a signal, pid {pid}): killed"
     assert cancel(folder).state == "cancelled"
 
 
