@@ -166,7 +166,7 @@ def _(patch):
 
 @MODEL("packed documents see each other across ranks", cp=2, packed=True)
 def _(patch):
-    patch.setattr(ring, "_mask", lambda documents, travelling, see: None)
+    patch.setattr(ring.RingAttention, "between", lambda self, *labels: (None, None))
 
 
 @MODEL("ulysses: pieces are joined in the wrong order", cp=2, cp_method="ulysses")
