@@ -17,6 +17,7 @@ from .building import program
 if TYPE_CHECKING:
     from .bed import Bed
 
+WEIGHT = 6144  # cpu.shares of all pods together; one process has 1024
 RACKS = 2  # real nodes alternate between this many, so that a topology has something to say
 
 
@@ -37,6 +38,7 @@ def start(bed: Bed, index: int, again: bool = False) -> None:
     bed.wait(lambda: _ctr(bed, node, "version", check=False), 30, "containerd", f"containerd-{index}")
     if not again:
         _load(bed, node)
+    _weigh()
     given = ",".join(f"{key}={value}" for key, value in labels(index).items())
     bed.daemon(
         f"kubelet-{index}",
@@ -49,6 +51,15 @@ def start(bed: Bed, index: int, again: bool = False) -> None:
         f"--node-ip={conf.HOST}",
         f"--node-labels={given}",
     )
+
+
+def _weigh() -> None:
+    """All containers of a machine share one cgroup, which by itself weighs as much as one process outside of it."""
+    group = Path("/sys/fs/cgroup/cpu/k8s.io")
+    with suppress(OSError):  # cgroup v2 has another way, and other beds may be taking theirs down
+        if (group.parent / "cpu.shares").exists():
+            group.mkdir(exist_ok=True)
+            (group / "cpu.shares").write_text(str(WEIGHT))
 
 
 def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 120) -> None:

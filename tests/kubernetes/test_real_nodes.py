@@ -13,8 +13,8 @@ from .runs import Orch, Run
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 
 #: tp inside a pod, pp and dp across pods; two pods a node.
-TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", "train.steps=12")
-SHORT = ("train.seq_len=64", "checkpoint.every_steps=4", "train.log_every_steps=1")
+TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", "train.steps=60")
+SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1")
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def undisturbed(real_bed, tmp_path_factory) -> dict[int, float]:
         run.wait("done")
         check_rank_map(orch, run)
         losses = run.steps()
-        assert sorted(losses) == list(range(1, 13))
-        assert losses[12] < losses[1] - 0.3
+        assert sorted(losses) == list(range(1, 61))
+        assert losses[60] < losses[1] - 0.3
         logs = orch("logs", run.id, "--rank", "0").stdout
         assert logs.strip()
         return losses
@@ -47,7 +47,7 @@ def check_rank_map(orch: Orch, run: Run) -> None:
 
 
 def test_training_in_four_pods_on_two_nodes(undisturbed):
-    assert undisturbed[12] < undisturbed[1]
+    assert undisturbed[60] < undisturbed[1]
 
 
 def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed):
@@ -61,7 +61,7 @@ def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed)
 
 def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
     run = orch.submit(*TINY, *SHORT)
-    run.step(3)
+    run.step(5)
     orch("cancel", run.id)
     assert run.state().state == "cancelled"
     assert orch.pods(run.id) == []
