@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, schedules
 from orchestrator.plan.document import Cluster, CpMethod, Model
+from orchestrator.plan.legal import sharding
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -161,6 +162,11 @@ def _zero_group(case: Case) -> str | None:
     return None
 
 
+def _sharding(case: Case) -> str | None:
+    name, replicas = case.schedule_name, case.dp * case.cp * case.ep
+    return sharding(case.zero, case.zero_group, case.pp, name, replicas, schedules.copies(name, case.pp, case.vpp))
+
+
 def _positions(case: Case) -> str | None:
     if case.model.position == "learned" and case.seq_len > case.model.max_seq_len:
         return f"train.seq_len={case.seq_len}, {case.model.name} has {case.model.max_seq_len} learned positions"
@@ -209,6 +215,7 @@ RULES: dict[str, Callable[[Case], str | None]] = {
     "positions": _positions,
     "batch": _batch,
     "schedule": _schedule,
+    "sharding": _sharding,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,10 +16,12 @@ from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.planner.build import build_plan
+from orchestrator.planner.degrees import make_parallel
 from orchestrator.planner.pipeline import held_at_once
 from orchestrator.planner.search.search import Search
 from orchestrator.planner.search.space import Choice
 from tests.reference.every_layout import every_layout, front
+from trainer.parallel import legal
 
 from . import configs, shapes
 
@@ -66,6 +69,8 @@ def test_no_layout_costs_less_than_its_bounds(config):
             assert base.least_seconds() <= least_s * (1 + 1e-9)
             for row, schedules in search.rows(branch):
                 for schedule, sharded in itertools.product(schedules, branch.sharded):
+                    if not search.space.shards(base.spot, schedule)(sharded.par.zero):
+                        continue
                     size, seconds = row.bytes_of(row.kept(schedule), sharded), row.seconds_of(sharded)
                     assert least_bytes <= size and max(least_s, row.least_s) <= seconds * (1 + 1e-9)
                     choice = Choice(base.spot, branch.recompute, sharded.par.zero, schedule, row.vpp)
@@ -93,6 +98,24 @@ def test_what_is_given_is_kept():
     for found in Search(config).run().front:
         spot = found.choice.spot
         assert (spot.tp, found.choice.zero, found.choice.schedule, found.choice.recompute) == (2, 1, "1f1b", "full")
+
+
+@given(cases())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_trainer_takes_what_is_chosen(config):
+    """All that may be chosen, by the trainer's own rules (mixtures of experts it does not run at all)."""
+    search = Search(config)
+    if search.ground.model.moe is not None:
+        return
+    for spot in search.space.spots():
+        for choice in search.space.choices(spot):
+            if choice.recompute == "none" and choice.vpp <= 2:
+                plan = SimpleNamespace(
+                    model=search.ground.model,
+                    parallel=make_parallel(search.space.fixed(choice), search._case(search.space.fixed(choice))),
+                    job=SimpleNamespace(train=search.ground.train),
+                )
+                assert not list(legal.problems(plan)), choice
 
 
 def test_nothing_fits_is_an_empty_front():

@@ -142,7 +142,6 @@ REFUSED = {
     "mixture of experts": make_plan(model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))),
     "multi-head latent attention": make_plan(model=tiny_model(mla=MLA)),
     "is not causal": make_plan(model=tiny_model(causal=False)),
-    "dropout=0.1": make_plan(model=tiny_model(dropout=0.1)),
 }
 
 

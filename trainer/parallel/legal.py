@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.plan import Plan
+from orchestrator.plan.legal import sharding
 from orchestrator.plan.schedules import copies_of
 from trainer.errors import LayoutError
 from trainer.parallel.context.order import BALANCED
-
-#: Schedules whose backward is one piece.
-WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
 
 
 def check(plan: Plan) -> None:
@@ -97,23 +95,11 @@ def _recompute(plan: Plan) -> Iterator[str]:
 
 
 def _sharding(plan: Plan) -> Iterator[str]:
-    par, two = plan.parallel, copies_of(plan.parallel) > 1
-    holders = par.dp * par.cp * par.ep * (2 if two else 1)
-    if par.zero_group and (par.zero == 0 or holders % par.zero_group):
-        yield (
-            f"parallel.zero_group={par.zero_group} needs zero 1 to 3 and must divide the {holders} ranks with the same"
-            " weights"
-        )
-    if par.zero == 3 and par.pp > 1 and par.schedule not in WHOLE_BACKWARD:
-        yield (
-            f"zero=3 with schedule {par.schedule}: torch's fully_shard does not take a split backward; legal schedules:"
-            f" {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
-        )
-    elif par.zero >= 2 and two:
-        yield (
-            f"zero={par.zero} with schedule {par.schedule}: both ranks of a stage complete its gradients in different"
-            " orders; use zero0 or zero1"
-        )
+    par = plan.parallel
+    replicas = par.dp * par.cp * par.ep
+    problem = sharding(par.zero, par.zero_group, par.pp, par.schedule, replicas, copies_of(par))
+    if problem:
+        yield problem
 
 
 def _ramp(plan: Plan) -> Iterator[str]:

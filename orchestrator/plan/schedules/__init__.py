@@ -5,7 +5,7 @@ One technique a file, each a function from (rank, pp, micro_batches, vpp) to tha
 
 from .actions import Action, Kind, ScheduleError, parse_action
 from .lower import Program, lower, peer_of, receive_early, receive_of
-from .of_plan import TABLE, copies_of, schedule_of
+from .of_plan import TABLE, copies, copies_of, schedule_of
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
 from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
@@ -24,6 +24,7 @@ __all__ = [
     "Span",
     "Timeline",
     "build",
+    "copies",
     "copies_of",
     "illegal",
     "lower",

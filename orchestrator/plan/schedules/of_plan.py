@@ -31,7 +31,10 @@ def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedul
 
 def copies_of(parallel: Parallel) -> int:
     """How many copies of the model one pipeline holds: 2 for a bidirectional schedule. Builds no schedule."""
-    if parallel.schedule not in SCHEDULES:
+    return copies(parallel.schedule, parallel.pp, parallel.vpp)
+
+
+def copies(schedule: str, pp: int, vpp: int) -> int:
+    if schedule not in SCHEDULES:
         return 1
-    stages = SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
-    return len(stages) // (parallel.pp * parallel.vpp)
+    return len(SCHEDULES[schedule].place(pp, vpp)) // (pp * vpp)

@@ -125,8 +125,10 @@ class Search:
         elif state == ROW:
             row, names = item
             for schedule in names:
-                kept = row.kept(schedule)
+                kept, shards = row.kept(schedule), self.space.shards(row.branch.spot, schedule)
                 for sharded in row.branch.sharded:
+                    if not shards(sharded.par.zero):
+                        continue
                     size = row.bytes_of(kept, sharded)
                     if size <= most:
                         choice = Choice(row.branch.spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)

@@ -7,7 +7,7 @@ parallelism follows tensor parallelism unless it is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from msgspec import structs
@@ -15,7 +15,8 @@ from msgspec import structs
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.plan.schedules import SCHEDULES, illegal
+from orchestrator.plan.legal import sharding
+from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.planner import legality
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.layout import balance_stages
@@ -24,7 +25,7 @@ from orchestrator.planner.solve import Ground
 
 RECOMPUTE = ("none", "selective", "full")
 #: Rules that only a whole choice can break.
-_LATER = ("virtual_stages", "zero_group", "schedule")
+_LATER = ("virtual_stages", "zero_group", "schedule", "sharding")
 #: Rules about tp alone: asked once for each.
 _TENSOR = ("heads", "kv_heads", "ffn", "nvlink")
 
@@ -64,6 +65,7 @@ class Space:
         self.config, self.ground, self.par = config, ground, par
         self.samples = global_batch(config)
         self.gpus = len(ground.cluster.node_names) * ground.cluster.gpus_per_node
+        self._counts: dict[tuple[int, int, int], int] = {}
         self._schedules: dict[tuple[int, int | None], dict[str, list[int]]] = {}
         given = config.train.recompute
         self.recompute = RECOMPUTE if given is None else (given,)
@@ -164,16 +166,25 @@ class Space:
 
     def choices(self, spot: Spot) -> Iterator[Choice]:
         for recompute in self.recompute:
-            for zero in self.zeros(spot):
-                for schedule, vpps in self.schedules(spot.pp, spot.micro_batches).items():
+            for schedule, vpps in self.schedules(spot.pp, spot.micro_batches).items():
+                for zero in filter(self.shards(spot, schedule), self.zeros(spot)):
                     yield from (Choice(spot, recompute, zero, schedule, vpp) for vpp in vpps)
 
+    def shards(self, spot: Spot, schedule: str) -> Callable[[int], bool]:
+        """Whether a ZeRO stage goes with a schedule."""
+        fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
+        replicas, many = spot.dp * spot.cp * spot.ep, copies(schedule, spot.pp, fewest)
+        group = self.par.zero_group
+        return lambda zero: sharding(zero, group, spot.pp, schedule, replicas, many) is None
+
     def count(self, spot: Spot) -> int:
-        return (
-            len(self.recompute)
-            * len(self.zeros(spot))
-            * sum(map(len, self.schedules(spot.pp, spot.micro_batches).values()))
-        )
+        key = spot.pp, spot.micro_batches, spot.dp * spot.cp * spot.ep
+        if key not in self._counts:
+            self._counts[key] = len(self.recompute) * sum(
+                len(vpps) * sum(map(self.shards(spot, schedule), self.zeros(spot)))
+                for schedule, vpps in self.schedules(*key[:2]).items()
+            )
+        return self._counts[key]
 
     def fixed(self, choice: Choice) -> Config:
         """The configuration with everything open filled in by a choice."""

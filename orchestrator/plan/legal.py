@@ -1,0 +1,28 @@
+"""What cannot be combined, whoever asks: the planner never chooses it, and the trainer refuses it by the same rule."""
+
+from __future__ import annotations
+
+#: Schedules whose backward is one piece.
+WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
+
+
+def sharding(zero: int, zero_group: int, pp: int, schedule: str, replicas: int, copies: int) -> str | None:
+    """One line, or None. replicas: ranks that hold the same weights of one copy of the model (dp x cp x ep); copies: of
+    the model on one pipeline, 2 for a bidirectional schedule."""
+    holders = replicas * copies
+    if zero_group and (zero == 0 or holders % zero_group):
+        return (
+            f"parallel.zero_group={zero_group} needs zero 1 to 3 and must divide the {holders} ranks with the same"
+            " weights"
+        )
+    if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:
+        return (
+            f"zero=3 with schedule {schedule}: torch's fully_shard does not take a split backward; legal schedules:"
+            f" {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
+        )
+    if zero >= 2 and copies > 1:
+        return (
+            f"zero={zero} with schedule {schedule}: both ranks of a stage complete its gradients in different orders;"
+            " use zero0 or zero1"
+        )
+    return None
