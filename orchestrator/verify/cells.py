@@ -13,7 +13,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
 
-from .matrix import BUCKET_MIB, MODELS, Entry
+from .matrix import BUCKET_MIB, Entry
 
 #: Processes that a layout gets where dp is left out: as many as the cluster has, and no more than this.
 PROCESSES = 8
@@ -73,7 +73,7 @@ def make(name: str, config: Config, packed: bool = False) -> Cell | Verdict:
 
 
 def of_entry(base: Config, entry: Entry) -> Config:
-    model = structs.replace(base.model, name=entry.variation.model, **MODELS[entry.variation.model])
+    model = structs.replace(base.model, name=entry.variation.model, **entry.model)
     bucket = BUCKET_MIB[entry.variation.buckets]
     parallel = structs.replace(base.parallel, **entry.degrees, micro_batch_size=1, bucket_mib=bucket)
     samples = entry.accumulation * entry.degrees["dp"]

@@ -25,6 +25,7 @@ class Technique(NamedTuple):
     deep: bool = False  # also among the triples
     pairs: str = "all"  # with which techniques of other axes: "all", "deep", or "none" (alone only)
     compile: bool = False
+    dropout: float = 0.0
 
 
 def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
@@ -80,6 +81,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
     ),
     # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
     "compile": (Technique("compile", {}, compile=True, pairs="none"),),
+    "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
 }
 
 #: Pairs that the trainer refuses. They stay cells of their own, which say why; products leave them out.
@@ -156,6 +158,11 @@ class Entry(NamedTuple):
     @property
     def recompute(self) -> str:
         return next((t.recompute for t in self.techniques if t.recompute != "none"), "none")
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Fields of the model."""
+        return {**MODELS[self.variation.model], "dropout": max((t.dropout for t in self.techniques), default=0.0)}
 
     @property
     def compile(self) -> bool:
