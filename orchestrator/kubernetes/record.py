@@ -46,6 +46,8 @@ def verdict(state: RunState, what: Meaning, cancel_asked: bool, sent: bool = Tru
         return _ended(state, what, cancel_asked, sent)
     if what.phase == "running" and state.state in ("starting", "running", "restarting", "stopping"):
         return state if state.reason or state.state == "running" else _replace(state, reason=what.text)
+    if what.phase == "running" and state.state == "done":  # said by the program; its pods are on their way out
+        return _replace(state, state="stopping", exit_code=None, ended_at=None)
     phase = "starting" if what.phase == "running" else what.phase
     if phase in ("starting", "pending") and state.epoch >= 0:
         phase = "restarting" if phase == "starting" else phase

@@ -121,6 +121,8 @@ def test_cluster_and_pods_words_are_put_together():
     running = meaning(seen(job(), [pod(0), pod(1)]), NOW)
     assert verdict(state("running"), running, False).state == "running"
     assert verdict(state("pending", epoch=-1), running, False).state == "starting"
+    assert verdict(state("done"), running, False).state == "stopping"
+    assert verdict(state("stopped"), running, False).state == "restarting"
     gone = meaning(seen(None), NOW)
     assert verdict(state("done"), gone, False).state == "done"
     assert verdict(state("running"), gone, True).state == "cancelled"
