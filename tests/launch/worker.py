@@ -69,6 +69,7 @@ def main() -> int:
             (RUN / f"weight-{RANK}").write_text(repr(weight))
             saved.write_text(str(step))
             report(kind="event", name="checkpoint_saved", step=step)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one while the interpreter ends would kill
             return 75
     report(kind="event", name="done")
     return 0

@@ -103,13 +103,15 @@ class Run:
             time.sleep(0.1)
 
     def step(self, at_least: int) -> None:
-        """Until some rank has reported that step."""
+        """Until every rank has reported that step."""
 
         def reached() -> bool:
-            lines = [
-                line for path in (self.folder / "metrics").glob("*.jsonl") for line in path.read_text().splitlines()
-            ]
-            return any(json.loads(line).get("step", 0) >= at_least for line in lines if line.endswith("}"))
+            last = dict.fromkeys(range(len(self.plan["ranks"])), 0)
+            for path in (self.folder / "metrics").glob("*.jsonl"):
+                for line in filter(lambda text: text.endswith("}"), path.read_text().splitlines()):
+                    found = json.loads(line)
+                    last[found["rank"]] = found["step"]
+            return min(last.values()) >= at_least
 
         self.until(f"step {at_least}", reached)
 

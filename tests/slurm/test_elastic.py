@@ -46,9 +46,9 @@ def test_the_size_that_starts_soon(orch):
 
 def test_started_at_each_legal_size(orch):
     """The rendered script says which sizes there are; given more nodes than one needs it takes the best of them."""
+    rendered = [orch.submit(*JOB, verb="render", wishes={"STEPS": 3}) for _ in range(3)]
     runs = {}
-    for given, used in ((4, 4), (3, 2), (2, 2)):
-        run = orch.submit(*JOB, verb="render", wishes={"STEPS": 3})
+    for run, given, used in zip(rendered, (4, 3, 2), (4, 2, 2), strict=True):
         assert "# 4 nodes. It may start on 4, 2: sbatch --nodes=N" in run.script
         path = orch.home / f"job{given}.sbatch"
         path.write_text(run.script)
