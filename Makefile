@@ -10,10 +10,10 @@ demo: .venv/.ready
 	.venv/bin/orch demo
 
 test: .venv/.ready lint
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm and not kubernetes"
 
 test-fast: .venv/.ready
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes"
 
 test-slurm: .venv/.ready
 	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -m slurm tests/slurm
