@@ -21,7 +21,7 @@ from .coordinator import Coordinator, Epoch
 from .membership import Lost, Unfit
 from .messages import Done, Join, Notice, Prepare, Started
 from .sizes import Sizes
-from .succession import Whereabouts
+from .succession import TICK_S, TURN_TICKS, Whereabouts
 
 _SETTLE_S = 8.0  # for agents to find a coordinator that has moved; who comes later is a spare
 _LOOK_AGAIN_S = 1.0  # whether growing pays by now: the longer nothing happens, the longer nothing will be expected to
@@ -42,6 +42,8 @@ class ElasticCoordinator(Coordinator):
         self._sizes = sizes
         self._leaving: dict[str, str] = {}  # node -> why it will leave
         self._where: Whereabouts | None = None
+        self._silent = False  # a node was lost that may live: perhaps it is this one that is cut off
+        self._beating = True
         now = asyncio.get_running_loop().time()
         self._began, self._changed = now, now  # loop times: of this coordinator, of the last change of nodes
         self._stopped_at: float | None = None
@@ -79,6 +81,8 @@ class ElasticCoordinator(Coordinator):
             self._queue.put_nowait((self.epoch, self._node, error))
 
     def _beat(self) -> None:
+        if not self._beating:
+            return
         self._record.reassert()
         self._where = structs.replace(self._where, epoch=self._record.claimed, beat=self._where.beat + 1)
         write_private(self._folder.coordinator, json.encode(self._where), durable=False)
@@ -102,7 +106,8 @@ class ElasticCoordinator(Coordinator):
         longest = max(_SETTLE_S, self._rules.heartbeat_timeout_s) if moved else self._rules.join_timeout_s
         last = loop.time() + min(longest, self._rules.join_timeout_s)
         end = min(last, loop.time() + _SETTLE_S) if moved else last
-        while not awaited <= self._group.members.keys():
+        # those that another coordinator had lost are waited for only where the run would end without them
+        while not awaited <= (here := self._group.members.keys()) or len(here) < self._sizes.least:
             event = await self._next(end)
             if event is None:
                 if end == last or len(self._group.members) >= self._sizes.least:
@@ -153,7 +158,10 @@ class ElasticCoordinator(Coordinator):
         """Claim the next epoch and put its plan in force, or end the run where the nodes do not suffice."""
         healthy = list(self._group.members)
         plan = await self._sizes.next(self._plan, healthy)
+        if plan is None and self._silent:
+            plan = await self._step_back()
         if plan is None:
+            healthy = list(self._group.members)
             text = f"{len(healthy)} nodes are left, the smallest size of this run is {self._sizes.least}"
             reason = "; ".join(filter(None, (decision.reason, text)))
             return policy.Decision(False, state, reason, self._budget, int(code), cause=decision.cause)
@@ -167,6 +175,24 @@ class ElasticCoordinator(Coordinator):
         self._record.joined({node: member.join for node, member in self._group.members.items()})
         self._recorder.metrics.set("orch_spare_nodes", len(healthy) - len(self._seats))
         return decision
+
+    async def _step_back(self) -> Plan | None:
+        """Too few are heard, but more may live on the other side of a cut: leave the run to whoever claims it there.
+
+        Raises Deposed when somebody has. Else the plan for those who have come back, if they suffice by now.
+        """
+        self._note("stepped_back", nodes=len(self._group.members))
+        self._beating = False
+        loop = asyncio.get_running_loop()
+        turns = len(self._sizes.nodes) * TURN_TICKS * TICK_S
+        end = loop.time() + max(2.0, self._rules.heartbeat_timeout_s) + turns + _SETTLE_S
+        while loop.time() < end:
+            await asyncio.sleep(TICK_S)
+            self._record.check()
+            if len(self._group.members) >= self._sizes.least:
+                break
+        self._beating, self._silent = True, False
+        return await self._sizes.next(self._plan, list(self._group.members))
 
     def _tell_change(self, old: Plan, new: Plan, reason: str) -> None:
         nodes, before = used_nodes(new), used_nodes(old)
@@ -197,6 +223,7 @@ class ElasticCoordinator(Coordinator):
             self._leave(now, node, what)
         else:
             super()._take(now, node, what)
+            self._silent = self._silent or (isinstance(what, Lost) and what.silent)
             if isinstance(what, Started) and now.started.issuperset(self._seats):
                 self._now_running(now)
 
@@ -221,6 +248,7 @@ class ElasticCoordinator(Coordinator):
         super()._stop_all(now, *arguments, **named)
 
     def _now_running(self, now: Epoch) -> None:
+        self._silent = False
         loop = asyncio.get_running_loop()
         if self._stopped_at is not None:
             self._cost_s = loop.time() - self._stopped_at

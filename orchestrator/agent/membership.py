@@ -40,6 +40,7 @@ class Lost:
 
     text: str
     member: Member | None = None
+    silent: bool = False  # it may live, frozen or cut off
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,11 @@ class Membership:
         else:
             self._tell(node, message)
 
-    def _fence(self, node: str, reason: str) -> None:
+    def _fence(self, node: str, reason: str, silent: bool = False) -> None:
         """Out of the run: told so, so that it kills its workers even if it wakes up much later."""
         member = self.members[node]
         member.channel.send(self._epoch(), Fenced(reason=reason))
-        self._tell(node, Lost(reason, member))
+        self._tell(node, Lost(reason, member, silent))
 
     def drop(self, node: str, event: str, text: str) -> None:
         """Out of the members; its connection is closed, and whatever it says is no longer heard."""
@@ -195,7 +196,7 @@ class Membership:
                 member.channel.send(self._epoch(), CoordinatorAlive())
                 member.silent_ticks += 1
                 if member.silent_ticks == most:
-                    self._fence(node, f"silent for {self._silence_s:g} s")
+                    self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
 
     def close(self) -> None:
         for task in self._tasks:

@@ -27,7 +27,7 @@ from .control import Channel, Refused, WrongKey, connect
 from .messages import FromCoordinator
 
 TICK_S = 0.25
-_TURN_TICKS = 4  # from one in the order to the next
+TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
 
 
@@ -73,7 +73,7 @@ class Watch:
         self._seen = now
         dead = refused and seen is not None and seen.epoch == newest
         wait = 0 if dead or (fresh and turn == 0) else self._patience
-        return self._still >= wait + turn * _TURN_TICKS
+        return self._still >= wait + turn * TURN_TICKS
 
 
 class Succession:

@@ -138,7 +138,7 @@ class Supervisor:
 
     def _may_come_back(self, node: str, code: int) -> None:
         after = self._options.restart_lost_nodes_after_s
-        if after is not None and (code < 0 or code == Exit.FENCED):
+        if after is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY)):
             self._back[node] = time.monotonic() + after
 
     def _bring_back(self) -> None:

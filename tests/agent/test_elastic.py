@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from orchestrator.errors import OrchError
+from orchestrator.launch import namespaces
 from orchestrator.launch.local import LocalBackend, read_record
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
@@ -19,6 +20,16 @@ from tests.launch.parcels import kill_runs, make_parcel, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
+
+
+def obstacle() -> str:
+    """Why no node of this machine can be cut off, "" where one can."""
+    try:
+        namespaces.check()
+    except OrchError as error:
+        return error.message
+    return ""
+
 
 BATCH = 12  # samples: every size up to four nodes divides it
 
@@ -177,6 +188,26 @@ def test_a_frozen_worker_is_found_named_and_replaced(runs):
     cause = second.epochs[-2].cause
     assert (cause.kind, cause.rank, cause.code, cause.node) == ("worker_exit", 1, -9, "node1")
     assert cause.tail[-1] == f"orch: rank 1 on node1 is frozen (stopped by a signal, pid {pid}): killed"
+    assert cancel(folder).state == "cancelled"
+
+
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
+    """Too few are left on its side. It stands back, the others claim, and after the cut is healed it is fenced."""
+    options = {"network": "namespaces", "link_gbit_per_s": 0.5}
+    folder = start(runs, 3, 2, heartbeat_s=3.0, **options)
+    first = running(folder, "node0", "node1", "node2")
+    record, index = read_record(folder), int(first.writer[-1])
+    holders = [record.supervisor[0], *record.agents.values()]
+    namespaces.cut(holders, record.switches, index)
+    left = set(first.nodes) - {first.writer}
+    second = running(folder, *left, after=first.epoch)
+    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, 60, "77 of the side that was cut off")
+    namespaces.heal([record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index)
+    assert events(folder, "stepped_back") and events(folder, "deposed")
+    writers = [(e["epoch_claimed"], e["node"]) for e in events(folder, "coordinates")]
+    assert len({epoch for epoch, _ in writers}) == len(writers), "one writer an epoch"
+    assert read_state(folder).writer == second.writer in left
     assert cancel(folder).state == "cancelled"
 
 
