@@ -178,7 +178,7 @@ class Coordinator:
         return now.deadline
 
     def _woken(self, now: Epoch) -> None:
-        late = [node for node, _ in self._seated() if node not in now.stopped]
+        late = self._busy(now)
         self._take(now, late[0], Lost("its workers cannot be killed"))
 
     @property
@@ -207,7 +207,12 @@ class Coordinator:
             )
 
     def _is_over(self, now: Epoch) -> bool:
-        return all(node in now.stopped for node, _ in self._seated())
+        return not self._busy(now)
+
+    def _busy(self, now: Epoch) -> list[str]:
+        """Nodes whose workers of this epoch may still run. One that was lost and has come again has none."""
+        over = now.stopped | {loss.node for loss in now.lost}
+        return [node for node, _ in self._seated() if node not in over]
 
     async def _finish(self, decision: policy.Decision) -> None:
         self._record.finish(decision)

@@ -1,0 +1,59 @@
+"""The coordinator of an elastic run against agents that the test plays itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+from orchestrator.agent.elastic import ElasticCoordinator
+from orchestrator.agent.messages import Prepare, Ready, Stop, Stopped
+from orchestrator.agent.recorder import Recorder
+from orchestrator.agent.run_record import RunRecord
+from orchestrator.agent.sizes import Growth, Sizes
+from orchestrator.launch.claims import Claims
+from orchestrator.launch.discovery import Discovery
+from orchestrator.launch.request import Policy
+from orchestrator.launch.run_folder import write_private
+from orchestrator.plan import load_plan, to_json
+from tests.agent.test_coordinator import KEY, PLAN, World, make_folder
+from tests.launch.parcels import make_parcel
+from tests.plans import make_plan
+
+
+def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_waited_for(tmp_path):
+    """Found on a busy machine: its agent had given up the connection, ended its workers and come again within the same
+    epoch, and the run waited for its `stopped` as long as for workers that cannot be killed.
+    """
+    sizes = {2: PLAN, 1: make_plan(dp=2, nodes=1)}
+    folder = make_folder(tmp_path)
+    for nodes, plan in sizes.items():
+        write_private(folder.sized_plan(nodes), to_json(plan))
+    write_private(folder.plan, to_json(PLAN))
+    request = make_parcel(PLAN, tmp_path / "elsewhere", sizes=sizes).request
+    rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=30.0, join_timeout_s=30.0)
+
+    async def main():
+        claims = Claims(folder, "node0")
+        claims.take(0)
+        recorder = Recorder(folder, "node0", PLAN)
+        record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
+        parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, Growth())
+        task = asyncio.create_task(ElasticCoordinator(*parts).run("127.0.0.1"))
+        while not folder.coordinator.exists():
+            await asyncio.sleep(0.01)
+        world = World(folder, task)
+        a, b = await world.join("node0"), await world.join("node1")
+        await asyncio.gather(a.follow(), b.follow())
+        b.channel.abort()
+        assert isinstance((await a.hear())[1], Stop)
+        again = await world.join("node1", epoch=0)
+        assert await again.hear() == (0, Prepare())
+        again.epoch = 0
+        again.say(Ready(port=4321))
+        a.say(Stopped())
+        for assigned in await asyncio.gather(a.follow(1), again.follow(1)):  # and it has its seat back
+            assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash == load_plan(folder.plan).hash
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        recorder.close()
+
+    asyncio.run(main())
