@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 WORKERS ?= 2
 
-.PHONY: demo test test-fast test-slurm testbed-slurm verify lint clean
+.PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -20,6 +20,12 @@ test-slurm: .venv/.ready
 
 testbed-slurm: .venv/.ready
 	@$(PY) -m tests.slurm.cluster start
+
+test-kubernetes: .venv/.ready
+	ORCH_TEST_KUBERNETES=1 $(PYTEST) -m kubernetes tests/kubernetes
+
+testbed-kubernetes: .venv/.ready
+	@$(PY) -m tests.kubernetes.bed start
 
 # The published parity table: ten to twenty minutes.
 verify: .venv/.ready
