@@ -2,22 +2,22 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
-WORKERS ?= 3
+WORKERS ?= 2
 
 .PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
 
-# Three workers on two cores: the tier on the Slurm test cluster mostly waits. Its files keep to one worker each.
 test: .venv/.ready lint
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not kubernetes"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm and not kubernetes"
 
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes"
 
+# Three workers on two cores: this tier mostly waits. The tests of one file keep to one worker.
 test-slurm: .venv/.ready
-	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -n $(WORKERS) --dist loadgroup -m slurm tests/slurm
+	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -n 3 --dist loadgroup -m slurm tests/slurm
 
 testbed-slurm: .venv/.ready
 	@$(PY) -m tests.slurm.cluster start

@@ -40,6 +40,12 @@ def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     return (x ^ _shifted(x, 32)) * _SECOND >= int(rate * 2.0**64) - (1 << 63)
 
 
+@torch.compiler.disable  # inductor would fold the product into index arithmetic, which does not wrap around
+def _numbered(start: int, count: int, device: torch.device) -> Tensor:
+    """Mixed int64 numbers start, start + 1, ... of features or heads."""
+    return mix(torch.arange(start, start + count, device=device) * _STEP)
+
+
 class _Seeded(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
@@ -57,7 +63,7 @@ class Dropout(_Seeded):
         """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
         if not self.rate:
             return x
-        columns = mix(torch.arange(x.shape[-1], device=x.device) * _STEP)
+        columns = _numbered(0, x.shape[-1], x.device)
         keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
         return x.masked_fill(~keep, 0.0) * self.scale
 
@@ -71,9 +77,9 @@ class AttentionDropout(_Seeded):
 
     def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
         """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by `scale`."""
-        head = torch.arange(self.first_head, self.first_head + heads, device=queries.device)
+        head = _numbered(self.first_head, heads, queries.device)
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
-        columns = mix(keys[:, None, :] * _STEP + mix(head * _STEP)[:, None])[:, :, None, :]
+        columns = mix(keys[:, None, :] * _STEP + head[:, None])[:, :, None, :]
         return kept(rows, columns, self.rate)
 
 
