@@ -10,7 +10,7 @@ demo: .venv/.ready
 	.venv/bin/orch demo
 
 test: .venv/.ready lint
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm and not kubernetes"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm and not kubernetes and not full"
 
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes"
@@ -30,6 +30,7 @@ testbed-kubernetes: .venv/.ready
 
 # The published parity table: ten to twenty minutes.
 verify: .venv/.ready
+	$(PYTEST) -m full
 	.venv/bin/orch verify --matrix full --out docs/parity.md
 
 lint: .venv/.ready
