@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint clean
 
@@ -13,7 +13,7 @@ test: .venv/.ready lint
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm and not kubernetes and not full"
 
 test-fast: .venv/.ready
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes and not full"
 
 # Three workers on two cores: this tier mostly waits. The tests of one file keep to one worker.
 test-slurm: .venv/.ready

@@ -92,7 +92,7 @@ def test_equals_brute_force(case):
     equals_brute_force(case)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @given(cases(most=6))
 @settings(max_examples=800, deadline=None)
 def test_equals_brute_force_on_eight_hundred_clusters(case):

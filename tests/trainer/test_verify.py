@@ -136,6 +136,7 @@ def test_the_verb_refuses_before_it_starts_anything(capsys):
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_quick_matrix_is_equal(tmp_path, capsys):
     page = tmp_path / "parity.md"
     code = orch(["verify", "--matrix", "quick", "--out", str(page)])

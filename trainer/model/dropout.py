@@ -40,35 +40,35 @@ def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     return (x ^ _shifted(x, 32)) * _SECOND >= int(rate * 2.0**64) - (1 << 63)
 
 
-@torch.compiler.disable  # inductor would fold the product into index arithmetic, which does not wrap around
-def _numbered(start: int, count: int, device: torch.device) -> Tensor:
+def numbered(start: int, count: int, device: torch.device) -> Tensor:
     """Mixed int64 numbers start, start + 1, ... of features or heads."""
     return mix(torch.arange(start, start + count, device=device) * _STEP)
 
 
-class _Seeded(nn.Module):
+class Seeded(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
         self.rate, self.scale = rate, 1.0 / (1.0 - rate)
         self.salt: Tensor | None = None  # int64 scalar, from `seed_dropout`
+        self.numbered = numbered  # replaceable: a compiler must not see it
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
 
 
-class Dropout(_Seeded):
+class Dropout(Seeded):
     """[b, s, h] -> the same with elements zeroed, the others scaled by 1 / (1 - rate)."""
 
     def forward(self, x: Tensor, serial: Tensor | None) -> Tensor:
         """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
         if not self.rate:
             return x
-        columns = _numbered(0, x.shape[-1], x.device)
+        columns = self.numbered(0, x.shape[-1], x.device)
         keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
         return x.masked_fill(~keep, 0.0) * self.scale
 
 
-class AttentionDropout(_Seeded):
+class AttentionDropout(Seeded):
     """Which attention probabilities stay. `first_head`: number, in the whole model, of the first head asked for."""
 
     def __init__(self, rate: float):
@@ -77,7 +77,7 @@ class AttentionDropout(_Seeded):
 
     def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
         """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by `scale`."""
-        head = _numbered(self.first_head, heads, queries.device)
+        head = self.numbered(self.first_head, heads, queries.device)
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
         columns = mix(keys[:, None, :] * _STEP + head[:, None])[:, :, None, :]
         return kept(rows, columns, self.rate)
@@ -86,6 +86,6 @@ class AttentionDropout(_Seeded):
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on every layout."""
     for name, module in stage.named_modules():
-        if isinstance(module, _Seeded):
+        if isinstance(module, Seeded):
             digest = hashlib.blake2b(f"{seed}/dropout/{name}".encode(), digest_size=8).digest()
             module.salt = torch.tensor(int.from_bytes(digest, "little", signed=True), device=device)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
 from trainer.metrics.comm import CommCounter
-from trainer.model.dropout import seed_dropout
+from trainer.model.dropout import Seeded, seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
@@ -95,6 +95,9 @@ def build(
             for block in stage.layers.values():
                 if mesh.group("cp") is not None:  # communication that the compiler would trace into
                     block.attn.core = torch.compiler.disable(block.attn.core)
+                for part in block.modules():  # a product that wraps around, which inductor takes for an index
+                    if isinstance(part, Seeded):
+                        part.numbered = torch.compiler.disable(part.numbered)
                 block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
