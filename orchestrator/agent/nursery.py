@@ -32,8 +32,9 @@ from typing import NoReturn
 from orchestrator.launch.processes import die_with_parent, name_process
 from orchestrator.plan.exits import Exit
 
+from .packets import LARGEST_PACKET
+
 REPORT_FD = 3  # where a worker finds its report pipe
-LARGEST_PACKET = 1 << 17  # bytes
 #: What warden and nursery ignore and a worker takes as usual.
 SIGNALS = (
     signal.SIGTERM,

@@ -34,7 +34,8 @@ from orchestrator.launch.processes import (
 )
 from orchestrator.plan.exits import Exit
 
-from .nursery import LARGEST_PACKET, SIGNALS, settle
+from .nursery import SIGNALS, settle
+from .packets import LARGEST_PACKET, waiting_packets
 
 
 @dataclass
@@ -188,21 +189,15 @@ class Warden:
             os.close(theirs)
 
     def _hear_nursery(self) -> None:
-        while self._nursery:
-            try:
-                packet = self._nursery.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
+        for born in waiting_packets(self._nursery):
+            if born is None:
                 self._lose_nursery()
                 return
-            born = json.loads(packet)
             unborn = self._unborn.pop(born["ticket"], None)
             if unborn is not None:  # else it was not wanted any more, and finds its word's pipe closed
                 self._born(unborn.order["rank"], born["pid"])
-                os.write(unborn.word, b"!")
+                with contextlib.suppress(BrokenPipeError):  # it has died already: the next reaping tells
+                    os.write(unborn.word, b"!")
                 unborn.close()
 
     def _lose_nursery(self) -> None:

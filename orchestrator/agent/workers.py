@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orchestrator.launch.processes import become_subreaper, kill_descendants
 
-from .nursery import LARGEST_PACKET
+from .packets import LARGEST_PACKET, waiting_packets
 from .reports import ReportPipe
 
 _PIPE_BYTES = 1 << 20
@@ -139,17 +139,10 @@ class Workers:
 
     def _heard(self) -> None:
         assert self._socket is not None
-        while True:
-            try:
-                packet = self._socket.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
+        for answer in waiting_packets(self._socket):
+            if answer is None:
                 self._warden_lost()
                 return
-            answer = json.loads(packet)
             if "started" in answer:
                 self._alive[answer["started"]] = answer["pid"]
             elif "exit" in answer:

@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-import msgspec
 from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.deliver import delivered
-from orchestrator.launch.local import Cancel, prepare_resume
+from orchestrator.launch.local import prepare_resume, write_cancel
 from orchestrator.launch.request import PASSED, LaunchRequest, Parcel
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import RunState, read_state, write_state
@@ -96,8 +95,7 @@ class KubernetesBackend:
         record = read_record(folder)
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
-        write_private(folder.cancel, msgspec.json.encode(wish))
+        write_cancel(folder, force)
         cluster = self._of(record)
         self._remember(folder, record)
         cluster.delete(record.kind, record.name, "Foreground")

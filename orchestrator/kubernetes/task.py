@@ -22,6 +22,7 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.errors import OrchError
+from orchestrator.launch.deliver import accepted
 from orchestrator.launch.request import (
     AgentCommand,
     LaunchRequest,
@@ -31,7 +32,7 @@ from orchestrator.launch.request import (
     used_nodes,
 )
 from orchestrator.launch.run_folder import RunFolder, write_private
-from orchestrator.launch.state import SCHEMA, RunState, read_state, write_state
+from orchestrator.launch.state import RunState, read_state, write_state
 from orchestrator.plan import Exit, Plan, PlanError, to_json
 from orchestrator.plan.document import Frozen
 
@@ -283,25 +284,13 @@ def _write_life(folder: RunFolder, given: Input, members: list[Here], seating: S
 
 def _fresh_state(folder: RunFolder, given: Input, seating: Seating) -> RunState:
     """Pending again, with the epochs of earlier lives where the claim has kept them."""
-    now, request = time.time(), given.request
     try:
         before = read_state(folder)
     except OrchError:
-        before = RunState(
-            schema=SCHEMA,
-            run_id=request.run_id,
-            state="pending",
-            created_at=now,
-            updated_at=now,
-            writer="backend",
-            backend=request.backend,
-            plan_hash=seating.plan.hash,
-            summary=request.summary,
-            max_restarts=request.policy.max_restarts,
-        )
+        before = accepted(given.request, given.request.backend)
     again = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
     placed = {"reason": seating.difference.text, "plan_hash": seating.plan.hash}
-    return structs.replace(before, **again, **placed, updated_at=now, writer="backend")
+    return structs.replace(before, **again, **placed, updated_at=time.time(), writer="backend")
 
 
 if __name__ == "__main__":

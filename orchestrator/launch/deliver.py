@@ -13,20 +13,15 @@ import msgspec
 from orchestrator.plan.exits import Exit
 
 from . import snapshot
-from .request import Parcel, check_contents, to_bytes
+from .request import LaunchRequest, Parcel, check_contents, to_bytes
 from .run_folder import RunFolder, write_private
 from .state import SCHEMA, RunState, write_state
 
 
-@contextlib.contextmanager
-def delivered(parcel: Parcel, backend: str) -> Iterator[RunFolder]:
-    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state says so."""
-    request = parcel.request
-    check_contents(parcel)
-    folder = RunFolder(Path(request.run_dir))
-    folder.create()
+def accepted(request: LaunchRequest, backend: str) -> RunState:
+    """The first state of a run, from the clock of this host."""
     now = time.time()
-    state = RunState(
+    return RunState(
         schema=SCHEMA,
         run_id=request.run_id,
         state="pending",
@@ -38,6 +33,16 @@ def delivered(parcel: Parcel, backend: str) -> Iterator[RunFolder]:
         summary=request.summary,
         max_restarts=request.policy.max_restarts,
     )
+
+
+@contextlib.contextmanager
+def delivered(parcel: Parcel, backend: str) -> Iterator[RunFolder]:
+    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state says so."""
+    request = parcel.request
+    check_contents(parcel)
+    folder = RunFolder(Path(request.run_dir))
+    folder.create()
+    state = accepted(request, backend)
     try:
         for file in request.files:
             content = parcel.contents.get(file.path) if file.sha256 else secrets.token_hex(32).encode() + b"\n"

@@ -114,8 +114,7 @@ class LocalBackend:
         record = read_record(folder)
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
-        write_private(folder.cancel, msgspec.json.encode(wish))
+        write_cancel(folder, force)
         if not send_signal(Identity(*record.supervisor), signal.SIGTERM):
             raise OrchError(f"run {folder.run_id} has lost its supervisor and is ending by itself", Exit.CAPACITY)
 
@@ -179,6 +178,12 @@ def read_record(folder: RunFolder) -> LocalRecord | None:
 
 def write_record(folder: RunFolder, record: LocalRecord) -> None:
     write_private(folder.backend, msgspec.json.encode(record), durable=False)
+
+
+def write_cancel(folder: RunFolder, force: bool) -> None:
+    """Before the end is asked for: whoever hears of it finds out here that somebody wanted it."""
+    wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
+    write_private(folder.cancel, msgspec.json.encode(wish))
 
 
 def read_cancel(folder: RunFolder) -> Cancel | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.deliver import delivered
-from orchestrator.launch.local import Cancel, prepare_resume
+from orchestrator.launch.local import prepare_resume, write_cancel
 from orchestrator.launch.offer import After, Choice
 from orchestrator.launch.request import LaunchRequest, Parcel
-from orchestrator.launch.run_folder import RunFolder, write_private
+from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import RunState, read_state
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
@@ -175,8 +174,7 @@ class SlurmBackend:
         job = self._find(folder)
         if job is None or meaning(job.state).over:
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
-        write_private(folder.cancel, msgspec.json.encode(wish))
+        write_cancel(folder, force)
         started = meaning(job.state).phase in ("running", "stopping")
         if started and not force:
             self._slurm.cancel(job.id, "--signal=USR1", "--batch")  # the script passes it on, and does not come back

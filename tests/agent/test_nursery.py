@@ -6,12 +6,15 @@ What they share with plain workers is tested for both in test_workers.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.warden import Unborn, Warden
 from orchestrator.launch.processes import descendants, identity, is_alive
 
 from .test_workers import ROOT, Harness
@@ -162,3 +165,18 @@ def test_a_traceback_and_an_exit_code_are_the_programs_own(tmp_path, monkeypatch
         assert h.log(1).read_text() == "words\n"
 
     run(scenario, tmp_path, monkeypatch)
+
+
+def test_a_worker_that_died_before_its_word_does_not_end_the_warden(tmp_path):
+    ours, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    read, word = os.pipe2(os.O_CLOEXEC)
+    os.close(read)  # the worker held it
+    warden = Warden(ours)
+    warden._nursery = nursery
+    log, report = os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY)
+    warden._unborn[7] = Unborn({"rank": 3}, log, report, word)
+    with ours, agents, nursery, theirs:
+        theirs.send(json.dumps({"ticket": 7, "pid": 12345}).encode())
+        warden._hear_nursery()
+        assert json.loads(agents.recv(1024)) == {"started": 3, "pid": 12345}
