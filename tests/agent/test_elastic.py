@@ -16,19 +16,10 @@ from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import RunState, read_state
 from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.replan import replan
-from tests.launch.parcels import kill_runs, make_parcel, wait_end, wait_for
+from tests.launch.parcels import kill_runs, make_parcel, no_namespaces, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
-
-
-def obstacle() -> str:
-    """Why no node of this machine can be cut off, "" where one can."""
-    try:
-        namespaces.check()
-    except OrchError as error:
-        return error.message
-    return ""
 
 
 BATCH = 12  # samples: every size up to four nodes divides it
@@ -191,7 +182,7 @@ def test_a_frozen_worker_is_found_named_and_replaced(runs):
     assert cancel(folder).state == "cancelled"
 
 
-@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+@pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
     """Too few are left on its side. It stands back, the others claim, and after the cut is healed it is fenced."""
     options = {"network": "namespaces", "link_gbit_per_s": 0.5}

@@ -14,6 +14,8 @@ from types import MappingProxyType
 import msgspec
 
 from orchestrator.config.schema import BackendSpec
+from orchestrator.errors import OrchError
+from orchestrator.launch import namespaces
 from orchestrator.launch.local import LocalBackend, read_record
 from orchestrator.launch.processes import Identity, send_signal
 from orchestrator.launch.request import Code, Parcel, Site, make_request
@@ -105,3 +107,12 @@ def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float =
         return sum(len(mark.findall(p.read_bytes())) for p in (folder.path / "metrics").glob("*.jsonl")) >= workers
 
     wait_for(seen, timeout_s, f"step {step}")
+
+
+def no_namespaces() -> str:
+    """Why no node of this machine can have a network of its own, "" where one can."""
+    try:
+        namespaces.check()
+    except OrchError as error:
+        return error.message
+    return ""

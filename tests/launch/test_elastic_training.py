@@ -12,21 +12,12 @@ from orchestrator.launch.local import LocalBackend, read_record
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Plan, load_plan
-from tests.launch.parcels import kill_runs, make_parcel, wait_end, wait_for
+from tests.launch.parcels import make_parcel, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS, BATCH = 20, 6
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
-    yield text
-    kill_runs(tmp_path / "runs")
 
 
 def sized(corpus, tmp_path, nodes: int) -> Plan:

@@ -22,22 +22,14 @@ from orchestrator.launch.namespaces import Network, Wiring
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit
-from tests.launch.parcels import kill_runs, make_parcel, submit, wait_end, wait_for, wait_step
+from tests.launch.parcels import kill_runs, make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 
 SHAPED = {"options": {"network": "namespaces", "link_gbit_per_s": 0.5}}
 LONG = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
 
 
-def obstacle() -> str:
-    try:
-        namespaces.check()
-    except OrchError as error:
-        return error.message
-    return ""
-
-
-real = [pytest.mark.process, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
+real = [pytest.mark.process, pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())]
 
 
 @pytest.fixture

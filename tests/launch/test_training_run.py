@@ -14,19 +14,10 @@ from orchestrator.launch.local import LocalBackend
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Plan
-from tests.launch.parcels import kill_runs, make_parcel, wait_end, wait_for, wait_step
+from tests.launch.parcels import make_parcel, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
-    yield text
-    kill_runs(tmp_path / "runs")
 
 
 def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
