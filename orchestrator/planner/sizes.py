@@ -97,6 +97,9 @@ def _with_layout(config: Config, found: Config) -> Config:
 
 def _size(config: Config, nodes: int, any_memory: bool) -> Size:
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
+    if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
+        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
+        raise OrchError(text, Exit.CONFIG)
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
     if gpus % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)

@@ -58,6 +58,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     return Exit.DONE
 
 
+_REASONS = 8  # why a size is refused, before the page gets long
+
+
 def _print_sizes(sizes: Sizes, config: Config) -> None:
     """The sizes of `nodes=A..B`, and when the scheduler would start each, where there is one within reach."""
     starts = _starts(sizes, config)
@@ -73,8 +76,10 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
         par, when = size.plan.parallel, f"  {starts[index]}" if starts else ""
         step = f"step {seconds(size.plan.time.step_s)}"
         print(f"{size.nodes:>4} nodes  dp={par.dp}, {par.micro_batches} micro-batches  {step}{when}")
-    if sizes.refused:
-        print("not legal: " + ", ".join(map(str, sizes.refused)))
+    for nodes, why in list(sizes.refused.items())[:_REASONS]:
+        print(f"{nodes:>4} nodes  not legal: {why}")
+    if rest := list(sizes.refused)[_REASONS:]:
+        print(f"not legal either: {', '.join(map(str, rest))}")
 
 
 def _starts(sizes: Sizes, config: Config) -> list[str]:
