@@ -20,16 +20,17 @@ from msgspec import structs
 from orchestrator.errors import OrchError
 from orchestrator.launch.deliver import delivered
 from orchestrator.launch.local import prepare_resume, write_cancel
-from orchestrator.launch.request import PASSED, LaunchRequest, Parcel
+from orchestrator.launch.request import PASSED, AgentCommand, LaunchRequest, Parcel, to_bytes, used_nodes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import RunState, read_state, write_state
-from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
 
 from .client import Cluster
 from .live import Place, place
 from .mirror import fill, followed
 from .options import KubernetesOptions, read_options
+from .pod import MARGIN_S, grace_seconds
 from .record import KubernetesRecord, read_record, verdict, write_record
 from .render import NO_KEY, Manifest, render, to_yaml
 from .sending import remove, send
@@ -88,6 +89,21 @@ class KubernetesBackend:
             remove(self._of(record), record.kind, record.name, folder.run_id)
         prepare_resume(folder)
         self._start(folder, request, load_plan(folder.plan), environ, record.generation + 1 if record else 0)
+        return request.handle
+
+    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+        """The next generation, under the plan that was submitted for that many nodes. A living run saves and leaves
+        first."""
+        plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
+        agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
+        request = structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+        if record:
+            grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
+            remove(self._of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S)
+        prepare_resume(folder)
+        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+        write_private(folder.request, to_bytes(request))
+        self._start(folder, request, plan, environ, record.generation + 1 if record else 0)
         return request.handle
 
     def cancel(self, folder: RunFolder, force: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,6 +33,10 @@ class Place(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
+class NoNodes(OrchError):
+    """There is nothing to place on, yet: a cluster may grow them when pods ask."""
+
+
 @contextlib.contextmanager
 def place(cluster: Cluster, plan: Plan, options: KubernetesOptions, run_id: str) -> Iterator[Place]:
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
@@ -42,15 +46,21 @@ def place(cluster: Cluster, plan: Plan, options: KubernetesOptions, run_id: str)
     there is no room now.
     """
     check_levels(plan, options)
+    others_place = options.queue is not None or plan.cluster.device == "cpu"
     try:
-        topology = live_topology(cluster, profile(options))
+        topology = live_topology(cluster, profile(options), options.node_selector)
+    except NoNodes as error:
+        if not others_place:
+            raise
+        yield Place(warnings=(f"{error.message} yet: placed without knowing the network",))
+        return
     except OrchError as error:
         if getattr(error, "status", None) != 403:
             raise
         text = f"nodes cannot be read ({error.message}): placed without knowing the network"
         yield Place(warnings=(text,))
         return
-    if options.queue is not None or plan.cluster.device == "cpu":
+    if others_place:
         yield Place(topology)
         return
     with _turn(cluster, run_id):
@@ -70,11 +80,15 @@ def profile_named(text: str) -> str | Profile:
     return profile_of(text) if "=" in text else text
 
 
-def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:
-    """Nodes, GPUs and what is free of them under the cluster's own switches. OrchError (65, 76, 78)."""
-    nodes = cluster.list("Node")
+def live_topology(
+    cluster: Cluster, profile: str | Profile = "auto", node_selector: Mapping[str, str] | None = None
+) -> Topology:
+    """Nodes that pods may go to, GPUs, and what is free of them under the cluster's own switches. OrchError (65, 76,
+    78)."""
+    wanted = ",".join(f"{key}={value}" for key, value in sorted((node_selector or {}).items()))
+    nodes = cluster.list("Node", wanted)
     if not nodes:
-        raise OrchError("the cluster has no nodes", Exit.CAPACITY)
+        raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
     topology = parse_nodes(json.dumps({"items": nodes}), profile)
     return _without_taken(structs.replace(topology, name="kubernetes"), _used(cluster))
 

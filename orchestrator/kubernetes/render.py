@@ -95,6 +95,7 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
         policy=policy,
         code=structs.replace(request.code, kind="none", root="", holds_orch=False),
         files=[],
+        sizes=[],  # the pods of a Job are of one size; `orch resize` makes another Job
     )
 
 

@@ -13,7 +13,7 @@ from orchestrator.plan.exits import Exit
 from .client import Cluster
 from .names import RUN, SUBMISSION
 
-_GONE_S = 180.0
+_GONE_S = 180.0  # at least
 
 
 def send(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: str, submission: str) -> None:
@@ -75,13 +75,14 @@ def _hand_over(cluster: Cluster, objects: Sequence[Mapping[str, Any]], manager: 
             cluster.apply(owned, manager)
 
 
-def remove(cluster: Cluster, kind: str, name: str, run_id: str) -> None:
-    """Every object of a run, and wait until its pods are gone. OrchError (76) when they do not go."""
+def remove(cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0) -> None:
+    """Every object of a run, and wait until its pods are gone: `wait_s` when they have to save before. OrchError (76)
+    when they do not go."""
     cluster.delete(kind, name, "Foreground")
     for other in ("Secret", "ConfigMap", "Service", "NetworkPolicy"):
         with contextlib.suppress(OrchError):
             cluster.delete(other, name)
-    end = time.monotonic() + _GONE_S
+    end = time.monotonic() + max(wait_s, _GONE_S)
     while cluster.get(kind, name) is not None or cluster.list("Pod", f"{RUN}={run_id}"):
         if time.monotonic() > end:
             text = f"pods of run {run_id} do not go: `kubectl get pods -l {RUN}={run_id}` shows where they hang"

@@ -28,7 +28,8 @@ def kwok(bed: Bed) -> None:
         for path in sorted((stages / folder).glob("*.yaml"))
         if path.name != "kustomization.yaml"
     ]
-    (bed.home / "kwok.yaml").write_text("\n---\n".join(path.read_text() for path in files))
+    texts = [path.read_text() for path in files if path.name != "pod-complete.yaml"]
+    (bed.home / "kwok.yaml").write_text("\n---\n".join([*texts, json.dumps(_finishing())]))
     bed.daemon(
         "kwok",
         program("kwok"),
@@ -39,6 +40,32 @@ def kwok(bed: Bed) -> None:
         "--server-address=127.0.0.1:10247",
     )
     make_simulated(bed, bed.shape.simulated)
+
+
+#: Annotation of simulated pods that end well, some seconds after they started; all others run on.
+FINISHES = "orch.test/finishes"
+
+
+def _finishing() -> dict[str, Any]:
+    wanted = [
+        {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"},
+        {"key": ".status.phase", "operator": "In", "values": ["Running"]},
+        {"key": f'.metadata.annotations["{FINISHES}"]', "operator": "Exists"},
+    ]
+    at = "startedAt: {{ Now | Quote }}, finishedAt: {{ Now | Quote }}"
+    ended = f"state: {{terminated: {{exitCode: 0, reason: Completed, {at}}}}}"
+    container = f"{{name: agent, image: x, ready: false, restartCount: 0, started: false, {ended}}}"
+    return {
+        "apiVersion": "kwok.x-k8s.io/v1alpha1",
+        "kind": "Stage",
+        "metadata": {"name": "pod-finishes"},
+        "spec": {
+            "resourceRef": {"apiGroup": "v1", "kind": "Pod"},
+            "selector": {"matchExpressions": wanted},
+            "delay": {"durationMilliseconds": 4000},
+            "next": {"statusTemplate": f"phase: Succeeded\ncontainerStatuses: [{container}]\n"},
+        },
+    }
 
 
 def make_simulated(bed: Bed, count: int) -> None:
@@ -65,7 +92,7 @@ def kueue(bed: Bed) -> None:
     bed.run("mount", "-t", "overlay", "overlay", "-o", layers, "/etc")  # of the bed alone
     copy = f"mkdir -p /etc/kueue/metrics/certs && cp {bed.home}/kueue-certs/* /etc/kueue/metrics/certs/"
     bed.run("sh", "-c", copy)
-    crds = list(_documents((config / "crd" / "bases").glob("*.yaml")))
+    crds = _kueue_crds()
     for crd in crds:
         if crd["spec"]["names"]["plural"] in _CONVERTED:
             hook = {"clientConfig": _client(bed, "kueue", 9443, "/convert"), "conversionReviewVersions": ["v1"]}
@@ -91,6 +118,33 @@ def kueue(bed: Bed) -> None:
     bed.daemon("kueue", program("kueue"), *flags)
     _await_port(bed, 9443, "kueue")
     _hooks(bed, "kueue", 9443, config / "webhook" / "manifests.yaml", _WATCHED)
+
+
+def kueue_kinds(bed: Bed) -> None:
+    """Kueue's kinds, without Kueue."""
+    _make_crds(bed, _kueue_crds())
+
+
+def _kueue_crds() -> list[dict[str, Any]]:
+    bases = module_folder("kueue", "sigs.k8s.io/kueue") / "config" / "components" / "crd" / "bases"
+    return list(_documents(bases.glob("*.yaml")))
+
+
+def any_kind(group: str, version: str, kind: str) -> dict[str, Any]:
+    """A kind whose objects may hold anything."""
+    plural = f"{kind.lower()}s"
+    anything = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": anything}],
+        },
+    }
 
 
 def jobset(bed: Bed) -> None:

@@ -22,6 +22,9 @@ from .bed import Bed
 ROOT = Path(__file__).resolve().parents[2]
 _NUMBER = itertools.count()
 USER = 10001
+#: tp inside a pod, pp and dp across pods; two pods a node.
+TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", "train.steps=60")
+SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1")
 #: Options of every run on real nodes: little of everything, torch from a volume.
 SMALL = {
     **{"image": image.NAME, "pull_policy": "Never", "claim": "runs", "user": USER},
@@ -33,8 +36,8 @@ SMALL = {
 class Orch:
     """One user's home, and a namespace of their own under the restricted profile."""
 
-    def __init__(self, bed: Bed, home: Path, namespace: str):
-        self.bed, self.home, self.namespace = bed, home, namespace
+    def __init__(self, bed: Bed, home: Path, namespace: str, options: Mapping[str, object] = SMALL):
+        self.bed, self.home, self.namespace, self.options = bed, home, namespace, options
 
     @classmethod
     @contextlib.contextmanager
@@ -69,14 +72,17 @@ class Orch:
         return done
 
     def submit(self, *words: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
-        conf = self.home / "conf" / "backend"
-        conf.mkdir(parents=True, exist_ok=True)
-        merged = {**SMALL, "namespace": self.namespace, **(options or {})}
+        done = self(*self.submission(options), *words, code=code)
+        return Run(self, json.loads(done.stdout)["run_dir"])
+
+    def submission(self, options: Mapping[str, object] | None = None) -> list[str]:
+        """The words of `orch submit` to this bed, with these options; several at once have files of their own."""
+        merged = {**self.options, "namespace": self.namespace, **(options or {})}
+        conf = self.home / f"conf-{next(_NUMBER)}" / "backend"
+        conf.mkdir(parents=True)
         text = "# @package _global_\ndefaults:\n  - kubernetes\n  - _self_\nbackend:\n  grace_s: 20\n"
         (conf / "bed.yaml").write_text(f"{text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n")
-        argv = ["submit", "--json", "--in-place", "--config-dir", str(self.home / "conf"), "backend=bed", *words]
-        done = self(*argv, code=code)
-        return Run(self, json.loads(done.stdout)["run_dir"])
+        return ["submit", "--json", "--in-place", "--config-dir", str(conf.parent), "backend=bed"]
 
     def pods(self, run_id: str) -> list[dict]:
         found = self.bed.get("pods", "-n", self.namespace, "-l", f"orch.dev/run={run_id}")["items"]
@@ -124,6 +130,10 @@ class Run:
     def step(self, at_least: int, seconds: float = 300) -> None:
         self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least, seconds)
 
+    def saved(self) -> list[int]:
+        """Steps of the checkpoints on the claim."""
+        return [int(path.name.removeprefix("step-")) for path in (self.inside / "checkpoints").glob("step-*")]
+
     @property
     def plan(self) -> dict:
         return json.loads((self.inside / "plan.json").read_text())
@@ -136,3 +146,17 @@ class Run:
             texts = [f"--- {n}\n{bed.kubectl('logs', '-n', space, n, '--tail=15', check=False)[-3000:]}" for n in names]
             return "\n".join([*texts, bed.kubectl("get", "events", "-n", space, check=False)[-3000:]])
         return "no logs"
+
+
+def check_rank_map(orch: Orch, run: Run) -> None:
+    """Every rank sits where the API server says that its pod lies, tensor-parallel groups inside one pod."""
+    placement = json.loads((run.inside / "kubernetes" / "placement.json").read_text())
+    pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in orch.pods(run.id)}
+    assert set(placement["pods"]) == set(pods)
+    for name, node in zip(placement["pods"], placement["nodes"], strict=True):
+        assert node.split(".pod-")[0] == pods[name]
+    plan = run.plan
+    assert {rank["node"] for rank in plan["ranks"]} == set(placement["nodes"])
+    for group in plan["groups"]["tp"]:
+        assert len({plan["ranks"][rank]["node"] for rank in group}) == 1
+    assert len(set(pods.values())) == 2

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from orchestrator.plan import Exit
 
-from .runs import Orch, Run
+from . import nodes
+from .runs import SHORT, TINY
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
-
-#: tp inside a pod, pp and dp across pods; two pods a node.
-TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", "train.steps=60")
-SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(real_bed, tmp_path_factory) -> dict[int, float]:
-    """Losses of the run that nothing happens to."""
-    with Orch.in_new_namespace(real_bed, tmp_path_factory.mktemp("undisturbed")) as orch:
-        run = orch.submit(*TINY, *SHORT)
-        run.wait("done")
-        check_rank_map(orch, run)
-        losses = run.steps()
-        assert sorted(losses) == list(range(1, 61))
-        assert losses[60] < losses[1] - 0.3
-        logs = orch("logs", run.id, "--rank", "0").stdout
-        assert logs.strip()
-        return losses
-
-
-def check_rank_map(orch: Orch, run: Run) -> None:
-    """Every rank sits where the API server says that its pod lies, tensor-parallel groups inside one pod."""
-    placement = json.loads((run.inside / "kubernetes" / "placement.json").read_text())
-    pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in orch.pods(run.id)}
-    assert set(placement["pods"]) == set(pods)
-    for name, node in zip(placement["pods"], placement["nodes"], strict=True):
-        assert node.split(".pod-")[0] == pods[name]
-    plan = run.plan
-    assert {rank["node"] for rank in plan["ranks"]} == set(placement["nodes"])
-    for group in plan["groups"]["tp"]:
-        assert len({plan["ranks"][rank]["node"] for rank in group}) == 1
-    assert len(set(pods.values())) == 2
 
 
 def test_training_in_four_pods_on_two_nodes(undisturbed):
@@ -59,17 +25,61 @@ def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed)
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
+def test_a_drained_node_costs_nothing_but_time(orch, undisturbed):
+    """Its pods save on notice and wait for room; what ended so is not counted."""
+    run = orch.submit(*TINY, *SHORT)
+    run.step(5)
+    flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector", f"orch.dev/run={run.id}")
+    try:
+        orch.bed.kubectl("drain", "node-1", *flags, "--timeout=120s", timeout=150)
+        assert "node-1" not in {pod["spec"].get("nodeName") for pod in orch.pods(run.id)}
+    finally:
+        orch.bed.kubectl("uncordon", "node-1")
+    run.wait("done", seconds=400)
+    assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+
+
+def test_a_node_that_dies_is_named_with_the_remedy_and_the_run_comes_back(orch, undisturbed):
+    """Kubelet, containerd, shims and containers killed at once. Its pods hang in Terminating until somebody acts."""
+    run, taint = orch.submit(*TINY, *SHORT), "node.kubernetes.io/out-of-service"
+    run.step(21)  # one checkpoint is there
+    nodes.kill(orch.bed, 1)
+    try:
+        nodes.wait_ready(orch.bed, "node-1", ready=False)
+        run.until("the remedy", lambda: f"node-1 {taint}" in (run.state().reason or ""), 300)
+        orch.bed.kubectl("taint", "node", "node-1", f"{taint}=nodeshutdown:NoExecute")
+        gone = lambda: "node-1" not in {pod["spec"].get("nodeName") for pod in orch.pods(run.id)}  # noqa: E731
+        run.until("end of the dead pods", gone)
+    finally:
+        nodes.start(orch.bed, 1, again=True)
+        nodes.wait_ready(orch.bed, "node-1")
+        orch.bed.kubectl("taint", "node", "node-1", f"{taint}-", check=False)
+    run.wait("done", seconds=400)
+    assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+
+
 def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
     run = orch.submit(*TINY, *SHORT)
     run.step(5)
     orch("cancel", run.id)
     assert run.state().state == "cancelled"
     assert orch.pods(run.id) == []
-    saved = max(int(path.name.removeprefix("step-")) for path in (run.inside / "checkpoints").glob("step-*"))
-    assert saved >= 3
+    assert max(run.saved()) >= 3
     orch("resume", run.id)
     run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+
+
+def test_an_elastic_run_is_resized_and_goes_on(orch, undisturbed):
+    """From four pods to two: half the replicas, the same global batch, from the checkpoint that the four wrote."""
+    run = orch.submit(*TINY, *SHORT, "nodes=2..4")
+    run.step(5)
+    assert "legal are 2, 4" in orch("resize", run.id, "3", code=int(Exit.CONFIG)).stderr
+    orch("resize", run.id, "2", timeout=300)
+    run.wait("done", seconds=400)
+    assert len(run.plan["ranks"]) == 4
+    assert len(orch.pods(run.id)) == 2
+    assert run.steps() == pytest.approx(undisturbed, abs=1e-4)  # gradients are summed in another order
 
 
 def test_mistakes_are_one_line(orch):

@@ -13,6 +13,12 @@ same, so that an upgrade replaces a run and a rollback brings it back, with its 
 {{- printf "%s-%s" (include "orch.name" .) (include "orch.digest" .) -}}
 {{- end -}}
 
+{{- /* The launcher of that run. A Job's pods cannot be changed: another launcher is another Job, which finds the run sent. */ -}}
+{{- define "orch.launcher" -}}
+{{- $made := dict "l" .Values.launcher "s" .Values.serviceAccount "c" .Chart.Version "a" .Chart.AppVersion "m" .Release.Service -}}
+{{- printf "%s-launch-%s" (include "orch.run" .) ($made | toJson | sha256sum | trunc 4) -}}
+{{- end -}}
+
 {{- define "orch.labels" -}}
 app.kubernetes.io/name: orch
 app.kubernetes.io/instance: {{ .Release.Name | quote }}

@@ -28,6 +28,7 @@ VERBS: dict[str, Verb] = {
     "logs": Verb("what a run's workers and agents wrote"),
     "cancel": Verb("stop a run after it has saved"),
     "resume": Verb("continue a stopped run from its last checkpoint"),
+    "resize": Verb("continue an elastic run on another number of nodes"),
     "export": Verb("a run's weights as one safetensors file"),
     "demo": Verb("train a tiny model on this machine, and show what there is to see"),
     "config": Verb("the resolved configuration, or the choices of every group", overrides=True),

@@ -1,0 +1,50 @@
+"""`orch resize <run> <nodes>`: an elastic run goes on with another number of nodes. It saves first."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+HELP = "continue an elastic run on another number of nodes"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="handle, id, or the beginning of one")
+    parser.add_argument("nodes", type=int, help="one of the sizes that `orch plan nodes=A..B` shows")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+
+    from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.find import find_run
+    from orchestrator.launch.request import from_bytes
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.launch.state import read_state
+
+    folder = find_run(home_folder(os.environ), args.run)
+    backend = get_backend(read_state(folder).backend)
+    if not hasattr(backend, "resize"):
+        text = f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its nodes by itself"
+        raise OrchError(text, Exit.USAGE)
+    if backend.state(folder).state == "done":
+        raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
+    try:
+        request = from_bytes(folder.request.read_bytes())
+    except OSError as error:
+        raise OrchError(f"run {folder.run_id} has no request: {error.strerror}", Exit.CONFIG) from None
+    if args.nodes not in request.sizes:
+        legal = ", ".join(map(str, sorted(request.sizes)))
+        why = f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
+        raise OrchError(f"run {folder.run_id} cannot have {args.nodes} nodes: {why}", Exit.CONFIG)
+    os.umask(0o077)
+    handle = backend.resize(folder, request, args.nodes, os.environ)
+    if args.json:
+        import json
+
+        print(json.dumps({"handle": handle, "run_id": folder.run_id, "nodes": args.nodes}))
+    else:
+        print(handle)
+    return Exit.DONE

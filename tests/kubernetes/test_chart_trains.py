@@ -1,0 +1,106 @@
+"""`helm install` on real nodes: the launcher in the cluster, pods under the restricted profile, a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import debian
+
+from . import image
+from .bed import Bed
+from .building import build, program
+from .runs import SHORT, SMALL, TINY, Orch, Run, check_rank_map
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+CHART = str(Path(__file__).resolve().parents[2] / "charts" / "orch")
+ASK = "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+
+
+@pytest.fixture
+def helm(real_bed, orch):
+    if reason := build(("helm",)):
+        pytest.skip(reason)
+
+    def run(*argv: str, values: dict | None = None, timeout: float = 120) -> str:
+        more = ()
+        if values is not None:
+            (orch.home / "values.json").write_text(json.dumps(values))
+            more = ("--values", str(orch.home / "values.json"))
+        flags = ("--namespace", orch.namespace)
+        return real_bed.run(str(program("helm")), *flags, *argv, *more, timeout=timeout).stdout
+
+    return run
+
+
+def values() -> dict:
+    """What a user of this bed writes: torch comes from a volume, everything is small."""
+    site = {"claim": "site", "path": image.SITE}
+    by_chart = {"image", "pull_policy", "claim"}
+    small = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+    cluster, *overrides = TINY
+    return {
+        "cluster": cluster.removeprefix("cluster="),
+        "overrides": [*overrides, *SHORT, "backend.grace_s=20", "backend.heartbeat_timeout_s=10"],
+        "image": dict(zip(("repository", "tag"), image.NAME.split(":"), strict=True)) | {"pullPolicy": "Never"},
+        "options": {name: value for name, value in SMALL.items() if name not in by_chart},
+        "claim": {"existing": "runs"},
+        "launcher": {"volumes": [site], "resources": small},
+    }
+
+
+def prometheus(bed: Bed, service: str, namespace: str) -> None:
+    """Debian's, told one name: the run's Service. Which pods there are it learns from the cluster's DNS."""
+    if reason := debian.provide(("prometheus",), ("prometheus",)):
+        pytest.skip(reason)
+    name = f"_metrics._tcp.{service}.{namespace}.svc.cluster.local"
+    job = {"job_name": "pods", "honor_labels": True, "dns_sd_configs": [{"names": [name], "refresh_interval": "2s"}]}
+    config = {"global": {"scrape_interval": "2s"}, "scrape_configs": [job]}
+    (bed.home / "prometheus.yaml").write_text(json.dumps(config))
+    bed.run("mount", "--bind", str(bed.home / "resolv.conf"), "/etc/resolv.conf")  # of the bed alone
+    flags = [f"--config.file={bed.home}/prometheus.yaml", f"--storage.tsdb.path={bed.home}/tsdb"]
+    bed.daemon("prometheus", debian.find("prometheus"), *flags, "--web.listen-address=127.0.0.1:9090")
+
+
+def query(bed: Bed, expression: str) -> list[dict]:
+    url = f"http://127.0.0.1:9090/api/v1/query?query={expression}"
+    done = bed.run(sys.executable, "-c", ASK, url, check=False)
+    return json.loads(done.stdout)["data"]["result"] if done.returncode == 0 else []
+
+
+def run_of(orch: Orch) -> Run:
+    """The run that the release's launcher has sent."""
+    found = orch.bed.get("jobs", "-n", orch.namespace, "-l", "orch.dev/run")["items"]
+    return Run(orch, found[0]["metadata"]["labels"]["orch.dev/run"])
+
+
+def test_installed_trained_scraped_and_gone(orch, helm, undisturbed):
+    bed, space = orch.bed, orch.namespace
+    helm("install", "my-run", CHART, values=values())
+    launcher = lambda: bed.kubectl("logs", "-n", space, "-l", "app.kubernetes.io/component=launcher", check=False)  # noqa: E731
+    sent = lambda: bed.get("jobs", "-n", space, "-l", "orch.dev/run")["items"]  # noqa: E731
+    bed.wait(sent, 180, f"run of the release: {launcher()}")
+    run = run_of(orch)
+    prometheus(bed, run.id, space)
+    try:
+        run.step(3)
+        check_rank_map(orch, run)
+        run.until("four pods scraped", lambda: len(query(bed, "orch_last_step")) == 4, 60)
+        seen = {found["metric"]["node"]: int(float(found["value"][1])) for found in query(bed, "orch_last_step")}
+        assert set(seen) == {rank["node"] for rank in run.plan["ranks"]}
+        assert max(seen.values()) >= 3
+        complete = ("wait", "-n", space, f"job/{run.id}", "--for=condition=Complete")
+        bed.kubectl(*complete, "--timeout=240s", timeout=260)
+    finally:
+        bed.end("--web.listen-address=127.0.0.1:9090")
+        bed.run("umount", "/etc/resolv.conf")
+    assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+    assert max(run.saved()) == 60
+    helm("test", "my-run", "--timeout", "180s", timeout=200)
+    helm("uninstall", "my-run", "--wait", "--timeout", "60s")
+    kinds = "all,secrets,configmaps,networkpolicies,serviceaccounts,roles,rolebindings"
+    ours = "app.kubernetes.io/name=orch"
+    bed.wait(lambda: not bed.get(kinds, "-n", space, "-l", ours)["items"], 60, "end of everything of the release")

@@ -1,0 +1,108 @@
+"""The chart's life on a real control plane without nodes: installed, upgraded, rolled back, gone without a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import addons
+from .bed import Bed, Shape
+from .building import program
+from .conftest import bring_up
+from .test_chart import FULL
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+CHART = str(Path(__file__).resolve().parents[2] / "charts" / "orch")
+SPACE = "llm"
+#: Kept by the cluster for itself, or gone by themselves.
+OTHERS = {"events", "events.events.k8s.io", "leases.coordination.k8s.io", "componentstatuses"}
+
+
+class Release:
+    def __init__(self, bed: Bed, folder: Path):
+        self.bed, self.values = bed, folder / "values.json"
+
+    def __call__(self, *argv: str, values: dict | None = None) -> str:
+        more = ()
+        if values is not None:
+            self.values.write_text(json.dumps(values))
+            more = ("--values", str(self.values))
+        return self.bed.run(str(program("helm")), "--namespace", SPACE, *argv, *more, timeout=120).stdout
+
+    def names(self, kind: str) -> list[str]:
+        found = self.bed.get(kind, "-n", SPACE, "-l", "app.kubernetes.io/instance=my-run")["items"]
+        return sorted(body["metadata"]["name"] for body in found)
+
+    def everything(self) -> set[str]:
+        """Every object of the cluster, of any kind."""
+        kinds = set(self.bed.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split()) - OTHERS
+        columns = "custom-columns=A:.kind,B:.metadata.namespace,C:.metadata.name"
+        lines = self.bed.kubectl("get", ",".join(sorted(kinds)), "-A", "--no-headers", "-o", columns).splitlines()
+        return {" ".join(line.split()) for line in lines}
+
+
+@pytest.fixture(scope="module")
+def control_plane(tmp_path_factory) -> Iterator[Bed]:
+    """With the kinds that the chart may be asked to make: Kueue's, and monitoring's as far as Helm sees them."""
+    with bring_up(Shape(), "helm") as bed:
+        addons.kueue_kinds(bed)
+        bed.apply(*(addons.any_kind("monitoring.coreos.com", "v1", kind) for kind in ("PodMonitor", "PrometheusRule")))
+        bed.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
+        bed.wait(lambda: bed.kubectl("get", "configmap", "-n", SPACE, "kube-root-ca.crt", check=False), 60, "namespace")
+        yield bed
+
+
+@pytest.fixture
+def helm(control_plane, tmp_path) -> Release:
+    return Release(control_plane, tmp_path)
+
+
+def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
+    full = {**FULL, "claim": {"create": True, "storageClass": "", "keep": False}}
+    before = helm.everything()
+    helm("install", "my-run", CHART, values=full)
+    first = helm.names("jobs")
+    assert len(first) == 1
+    assert {"podmonitors", "prometheusrules", "clusterqueues", "localqueues", "topologies", "resourceflavors"} == {
+        kind
+        for kind in ("podmonitors", "prometheusrules", "clusterqueues", "localqueues", "topologies", "resourceflavors")
+        if helm.names(kind)
+    }
+    helm("upgrade", "my-run", CHART, values={**full, "parallel": "dp64_zero1"})
+    second = helm.names("jobs")
+    assert len(second) == 1
+    assert second != first  # another run
+    helm("rollback", "my-run", "1")
+    assert helm.names("jobs") == first
+    helm("uninstall", "my-run", "--wait", "--timeout", "60s")
+    helm.bed.wait(lambda: helm.everything() <= before, 60, "end of everything")
+    assert helm.everything() == before
+
+
+def test_another_launcher_for_the_same_run_is_an_upgrade_too(helm):
+    """A Job's pods cannot be changed: the launcher is another Job, of the same run."""
+    helm("install", "my-run", CHART, values=FULL)
+    try:
+        maps, jobs = helm.names("configmaps"), helm.names("jobs")
+        helm("upgrade", "my-run", CHART, values={**FULL, "launcher": {"environment": {"A": "other"}}})
+        assert helm.names("configmaps") == maps
+        assert len(helm.names("jobs")) == 1
+        assert helm.names("jobs") != jobs
+    finally:
+        helm("uninstall", "my-run", "--wait", "--timeout", "60s")
+    assert helm.names("persistentvolumeclaims") == ["my-run-runs"]  # checkpoints outlive a release, as values say
+    helm.bed.kubectl("delete", "pvc", "-n", SPACE, "my-run-runs", "--wait=false")
+
+
+def test_a_value_that_no_schema_knows_is_refused_before_anything_is_made(helm):
+    before = helm.everything()
+    helm.values.write_text(json.dumps({**FULL, "options": {"que": "a"}}))
+    argv = [str(program("helm")), "--namespace", SPACE, "install", "my-run", CHART, "--values", str(helm.values)]
+    done = helm.bed.run(*argv, check=False)
+    assert done.returncode != 0
+    assert "options" in done.stderr
+    assert "que" in done.stderr
+    assert helm.everything() == before

@@ -1,0 +1,184 @@
+"""A thousand simulated nodes: where pods come to lie, with Kueue and without, and runs that compete for room."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from orchestrator.kubernetes.gather import Here
+from orchestrator.kubernetes.seating import Seating, seat
+from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.topology.kubernetes import Profile, parse_nodes
+from orchestrator.topology.model import Topology
+
+from . import addons
+from .bed import Bed
+from .runs import Orch, Run
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}
+MAIN = ("+cluster=h100x64", "parallel=tp8_pp4_zero1")
+#: 4,096 GPUs of the same machines: 128 pipelines of four nodes.
+LARGE = """
+defaults:
+  - h100x64
+  - _self_
+name: h100x4096
+nodes: 512
+levels:
+  - {name: leaf, nodes_per_switch: 4, gbit_per_s: 400, latency_us: 9.6, source: "the simulated nodes' shape"}
+  - {name: spine, nodes_per_switch: 64, gbit_per_s: 400, latency_us: 10.1, source: "the simulated nodes' shape"}
+"""
+
+
+@pytest.fixture
+def orch(big_bed, tmp_path) -> Orch:
+    return Orch(big_bed, tmp_path, "default", {"image": "orch.test/none:1", "levels": LEVELS})
+
+
+@pytest.fixture(scope="module")
+def topology(big_bed) -> Topology:
+    """As an administrator would see it: written from the API server's nodes, not from what the run was told."""
+    text = big_bed.kubectl("get", "nodes", "-l", "orch.test/kind=simulated", "-o", "json", timeout=120)
+    return parse_nodes(text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())}))
+
+
+@pytest.fixture
+def ended(orch) -> Iterator[Callable[[Run], Run]]:
+    """Runs that the test leaves are taken out after it, and their nodes are free again."""
+    runs: list[Run] = []
+    yield lambda run: runs.append(run) or run
+    for run in runs:
+        orch("cancel", "--force", run.id, code=None)
+        orch.bed.wait(lambda run=run: not orch.pods(run.id), 120, f"end of {run.id}")
+
+
+def bound(orch: Orch, run: Run, count: int, seconds: float = 300) -> list[str]:
+    """The run's nodes by completion index, once the scheduler has given every pod one."""
+
+    def nodes() -> list[str]:
+        return [pod["spec"].get("nodeName") or "" for pod in orch.pods(run.id)]
+
+    run.until(f"{count} pods bound", lambda: len(found := nodes()) == count and all(found), seconds)
+    return nodes()
+
+
+def seated(run: Run, nodes: Sequence[str], topology: Topology) -> Seating:
+    """What index 0 makes of these pods: the code that runs inside them."""
+    members = [Here(index, node, "", f"pod-{index}") for index, node in enumerate(nodes)]
+    return seat(load_plan(run.folder / "plan.json"), members, topology)
+
+
+def leaves(topology: Topology) -> dict[str, str]:
+    return {node: leaf for leaf, nodes in topology.tiers[0].switches.items() for node in nodes}
+
+
+def split_pipelines(plan: Plan, topology: Topology) -> int:
+    """Pipelines whose ranks lie under more than one leaf."""
+    leaf = leaves(topology)
+    return sum(len({leaf[plan.ranks[rank].node] for rank in group}) > 1 for group in plan.groups["pp"])
+
+
+def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int:
+    """Runs of `size` neighbouring completion indices that lie under more than one leaf."""
+    leaf = leaves(topology)
+    parts = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+    return sum(len({leaf[node] for node in part}) > 1 for part in parts)
+
+
+# ------------------------------------------------------------------------------------------ placed
+
+
+def test_with_kueue_pipelines_are_whole_and_indices_in_plan_order(orch, ended, topology):
+    run = ended(orch.submit(*MAIN, options={"queue": "large"}))
+    nodes = bound(orch, run, 8)
+    assert split_slices(nodes, topology) == 0
+    found = seated(run, nodes, topology)
+    assert split_pipelines(found.plan, topology) == 0
+    assert [rank.node for rank in found.plan.ranks] == [node for node in nodes for _ in range(8)]
+    assert run.state().state in ("starting", "running")
+
+
+def test_without_kueue_pipelines_are_whole_too(orch, ended, topology):
+    run = ended(orch.submit(*MAIN))
+    nodes = bound(orch, run, 8)
+    assert len(set(nodes)) == 8
+    assert split_pipelines(seated(run, nodes, topology).plan, topology) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"queue": "large"}, {}], ids=["kueue", "alone"])
+def test_five_hundred_and_twelve_nodes_in_one_run(orch, ended, topology, options):
+    (orch.home / "large" / "cluster").mkdir(parents=True)
+    (orch.home / "large" / "cluster" / "h100x4096.yaml").write_text(LARGE)
+    words = orch.submission(options)
+    place = words[words.index("--config-dir") + 1]
+    (Path(place) / "cluster").symlink_to(orch.home / "large" / "cluster")
+    done = orch(*words, "+cluster=h100x4096", "parallel=tp8_pp4_zero1", timeout=300)
+    run = ended(Run(orch, json.loads(done.stdout)["run_dir"]))
+    nodes = bound(orch, run, 512, 600)
+    assert len(set(nodes)) == 512
+    assert split_pipelines(seated(run, nodes, topology).plan, topology) == 0
+    if options:
+        assert split_slices(nodes, topology) == 0
+
+
+# ------------------------------------------------------------------------------------------ competing
+
+
+def jobs(bed: Bed) -> list[dict]:
+    return bed.get("jobs", "-l", "orch.test/race=ten")["items"]
+
+
+def finished(job: dict) -> bool:
+    return any(c["type"] == "Complete" and c["status"] == "True" for c in job["status"].get("conditions", ()))
+
+
+@pytest.mark.parametrize("queue", ["small", None], ids=["kueue", "alone"])
+def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
+    """24 nodes, ten runs of eight. Without a queue a submission that finds no room says so (76), and is tried again."""
+    bed, together, halves = orch.bed, [], []
+    bed.kubectl("delete", "jobs", "-l", "orch.test/race=ten", "--wait=true", timeout=120)
+    options = {"labels": {"orch.test/race": "ten"}, "annotations": {addons.FINISHES: "yes"}}
+    options |= {"queue": queue} if queue else {"node_selector": {"orch.test/pool": "small"}}
+    over = threading.Event()
+
+    def submit(index: int) -> int:
+        words, tries = orch.submission(options), 0
+        while not over.is_set():
+            done = orch(*words, *MAIN, f"run.name=race-{index}", code=None, timeout=600)
+            tries += 1
+            if done.returncode == 0:
+                return tries
+            assert done.returncode == Exit.CAPACITY, done.stderr
+        return tries
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            pods = bed.get("pods", "-l", "orch.test/race=ten")["items"]
+            alive = [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
+            placed = [pod["spec"]["nodeName"] for pod in alive if pod["spec"].get("nodeName")]
+            together.append(len({pod["metadata"]["labels"]["orch.dev/run"] for pod in alive}))
+            halves.append(len(placed) != len(set(placed)))
+
+    with ThreadPoolExecutor(11) as pool:
+        watching = pool.submit(watch)
+        try:
+            tries = list(pool.map(submit, range(10)))
+            everyone = lambda: len(found := jobs(bed)) == 10 and all(map(finished, found))  # noqa: E731
+            bed.wait(everyone, 300, "end of ten runs")
+        finally:
+            over.set()
+        watching.result()
+    assert len(tries) == 10
+    assert max(together) <= 3
+    assert not any(halves)  # no node was given twice
+    for job in jobs(bed):
+        assert job["status"]["succeeded"] == 8
+        assert not job["status"].get("failed")
+    bed.kubectl("delete", "jobs", "-l", "orch.test/race=ten", "--wait=false")
