@@ -91,6 +91,7 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     first = args.node == nodes[0] if args.coordinator is None else args.coordinator == "here"
     recorder = Recorder(folder, args.node, plan)
     recorder.metrics.begin_epoch(-1)
+    recorder.event("agent_started", pid=os.getpid())
     metrics = plan.job.metrics
     server = await serve(recorder.metrics, metrics.host, _metrics_port(args, metrics.port, first), args.metrics_fd)
     bound = server.sockets[0].getsockname()

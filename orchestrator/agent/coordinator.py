@@ -90,13 +90,19 @@ class Coordinator:
                     self._recorder.metrics.add("orch_faults", 1, decision.cause.kind, "agent")
                 if decision.again:
                     self._recorder.metrics.add("orch_restarts", 1, "failure" if decision.counted else "saved")
-                self._note("epoch_ended", reason=decision.reason, again=decision.again, counted=decision.counted)
+                self._note_end(decision)
             await self._finish(decision)
             return decision
         finally:
             ticker.cancel()
             server.close()
             self._group.close()
+
+    def _note_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
+        cause = decision.cause
+        about = {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code} if cause else {}
+        said = {"reason": decision.reason, "again": decision.again, "counted": decision.counted, **about}
+        self._note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
 
     def _say_where(self, host: str, port: int) -> None:
         write_private(self._folder.coordinator, msgspec.json.encode({"host": host, "port": port}))
@@ -145,6 +151,7 @@ class Coordinator:
         now = Epoch()
         before = self._furthest
         self._record.begin_epoch()  # on disk before anybody hears of it
+        self._note("epoch_began", epoch=self.epoch)
         self._recorder.metrics.set("orch_wanted_nodes", len(self._seats))
         self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
         for member in self._group.members.values():
@@ -250,7 +257,7 @@ class Coordinator:
             now.started.add(node)
             if now.started.issuperset(self._seats):
                 self._record.running()
-                self._note("workers_started", workers=len(self._plan.ranks))
+                self._note("epoch_runs", epoch=self.epoch, workers=len(self._plan.ranks))
         elif isinstance(what, WorkerExit):
             self._worker_ended(now, node, what)
         elif isinstance(what, Stopped):
@@ -294,6 +301,7 @@ class Coordinator:
             return
         now.stopping = True
         now.deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
+        self._note("epoch_stops", epoch=self.epoch, reason=reason)
         self._record.update(state="stopping" if self._request else "restarting", reason=reason)
         for member in self._group.members.values():
             member.channel.send(self.epoch, Stop(reason=reason, signal=signum, grace_s=grace_s))

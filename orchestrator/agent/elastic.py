@@ -102,6 +102,7 @@ class ElasticCoordinator(Coordinator):
         gone = {node for node, state in known.items() if state.state in ("lost", "ended")}
         if moved:
             gone |= self._record.take_over()
+            self._note_taken_over()
         awaited = {*self._sizes.nodes, *known} - gone | {self._node}
         longest = max(_SETTLE_S, self._rules.heartbeat_timeout_s) if moved else self._rules.join_timeout_s
         last = loop.time() + min(longest, self._rules.join_timeout_s)
@@ -133,6 +134,13 @@ class ElasticCoordinator(Coordinator):
         decision = await self._go_on(policy.Decision(True, "restarting", "", self._budget))
         return None if decision.again else decision
 
+    def _note_taken_over(self) -> None:
+        """The end that the last coordinator could not note."""
+        last = self._record.last_epoch
+        if last and last.cause and last.cause.kind == "coordinator_lost":
+            lost = policy.Decision(True, "restarting", last.cause.text, self._budget, cause=last.cause)
+            self._note_end(lost, last.epoch)
+
     async def _replanned(self, decision: policy.Decision) -> policy.Decision:
         if not decision.again:
             return decision
@@ -144,7 +152,7 @@ class ElasticCoordinator(Coordinator):
             self._send_away(decision.exclude, Exit.NODE, decision.reason)
         if self._node in (*leaving, decision.exclude):
             self._record.end_epoch(decision)
-            self._note("epoch_ended", reason=decision.reason, again=True, counted=decision.counted)
+            self._note_end(decision)
             raise _Resigned("this node leaves; another one will coordinate")
         if decision.cause:
             self._faults += 1

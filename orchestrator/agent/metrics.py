@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from orchestrator import __version__
+from orchestrator.goodput.meter import WallMeter
+from orchestrator.goodput.tiles import WallState
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import EventReport, StepReport
 
@@ -29,6 +32,7 @@ _COUNTERS = {
     "orch_tokens": "Tokens trained on, this node's share: sum over nodes gives the job.",
     "orch_comm_bytes": "Bytes sent by the workers of this node, by axis of parallelism.",
     "orch_comm_seconds": "Seconds in communication, summed over the workers of this node.",
+    "orch_wall_seconds": "Seconds of this node's agent, each in one state (docs/reliability.md).",
     "orch_faults": "Failures, by kind and by who noticed.",
     "orch_restarts": "Times that all workers were started again, by reason.",
     "orch_replans": "Times that the run went on with other nodes, by how it changed.",
@@ -41,6 +45,7 @@ _GAUGES = {
     "orch_loss": "Loss of the last step, mean over the tokens of the whole job.",
     "orch_grad_norm": "Norm of the last gradient of the whole job, before clipping.",
     "orch_learning_rate": "Learning rate of the last step.",
+    "orch_ettr_ratio": "Productive seconds of this node over all of them; a run's is its sums' ratio.",
     "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
@@ -60,6 +65,7 @@ _EXTRA = {
     "orch_comm_bytes": ["axis"],
     "orch_comm_seconds": ["axis"],
     "orch_memory_bytes": ["category"],
+    "orch_wall_seconds": ["state"],
     "orch_faults": ["kind", "detected_by"],
     "orch_restarts": ["reason"],
     "orch_replans": ["reason"],
@@ -89,8 +95,10 @@ class _Histogram:
 class NodeMetrics(Collector):
     """The numbers of one node. Feed it reports; it is its own registry's collector."""
 
-    def __init__(self, job: str, node: str, plan: Plan):
-        self._job, self._node = job, node
+    def __init__(self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic):
+        self._job, self._node, self._clock = job, node, clock
+        self._wall = WallMeter(clock(), lambda state, seconds: self.add("orch_wall_seconds", seconds, state))
+        self._recoveries: dict[tuple[int], _Histogram] = {}  # (epoch,)
         self._plan = plan
         self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == node)
         self._epoch = -1
@@ -106,6 +114,7 @@ class NodeMetrics(Collector):
 
     def begin_epoch(self, epoch: int) -> None:
         """From here on everything is of this epoch; values of the moment of older ones are no longer true."""
+        self.enter("rendezvous")
         self._epoch = epoch
         keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
         self._gauges = {k: v for k, v in self._gauges.items() if k[0].startswith(keep)}
@@ -127,6 +136,10 @@ class NodeMetrics(Collector):
         degrees = (str(getattr(par, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
         self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, par.schedule)
 
+    def enter(self, state: WallState) -> None:
+        """What this node's time is spent on from now on, until its next step."""
+        self._wall.enter(state, self._clock())
+
     def add(self, name: str, value: float, *labels: str) -> None:
         key = (name, self._epoch, labels)
         self._counters[key] = self._counters.get(key, 0) + value
@@ -137,6 +150,10 @@ class NodeMetrics(Collector):
 
     def on_step(self, report: StepReport, at: float) -> None:
         if self._ranks and report.rank == self._ranks[0]:  # one worker speaks for the node's progress
+            stall_s = report.phase_s.get("checkpoint", 0.0)
+            back_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
+            if back_s is not None:
+                self._recoveries.setdefault((self._epoch,), _Histogram()).observe(back_s)
             self.add("orch_step", 1)
             self.add("orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size)
             self.set("orch_last_step", report.step)
@@ -177,6 +194,8 @@ class NodeMetrics(Collector):
                 self._saves.setdefault((self._epoch,), _Histogram()).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
+        self._wall.look(self._clock())
+        self.set("orch_ettr_ratio", self._wall.ettr)
         for name, text in _COUNTERS.items():
             family = CounterMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
             for (which, epoch, labels), value in list(self._counters.items()):
@@ -193,6 +212,9 @@ class NodeMetrics(Collector):
         yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
         text = "Time to save a checkpoint, from the first byte to durable, where a worker of this node says so."
         yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
+
+        text = "From the first sign of an epoch's end to the beginning of the next step, where it broke off steps."
+        yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
 
     def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple, _Histogram]) -> Metric:
         family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])

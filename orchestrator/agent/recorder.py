@@ -14,6 +14,8 @@ from orchestrator.plan.worker import EventReport, StepReport
 from .metrics import NodeMetrics
 from .reports import JsonLines, parse, stamped
 
+#: Events of this node that say what its time goes to from then on.
+_ENTERS = {"workers_started": "startup", "worker_ended": "rendezvous", "coordinator_lost": "rendezvous"}
 _MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
 
 
@@ -52,6 +54,8 @@ class Recorder:
         elif isinstance(report, EventReport):
             self._events.write(stamped(line, at))
             self.metrics.on_event(report, at)
+            if report.name == "stopping":  # steps are over, the last save follows
+                self.metrics.enter("checkpoint_stall")
         else:
             self._unreadable += 1
             self.metrics.add("orch_reports_unreadable", 1)
@@ -60,6 +64,8 @@ class Recorder:
 
     def event(self, name: str, **fields: object) -> None:
         """Something that the agent or the coordinator itself did or saw."""
+        if name in _ENTERS:
+            self.metrics.enter(_ENTERS[name])
         record = {"kind": "agent", "name": name, "node": self.node, "epoch": self._epoch, **fields}
         self._events.write(stamped(msgspec.json.encode(record), self._clock()))
 

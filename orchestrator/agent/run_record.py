@@ -53,6 +53,10 @@ class RunRecord:
         return self._state.restarts
 
     @property
+    def last_epoch(self) -> EpochState | None:
+        return self._state.epochs[-1] if self._state.epochs else None
+
+    @property
     def nodes(self) -> dict[str, NodeState]:
         return self._state.nodes
 

@@ -165,8 +165,11 @@ def prepare_resume(folder: RunFolder) -> None:
     """Back to `pending`, keeping epochs and history. The caller holds the lock, so nobody else writes."""
     state = read_state(folder)
     folder.cancel.unlink(missing_ok=True)
+    now = time.time()
+    pauses = [*state.pauses, (state.ended_at or state.updated_at, now)]
     changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None, "restarts": 0}
-    write_state(folder, msgspec.structs.replace(state, **changes, updated_at=time.time(), writer="backend", nodes={}))
+    changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": pauses}
+    write_state(folder, msgspec.structs.replace(state, **changes))
 
 
 def read_record(folder: RunFolder) -> LocalRecord | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import textwrap
 
+from orchestrator.goodput.account import Account
 from orchestrator.plan.exits import meaning
+from orchestrator.report.goodput import strip
 from orchestrator.report.style import GRAY, GREEN, RED, YELLOW, Style, seconds, si, three
 
 from .live import Live, NodeLive
@@ -50,8 +52,8 @@ def request_page(request: LaunchRequest, style: Style) -> str:
     return "\n".join([style.title("Request"), *_table(rows, style)])
 
 
-def run_page(state: RunState, live: Live, style: Style) -> str:
-    """One run: where it is, how fast, what it uses, and what went wrong."""
+def run_page(state: RunState, live: Live, style: Style, spent: Account | None = None) -> str:
+    """One run: where it is, how fast, what it uses, where its time went, and what went wrong."""
     s = state.summary
     where = f"{s.get('model')} on {s.get('cluster')}, {s.get('parallel') or 'one GPU'}, {s.get('world_size')} workers"
     where += f" on {len(state.nodes)} nodes" if len(state.nodes) > 1 else ""
@@ -79,6 +81,13 @@ def run_page(state: RunState, live: Live, style: Style) -> str:
     if live.saved:
         age = f", {seconds(live.saved.age_s)} ago" if not state.is_final else ""
         rows.append(("saved", f"step {live.saved.step}{age}"))
+    if spent and spent.ettr is not None:
+        lost = sum(fault.lost_steps or 0 for fault in spent.faults)
+        faults = sum(not fault.planned for fault in spent.faults)
+        many = f"; {faults} fault{'s' * (faults != 1)}, {lost} step{'s' * (lost != 1)} done again" if faults else ""
+        rows.append(("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{many}"))
+        since = [(start - state.created_at, end - state.created_at, what) for start, end, what in spent.intervals]
+        rows.append(("", strip(since, spent.wall_s, style, max(20, style.width - 12))))
     rows.append(("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"))
     lines = [style.title("Run"), *_table(rows, style)]
     if state.nodes:

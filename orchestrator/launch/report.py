@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from orchestrator.goodput.account import Account, account
+from orchestrator.goodput.facts import Mark, gather, lead_steps, read_marks
+from orchestrator.goodput.ledger import ledger
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import StepReport
 
@@ -17,6 +21,7 @@ from .state import RunState
 from .untrusted import UNREADABLE
 
 SCHEMA = "orch.report/1"
+_MOST_INTERVALS = 5000
 _WARM_UP_STEPS = 2  # of each epoch: first-use costs are not the step time
 
 
@@ -49,8 +54,16 @@ def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[StepLine]:
     return found
 
 
-def make_report(plan: Plan, state: RunState, lines: list[StepLine]) -> dict[str, Any]:
-    """Planned and measured side by side. Seconds, bytes, ratios; None where nothing was measured."""
+def make_report(
+    plan: Plan, state: RunState, lines: list[StepLine], marks: Sequence[Mark] = (), now: float | None = None
+) -> dict[str, Any]:
+    """Planned and measured side by side. Seconds, bytes, ratios; None where nothing was measured.
+
+    `marks`: the run's events. `now`: Unix seconds, up to which the time of a run that goes on is counted.
+    """
+    steps_told = lead_steps(lines)
+    spent = account(gather(state, marks, steps_told), time.time() if now is None else now)
+    counted = ledger(steps_told)
     last_epoch_of = {line.step: line.epoch for line in sorted(lines, key=lambda line: line.epoch)}
     kept = [line for line in lines if last_epoch_of[line.step] == line.epoch]  # a replayed step counts once
     first_rank = min((line.rank for line in kept), default=0)
@@ -72,6 +85,9 @@ def make_report(plan: Plan, state: RunState, lines: list[StepLine]) -> dict[str,
         "cause": msgspec.to_builtins(state.cause),
         "wall_s": _span(state.started_at, state.ended_at),
         "epochs": msgspec.to_builtins(state.epochs),
+        "goodput": _goodput(spent, state.created_at),
+        "faults": msgspec.to_builtins(spent.faults),
+        "samples": {"consumed": counted.samples, "undone_steps": counted.undone, "problems": counted.problems},
         "steps": {
             "planned": plan.job.train.steps,
             "completed": max((line.step for line in kept), default=0),
@@ -102,8 +118,21 @@ def make_report(plan: Plan, state: RunState, lines: list[StepLine]) -> dict[str,
     }
 
 
+def _goodput(spent: Account, created: float) -> dict[str, Any]:
+    """Seconds since the submission; the intervals only of runs that have few."""
+    intervals = [[round(x.start - created, 3), round(x.end - created, 3), x.state] for x in spent.intervals]
+    listed = intervals if len(intervals) <= _MOST_INTERVALS else None
+    return {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "intervals": listed}
+
+
+def nodes_of(plan: Plan, state: RunState) -> list[str]:
+    """All that may have left files: the plan's, and those that came later."""
+    return list(dict.fromkeys([*plan.cluster.node_names, *state.nodes]))
+
+
 def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
-    report = make_report(plan, state, read_steps(folder, dict.fromkeys([*plan.cluster.node_names, *state.nodes])))
+    nodes = nodes_of(plan, state)
+    report = make_report(plan, state, read_steps(folder, nodes), read_marks(folder, nodes))
     write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 

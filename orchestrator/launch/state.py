@@ -87,6 +87,7 @@ class RunState(Frozen):
     nodes: dict[str, NodeState] = {}
     epochs: list[EpochState] = []
     cause: Cause | None = None  # of the end; earlier ones are in `epochs`
+    pauses: list[tuple[float, float]] = []  # ended, resumed: nothing of the run lived in between
 
     @property
     def is_final(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
 
+from .goodput import goodput
 from .page import CATEGORIES
 from .style import CATEGORY_COLOUR, GRAY, Style, percent, seconds, si, three
 from .timeline import Timeline
@@ -21,7 +22,7 @@ Pair = Mapping[str, float | None]  # "planned" and "measured"
 
 def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None) -> str:
     """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded."""
-    parts = [_run(report, style), _speed(report, style), _memory(report["memory"], style)]
+    parts = [_run(report, style), goodput(report, style), _speed(report, style), _memory(report["memory"], style)]
     if timeline is not None and timeline.steps:
         parts.append(_first_steps(timeline, style))
     if plan.parallel.world_size > 1:

@@ -86,6 +86,8 @@ def test_numbers_names_and_labels():
     found = values(text)
     assert kind.startswith("text/plain")
     one = "{plan_epoch=1}"
+    assert sum(value for key, value in found.items() if key.startswith("orch_wall_seconds_total{")) > 0
+    assert 0 <= found["orch_ettr_ratio" + one] <= 1
     assert found["orch_step_total" + one] == 2
     assert found["orch_tokens_total" + one] == 1000  # 2 steps of 1000, half of the ranks are here
     assert found["orch_tokens_per_second" + one] == 2000

@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
+    from orchestrator.goodput.facts import read_marks
     from orchestrator.launch.backend import get_backend
     from orchestrator.launch.find import find_run
-    from orchestrator.launch.report import make_report, read_steps
+    from orchestrator.launch.report import make_report, nodes_of, read_steps
     from orchestrator.launch.run_folder import home_folder
     from orchestrator.launch.state import read_state
     from orchestrator.plan import PlanError, load_plan
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     except PlanError as error:
         raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
     state = get_backend(read_state(folder).backend).state(folder)
-    report = make_report(plan, state, read_steps(folder, plan.cluster.node_names))
+    nodes = nodes_of(plan, state)
+    report = make_report(plan, state, read_steps(folder, nodes), read_marks(folder, nodes))
     timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
     if args.plot:
         _plot(args.plot, folder.run_id, plan, timeline)

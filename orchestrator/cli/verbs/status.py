@@ -20,6 +20,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import time
 
     from orchestrator.cli.terminal import style
+    from orchestrator.goodput.account import account
+    from orchestrator.goodput.facts import LeadReader, gather, read_marks
     from orchestrator.launch.backend import get_backend
     from orchestrator.launch.find import find_run
     from orchestrator.launch.live import read_live
@@ -28,19 +30,23 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
-    look = style()
+    look, lead = style(), LeadReader(folder)
     while True:
         state = backend.state(folder)
-        live = read_live(folder, state, time.time())
+        now = time.time()
+        live = read_live(folder, state, now)
+        spent = account(gather(state, read_marks(folder, state.nodes), lead.read(state.nodes)), now)
         if args.json:
             import msgspec
 
-            print(msgspec.json.encode({"state": state, "live": live, "run_dir": str(folder.path)}).decode(), flush=True)
+            goodput = {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "faults": spent.faults}
+            found = {"state": state, "live": live, "goodput": goodput, "run_dir": str(folder.path)}
+            print(msgspec.json.encode(found).decode(), flush=True)
         else:
             from orchestrator.launch.pages import run_page
 
             clear = "\033[H\033[2J" if args.watch and look.colour else ""
-            print(clear + run_page(state, live, look), flush=True)
+            print(clear + run_page(state, live, look, spent), flush=True)
         if not args.watch or state.is_final:
             return Exit.DONE
         time.sleep(_LOOK_S)

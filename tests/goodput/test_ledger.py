@@ -1,0 +1,57 @@
+"""The ledger: each sample once, and whatever breaks that is named."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.goodput.facts import Step
+from orchestrator.goodput.ledger import ledger, uneven
+
+BATCH = 12
+
+
+def walk(seed: int, lives: int) -> list[Step]:
+    """Lives that each go on from some step that is done already, as after faults."""
+    draw, done, told = random.Random(seed), 0, []
+    for epoch in range(lives):
+        done = draw.randint(max(0, done - 4), done)
+        for _ in range(draw.randint(0, 6)):
+            done += 1
+            told.append(Step(epoch, done, 0.0, 0.1, 0.0, done * BATCH))
+    return told
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.randoms())
+def test_a_run_that_loses_nothing_has_each_sample_once(seed, lives, order):
+    told = walk(seed, lives)
+    order.shuffle(told)
+    found = ledger(told)
+    assert found.problems == [] and uneven(found.entries, BATCH) == []
+    places = [place for entry in found.entries for place in range(entry.first, entry.last)]
+    assert places == list(range(found.samples))
+    assert [entry.step for entry in found.entries] == list(range(1, len(found.entries) + 1))
+    assert len(found.entries) + found.undone == len(told)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["skip", "repeat", "shrink"]))
+def test_samples_that_are_skipped_repeated_or_lost_with_a_node_are_found(seed, how):
+    told = walk(seed, 6)
+    last = max((step.epoch for step in told), default=0)
+    at = ledger(told).samples // BATCH
+    samples = {"skip": (at + 2) * BATCH, "repeat": max(0, at) * BATCH, "shrink": at * BATCH + BATCH // 2}[how]
+    found = ledger([*told, Step(last + 1, at + 1, 0.0, 0.1, 0.0, samples)])
+    assert found.problems or uneven(found.entries, BATCH), how
+
+
+def test_a_life_that_begins_beyond_what_was_done_is_named():
+    told = [Step(0, 1, 0, 0.1, 0, 4), Step(0, 2, 0, 0.1, 0, 8), Step(1, 5, 0, 0.1, 0, 20)]
+    assert ledger(told).problems == ["epoch 1 begins with step 5, step 2 was the last before it"]
+
+
+def test_a_report_that_was_lost_is_no_sample_that_was():
+    told = [Step(0, n, 0, 0.1, 0, n * 4) for n in (1, 2, 4, 5)]
+    found = ledger(told)
+    assert found.problems == [] and found.samples == 20 and uneven(found.entries, 4) == []
