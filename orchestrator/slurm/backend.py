@@ -30,7 +30,7 @@ from .flags import used_node_count
 from .options import SlurmOptions, read_options
 from .preflight import check_partition, warnings
 from .queue import Job
-from .record import SlurmRecord, find_job, read_record, verdict, write_record
+from .record import SlurmRecord, find_job, read_record, unheard, verdict, write_record
 from .render import JobScript, render
 from .starts import Start, choose
 from .states import meaning
@@ -153,7 +153,7 @@ class SlurmBackend:
         request = msgspec.structs.replace(request, backend_options=options)
         text = self.script(request, self._submitted(folder, request, environ))
         prepare_resume(folder)
-        for name in ("faults", "exclude"):  # a new count, and another chance for every node
+        for name in ("faults", "exclude", "over"):  # a new count, and another chance for every node
             (folder.path / "slurm" / name).unlink(missing_ok=True)
         self._send(folder, text, environ)
         return request.handle
@@ -191,8 +191,7 @@ class SlurmBackend:
         try:
             job = self._find(folder)
         except OrchError as error:
-            state = read_state(folder)
-            return state if state.is_final else msgspec.structs.replace(state, reason=error.message)
+            return unheard(read_state(folder), (folder.path / "slurm" / "over").exists(), error.message)
         sent = read_record(folder) is not None
         return verdict(read_state(folder), job, folder.cancel.exists(), sent)  # the file after the scheduler
 

@@ -135,6 +135,7 @@ def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Pla
     slurm.mkdir(mode=0o700, exist_ok=True)
     write_private(slurm / f"{placement.job_id}.{placement.life}.placement.json", raw)
     write_private(slurm / "placement.json", raw)
+    (slurm / "over").unlink(missing_ok=True)  # of a run that is resumed by hand: sbatch job.sbatch
     now, record = time.time(), read_record(folder)
     submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
     write_record(folder, SlurmRecord(job_id=placement.job_id, submitted_at=submitted, life=placement.life))

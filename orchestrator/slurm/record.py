@@ -12,6 +12,9 @@ from orchestrator.plan.exits import Exit
 from .queue import Job, id_key
 from .states import explain, meaning
 
+#: Ends of a life after which the script brings the job back, if it still may.
+COMES_BACK = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
+
 
 class SlurmRecord(Frozen):
     """backend.json: the job of the run. Written when submitting, and by the job itself at the start of each life."""
@@ -72,6 +75,19 @@ def verdict(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = T
         filter(None, [what.text, explain(job.reason), f"expected to start {job.start}" if job.start else ""])
     )
     return _replace(state, state=what.phase, exit_code=None, reason=f"job {job.id}: {why}")
+
+
+def unheard(state: RunState, over: bool, why: str) -> RunState:
+    """The run's state while Slurm does not answer: the file's, which cannot know whether the job will come back.
+
+    `over`: its script has said that it does not; without that a life that ended so is not the end of the run. Pure.
+    """
+    if not state.is_final:
+        return _replace(state, reason=why)
+    if over or state.state == "cancelled" or state.exit_code not in COMES_BACK:
+        return state
+    text = f"{why}; the last life ended {state.state} ({state.reason}), and may be followed by another"
+    return _replace(state, state="restarting", exit_code=None, reason=text)
 
 
 def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:

@@ -158,7 +158,8 @@ def _container_flags(job: JobScript) -> Sequence[str]:
 #: bring it back to life: so the state is asked first. Both questions outlive a restart of the controller. A lost or
 #: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times. A requeue and what the
 #: next life must avoid are said in one breath, since the requeue ends the script; and how many nodes it needs, since a
-#: job that kept the rest of its nodes would ask for no more than those.
+#: job that kept the rest of its nodes would ask for no more than those. A script that does not come back leaves `over`
+#: behind, for whoever asks while Slurm does not answer.
 _LIFE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
@@ -176,7 +177,7 @@ trap 'notice USR1' USR1
 trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
-leave() {{ say "code $1$2"; exit "$1"; }}
+leave() {{ say "code $1$2"; : > "$run/slurm/over"; exit "$1"; }}
 requeue() {{
   {{
     echo "requeue $job"

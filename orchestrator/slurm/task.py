@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,6 +25,8 @@ from orchestrator.launch.request import LaunchRequest, from_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import Cause, read_state, write_state
 from orchestrator.plan import Exit, PlanError, load_plan, meaning
+
+_TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,6 +156,8 @@ def _outcome(folder: RunFolder, code: int) -> int:
             if state.exit_code == Exit.CAPACITY and state.cause.kind == "node_lost":
                 _keep_the_rest(folder, state.cause.node)
         return state.exit_code or 0
+    if code == _TERMINATED:  # before the agents could hear it
+        return _last_word(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
     return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
 
 

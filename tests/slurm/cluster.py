@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.debian import SBIN, find
 
 from . import cluster_conf as conf
+from . import processes
 from .cluster_conf import Shape
 from .packages import install
 
@@ -84,8 +86,11 @@ class Cluster:
         order = [*(f"slurmd-{n}" for n in self.shape.names), "slurmctld", "slurmdbd", "mariadbd", "munged"]
         for name in order:
             self._end(name, signal.SIGKILL if name.startswith("slurmd-") else signal.SIGTERM)
-        for pid in self.processes():
-            _signal(pid, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < end:  # one may have forked in this moment
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.05)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def start_controller(self, clean: bool = False) -> None:
@@ -108,7 +113,9 @@ class Cluster:
         lose their parent would be woken by a SIGHUP. A step manager is known as the parent of a process of its job.
         """
         mine = self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0")
-        managers = {parent for pid in mine if (parent := _parent(pid)) and _name(parent) == "slurmstepd"}
+        managers = {
+            parent for pid in mine if (parent := processes.parent(pid)) and processes.name(parent) == "slurmstepd"
+        }
         everything = [self.pids[f"slurmd-{name}"], *managers, *mine]
         for pid in everything:
             _signal(pid, signal.SIGSTOP)
@@ -161,7 +168,29 @@ class Cluster:
 
     def job_state(self, job: str) -> str:
         """squeue's word for a job; empty when the controller has forgotten it."""
-        return self.run("squeue", "-h", "-j", job, "-t", "all", "-o", "%T", check=False).strip()
+        end = time.monotonic() + 60
+        while True:
+            try:
+                return self.run("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").strip()
+            except ClusterError as error:
+                if "Invalid job id" in str(error):
+                    return ""
+                if time.monotonic() > end:  # a controller without time does not answer
+                    raise
+
+    def step_managers(self, job: str) -> list[int]:
+        """Pids of the slurmstepds that a job still has, its batch script's among them."""
+        ids = self.run("squeue", "-h", "-j", job, "-t", "all", "-o", "%A", check=False).split()
+        titles = tuple(f"slurmstepd: [{id_}.".encode() for id_ in ids)
+        return [pid for pid in self.processes() if processes.title(pid).startswith(titles)]
+
+    def account_of(self, job: str) -> str:
+        """What Slurm says and has done of a job, for the message of a test that waited in vain."""
+        log = (self.home / "log" / "slurmctld.log").read_text(errors="replace").splitlines()
+        told = [line for line in log if re.search(rf"JobId={job}\b|{job}_|down|drain", line)]
+        shown = self.run("scontrol", "-d", "show", "job", job, check=False)
+        nodes = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T %E", check=False)
+        return "\n".join(["--- Slurm", shown, nodes, *told[-30:]])
 
     def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
         """Until `ready`; `seconds` is what a quiet machine needs at most, a busy one gets more."""
@@ -179,7 +208,7 @@ class Cluster:
     def processes(self, variable: bytes = b"") -> list[int]:
         """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and their children."""
         ours = f"SLURM_CONF={self.inside}/slurm.conf".encode() + b"\0"
-        return [pid for pid, env in _environments() if ours in env and variable in env]
+        return [pid for pid, env in processes.environments() if ours in env and variable in env]
 
     # ------------------------------------------------------------------------------------------ parts
 
@@ -251,29 +280,6 @@ class Cluster:
 _CHILDREN: dict[int, subprocess.Popen] = {}
 
 
-def _environments() -> Iterator[tuple[int, bytes]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                yield int(entry.name), (entry / "environ").read_bytes()
-            except OSError:
-                continue
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")[0]
-    except OSError:
-        return ""
-
-
 def _signal(pid: int, how: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, how)
@@ -283,21 +289,13 @@ def _gone(pid: int, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         child = _CHILDREN.get(pid)
-        if child is None and not _alive(pid):
+        if child is None and not processes.alive(pid):
             return True
         if child is not None and child.poll() is not None:
             del _CHILDREN[pid]
             return True
         time.sleep(0.05)
     return False
-
-
-def _alive(pid: int) -> bool:
-    """False for a zombie too: where nobody reaps orphans, an ended daemon stays one."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _free_ports(nodes: int) -> conf.Ports:
@@ -327,7 +325,7 @@ def reap_stale() -> None:
             owner = json.loads((home / "cluster.json").read_text())["owner"]
         except (OSError, ValueError, KeyError):
             continue
-        if owner and not _alive(owner):
+        if owner and not processes.alive(owner):
             _adopt(home).stop()
 
 

@@ -93,14 +93,14 @@ class Run:
         while (state := self.state()).state not in states:
             assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
             assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
-            time.sleep(0.3)
+            time.sleep(0.4)
         return state
 
     def until(self, what: str, ready: Callable[[], object], seconds: float = PATIENCE_S) -> None:
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def step(self, at_least: int) -> None:
         """Until every rank has reported that step."""
@@ -137,10 +137,16 @@ class Run:
         self.until("next life", placed)
 
     def hasten(self) -> None:
-        """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left."""
+        """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left.
+
+        Those two minutes have a reason: Slurm 22.05 takes the word of an old batch step that ends late for the word of
+        the new one, if that has started on the same node, and the job has failed. So its step managers must be gone.
+        """
         cluster = self.orch.cluster
+        state = cluster.job_state(self.job)
+        assert state not in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"), f"{state}\n{self.logs()}"
         settled = "completing" not in cluster.run("sinfo", "-h", "-p", "main", "-o", "%T", check=False)
-        if settled and cluster.job_state(self.job) == "PENDING":
+        if state == "PENDING" and settled and not cluster.step_managers(self.job):
             cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
 
     def finish(self) -> RunState:
@@ -154,7 +160,7 @@ class Run:
 
         def over() -> bool:
             self.hasten()
-            return self.orch.cluster.job_state(self.job) in ("COMPLETED", "FAILED")
+            return self.orch.cluster.job_state(self.job) == "COMPLETED"
 
         self.until("the end of the job", over)
         return self.wait("done")
@@ -202,4 +208,5 @@ class Run:
 
     def logs(self) -> str:
         parts = [*sorted((self.folder / "logs").glob("slurm-*")), *sorted((self.folder / "logs").glob("agent-*"))[:1]]
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts)
+        ours = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts)
+        return f"{ours}\n{self.orch.cluster.account_of(self.job)}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.launch.state import FINAL, SCHEMA, RunState
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import FINAL, SCHEMA, RunState, read_state, write_state
 from orchestrator.plan.exits import Exit
+from orchestrator.slurm import task
 from orchestrator.slurm.place import read_probe
 from orchestrator.slurm.queue import Job
-from orchestrator.slurm.record import SlurmRecord, find_job, verdict
+from orchestrator.slurm.record import SlurmRecord, find_job, unheard, verdict
 from orchestrator.slurm.states import TABLE
 
 
@@ -75,6 +77,26 @@ def test_a_job_that_slurm_has_forgotten():
     assert verdict(state("pending"), None, False, sent=False).state == "pending"
 
 
+@pytest.mark.parametrize(
+    ("folder", "over", "want"),
+    [
+        (("running", None), False, "running"),
+        (("stopped", 75), False, "restarting"),  # saved; whether it comes back Slurm alone knows
+        (("failed", 74), False, "restarting"),
+        (("failed", 76), False, "restarting"),
+        (("stopped", 75), True, "stopped"),  # come back often enough
+        (("failed", 76), True, "failed"),
+        (("failed", 1), False, "failed"),
+        (("done", 0), False, "done"),
+        (("cancelled", 75), False, "cancelled"),
+    ],
+)
+def test_while_slurm_does_not_answer(folder, over, want):
+    found = unheard(state(*folder, "why it ended"), over, "scontrol: no answer")
+    assert found.state == want and (found.exit_code is None) == (not found.is_final)
+    assert found.is_final or found.reason.startswith("scontrol: no answer")
+
+
 def test_a_job_submitted_by_hand_is_found_by_its_name():
     jobs = {"3": job("RUNNING", name="orch-r"), "12": Job(id="12", state="PENDING", name="orch-r")}
     assert find_job("r", None, jobs).id == "12"
@@ -88,3 +110,16 @@ def test_what_the_nodes_answer():
         with pytest.raises(Exception, match="answered") as refused:
             read_probe(text)
         assert refused.value.exit == Exit.NODE
+
+
+@pytest.mark.parametrize(("srun", "code", "phase"), [(143, Exit.RESTART, "stopped"), (137, Exit.CAPACITY, "failed")])
+def test_the_word_on_a_life_whose_agents_were_ended_before_they_spoke(tmp_path, srun, code, phase):
+    """A notice that comes while agents start ends them; that is no fault of a node."""
+    folder = RunFolder(tmp_path / "r")
+    folder.create()
+    write_state(folder, state("pending"))
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == code
+    said = read_state(folder)
+    assert (said.state, said.exit_code, said.cause.code) == (phase, code, srun)
+    write_state(folder, state("failed", 1))
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == 1, "the coordinator had spoken"
