@@ -9,15 +9,16 @@ WORKERS ?= 3
 demo: .venv/.ready
 	.venv/bin/orch demo
 
+# The Slurm tier, which mostly waits, runs beside the rest.
 test: .venv/.ready lint
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slurm and not kubernetes and not full"
+	OMP_NUM_THREADS=1 $(PY) -m tests.tiers $(WORKERS)
 
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes and not full"
 
-# Three workers on two cores: this tier mostly waits. The tests of one file keep to one worker.
+# The tier alone, with a later Slurm in a root of its own: some minutes and 300 MB the first time.
 test-slurm: .venv/.ready
-	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -n 3 --dist loadgroup -m slurm tests/slurm
+	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -n 3 --dist loadgroup -rs -m slurm tests/slurm
 
 testbed-slurm: .venv/.ready
 	@$(PY) -m tests.slurm.cluster start
