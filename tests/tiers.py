@@ -1,7 +1,7 @@
 """`python -m tests.tiers WORKERS`: what `make test` runs, two pytest processes beside each other.
 
 The Slurm tier mostly waits for a scheduler, everything else computes: together they take little longer than the rest
-alone. What the rest says is seen at once; what the tier says, its skips with their reasons included, when both are over.
+alone. What the rest says is seen at once; what the tier says, skips with their reasons included, when both are over.
 """
 
 from __future__ import annotations
