@@ -28,6 +28,7 @@ from orchestrator.plan.codec import from_json
 
 from .client import Cluster
 from .live import Place, place
+from .lost import let_go
 from .mirror import fill, followed
 from .options import KubernetesOptions, read_options
 from .pod import MARGIN_S, grace_seconds
@@ -131,6 +132,9 @@ class KubernetesBackend:
             return read_state(folder)
         try:
             what = self._watch.meaning(record, folder.run_id)
+            if done := let_go(self._of(record), self._watch.seen(record, folder.run_id), time.time()):
+                what = structs.replace(what, text=done)
+                self._watch.clear()
             if not (what.over and read_state(folder).is_final):
                 self._remember(folder, record)
         except OrchError as error:
