@@ -24,7 +24,7 @@ FULL = {
     "parallel": "tp8_pp4_zero1",
     "overrides": ["train.steps=100"],
     "image": {"repository": "registry.example/orch", "digest": "sha256:" + "0" * 64, "pullSecrets": ["reg"]},
-    "options": {"levels": {"leaf": "example.org/leaf"}, "cpus": 96, "labels": {"cost": "it's: #1"}},
+    "options": {"levels": {"leaf": "example.org/leaf"}, "cpus": 96, "annotations": {"note": "it's: #1"}},
     "claim": {"create": True, "storageClass": ""},
     "monitoring": {"podMonitor": True, "dashboard": True, "rules": True, "labels": {"release": "prom"}},
     "kueue": {"create": True, "quota": {"cpu": "64", "nvidia.com/gpu": "64"}},
@@ -105,7 +105,7 @@ def test_the_launcher_submits_with_options_that_orch_takes(helm):
     assert options.image == "registry.example/orch@sha256:" + "0" * 64
     assert (options.queue, options.claim, options.namespace) == ("my-run", "my-run-runs", "llm")
     assert options.owner.name == of(bodies, "ConfigMap", "-values")["metadata"]["name"]
-    assert options.labels == {"cost": "it's: #1"}
+    assert options.annotations == {"note": "it's: #1"}
     job = of(bodies, "Job", "-launch")
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert {"cluster=h100x64", "parallel=tp8_pp4_zero1", "train.steps=100", "backend=helm"} <= set(container["command"])
