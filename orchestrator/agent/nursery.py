@@ -8,8 +8,9 @@ forked twice, the process between leaves, and the kernel gives the orphan to the
 for the warden's word before it runs, so that the warden knows every worker that lives. Where the nursery is gone the
 warden starts workers the plain way.
 
-The program is a package with two modules: `<package>.preload`, imported here, whose `after_fork()` runs first in every
-worker; and `<package>.__main__` with `main(arguments)`. Forking is safe because this process has one thread and
+The program is a package with two modules: `<package>.preload`, imported here, whose `prepare(arguments, environment)`
+runs here before a worker is forked (more to import for this worker) and `after_fork()` first in every worker; and
+`<package>.__main__` with `main(arguments)`. Forking is safe because this process has one thread and
 computes nothing.
 """
 
@@ -25,7 +26,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import NoReturn
 
@@ -68,21 +68,24 @@ def settle(warden: int, log: int, report: int) -> None:
 class Nursery:
     """Serves one warden. One packet a worker: JSON, and the descriptors of its log, reports and word."""
 
-    def __init__(self, orders: socket.socket, warden: int, program: ModuleType, after_fork: Callable[[], None]):
+    def __init__(self, orders: socket.socket, warden: int, program: ModuleType, preload: ModuleType):
         self._orders, self._warden = orders, warden
-        self._program, self._after_fork = program, after_fork
+        self._program, self._preload = program, preload
 
     def serve(self) -> None:
         """Until the warden is gone."""
         gc.collect()
-        gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares with this process
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST_PACKET, 3)
             if not packet:
                 return
+            order = json.loads(packet)
+            with contextlib.suppress(Exception):  # the worker meets it again, and says so in its own log
+                self._preload.prepare(order["arguments"], order["environment"])
+            gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares with this process
             between = os.fork()
             if between == 0:
-                self._bear(json.loads(packet), *descriptors)
+                self._bear(order, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
             os.waitpid(between, 0)
@@ -115,7 +118,7 @@ class Nursery:
                 os.chdir(order["cwd"])
                 sys.argv = [self._program.__name__, *order["arguments"]]
                 name_process(order["name"])  # its command line is still the nursery's
-                self._after_fork()
+                self._preload.after_fork()
                 self._program.main(order["arguments"])
                 code = int(Exit.DONE)
         except SystemExit as error:
@@ -145,7 +148,7 @@ def main() -> int:
     preload = importlib.import_module(f"{package}.preload")
     program = importlib.import_module(f"{package}.__main__")
     with orders:
-        Nursery(orders, warden, program, preload.after_fork).serve()
+        Nursery(orders, warden, program, preload).serve()
     return 0
 
 

@@ -98,6 +98,18 @@ def test_without_a_nursery_workers_start_the_plain_way(tmp_path, monkeypatch, wh
     run(scenario, tmp_path, monkeypatch, PRELOAD_WAITS=waits)
 
 
+def test_a_worker_is_prepared_before_it_is_forked(tmp_path, monkeypatch):
+    async def scenario(h):
+        h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
+        while not h.workers.pids[0]:
+            await asyncio.sleep(0.01)
+        nurse, own = children_of(h.workers.warden_pid)[0], h.workers.pids[0]
+        await h.until_empty()
+        assert h.log().read_text().split() == ["in", str(nurse), str(own)]
+
+    run(scenario, tmp_path, monkeypatch)
+
+
 def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(tmp_path, monkeypatch):
     """The plain start fails as it would have without a nursery, with the program's own words."""
     (tmp_path / "broken").touch()

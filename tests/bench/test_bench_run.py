@@ -39,7 +39,7 @@ def test_what_bench_finds_is_what_plans_use(tmp_path, monkeypatch, capsys):
     assert set(found["links"]) == {"switch" if name == "local_shaped" else "host"}  # a node of one GPU has no inside
     (link,) = found["links"].values()
     if name == "local_shaped":
-        assert 0 < link["bytes_per_s"] < 1.1 * 0.05e9 / 8  # no more than the wire lets through
+        assert 0 < link["bytes_per_s"] < 1.3 * 0.05e9 / 8  # what the wire lets through, and a burst
     assert found["measured"]["matmul_flops"]["fp32"] > 0
     assert main(["plan", "--json", "parallel=dp2", *words]) == 0
     plan = json.loads(capsys.readouterr().out)

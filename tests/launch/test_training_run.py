@@ -47,7 +47,7 @@ def events(folder: RunFolder, name: str) -> list[dict]:
 
 
 def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):
-    steps = 100
+    steps = 60
     spec = plan(corpus, tmp_path, steps, trace_steps=2)
     whole = start(tmp_path, spec, "whole")
     assert wait_end(whole, 150).state == "done", whole.rank_log(0).read_text()

@@ -1,4 +1,4 @@
-"""`train.compile`: blocks compiled one by one compose with every technique. Slow: opt in with `-m slow`.
+"""`train.compile`: blocks compiled one by one compose with every technique.
 
 Composition (graph breaks at communication, recomputation, split backward, gathered weights) is a matter of tracing and
 of autograd, so most cases stop before code generation (`aot_eager`); one of each kind goes through it.
@@ -34,7 +34,8 @@ GENERATED = ("alone", "tp2 sp", "zb_h1", "cp2", "zero3", "dropout, tp2 sp")
 FULL = {
     ("tp2 pp2", "aot_eager"), ("selective recompute, tp2", "aot_eager"), ("cp2 ring", "aot_eager"),
     ("cp2 allgather", "aot_eager"), ("dropout, tp2 sp", "aot_eager"),
-    ("zb_h1", "inductor"), ("cp2", "inductor"), ("zero3", "inductor"),
+    ("cp2", "aot_eager"), ("cp2 ulysses", "aot_eager"), ("zb_h1", "aot_eager"), ("zero2, full recompute", "aot_eager"),
+    ("tp2 sp", "inductor"), ("zb_h1", "inductor"), ("cp2", "inductor"), ("zero3", "inductor"),
 }  # fmt: skip
 
 CASES = {

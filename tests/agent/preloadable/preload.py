@@ -11,5 +11,12 @@ while os.path.exists(os.environ.get("PRELOAD_WAITS", "")):
 PRELOADED_BY = os.getpid()
 
 
+def prepare(arguments: list[str], environment: dict[str, str]) -> None:
+    if "PREPARED" in environment:
+        environment["PREPARED"] = f"in {os.getpid()}"
+    else:
+        raise ValueError("a worker starts nevertheless")
+
+
 def after_fork() -> None:
     os.environ["FORKED"] = "yes"
