@@ -222,7 +222,12 @@ def _await_port(bed: Bed, port: int, log: str) -> None:
 
 
 def queues(
-    bed: Bed, quota: Mapping[str, str], levels: Iterable[str], selector: Mapping[str, str], name: str = "main"
+    bed: Bed,
+    quota: Mapping[str, str],
+    levels: Iterable[str],
+    selector: Mapping[str, str],
+    name: str = "main",
+    namespace: str = "default",
 ) -> None:
     """A topology, a flavor over the selected nodes, a ClusterQueue with this quota that preempts, a LocalQueue."""
     kueue_api = {"apiVersion": "kueue.x-k8s.io/v1beta2"}
@@ -236,7 +241,7 @@ def queues(
         {**kueue_api, "kind": "ClusterQueue", "metadata": {"name": name},
          "spec": {"namespaceSelector": {}, "resourceGroups": [group],
                   "preemption": {"withinClusterQueue": "LowerPriority"}}},
-        {**kueue_api, "kind": "LocalQueue", "metadata": {"name": name, "namespace": "default"},
+        {**kueue_api, "kind": "LocalQueue", "metadata": {"name": name, "namespace": namespace},
          "spec": {"clusterQueue": name}},
         {**kueue_api, "kind": "WorkloadPriorityClass", "metadata": {"name": "high"}, "value": 1000},
     )  # fmt: skip

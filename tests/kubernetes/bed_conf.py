@@ -130,9 +130,9 @@ def proxy_yaml(home: Path) -> str:
             "clusterCIDR": PODS,
             "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig"},
             "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
-            "hostnameOverride": "bed",
+            "hostnameOverride": "node-0",
             "healthzBindAddress": "",
-            "metricsBindAddress": "127.0.0.1:0",
+            "metricsBindAddress": "127.0.0.1:10249",
         },
         indent=1,
     )

@@ -1,0 +1,34 @@
+"""Kueue on real nodes: a run that has to make room saves, waits, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import addons
+from .runs import SHORT, TINY
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture
+def queue(orch) -> str:
+    """Room for one run of four pods, in this namespace."""
+    quota = {"cpu": "3.3", "memory": "14Gi"}
+    levels = ("orch.test/rack", "kubernetes.io/hostname")
+    addons.queues(orch.bed, quota, levels, {"orch.test/kind": "real"}, "one-run", orch.namespace)
+    return "one-run"
+
+
+def test_a_preempted_run_comes_back_and_its_losses_are_the_same(orch, queue, undisturbed):
+    low = orch.submit(*TINY, *SHORT, options={"queue": queue})
+    low.step(5)
+    urgent = [*TINY, *SHORT, "train.steps=5"]
+    high = orch.submit(*urgent, options={"queue": queue, "workload_priority": "high"})
+    low.until("preemption", lambda: "reempt" in (low.state().reason or ""), 120)
+    assert low.state().state == "pending"
+    high.wait("done")
+    assert max(low.saved()) >= 5  # it had time to save, though no checkpoint was due before step 20
+    low.wait("done", seconds=400)
+    assert low.steps() == pytest.approx(undisturbed, abs=1e-9)
+    job = orch.bed.get("job", low.id, "-n", orch.namespace)
+    assert not job["status"].get("failed")  # nothing of it is counted
