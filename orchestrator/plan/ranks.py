@@ -47,6 +47,31 @@ def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list
     return result
 
 
+def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str, list[list[int]]]:
+    """`all_groups(coords(order, degrees), ...)`, from the strides of the axes alone: linear in the ranks."""
+    stride, strides = 1, {}
+    for axis in order:
+        strides[axis] = stride
+        stride *= degrees[axis]
+    wanted = {axis: (axis,) for axis in AXES} | COMPOSITE
+    result = {name: _nested(list(strides.items()), degrees, varying) for name, varying in wanted.items()}
+    result["embedding"] = [[g[0], g[-1]] if degrees["pp"] > 1 else [g[0]] for g in result["pp"]]
+    return result
+
+
+def _nested(strides: list[tuple[str, int]], degrees: Mapping[str, int], varying: tuple[str, ...]) -> list[list[int]]:
+    """As `groups`: lists in the order of their lowest rank, members by coordinate, the last of `varying` slowest."""
+    at, firsts, members = dict(strides), [0], [0]
+    for axis in varying:
+        members = [index * at[axis] + rank for index in range(degrees[axis]) for rank in members]
+    for axis, stride in strides:
+        if axis not in varying:
+            firsts = [index * stride + rank for index in range(degrees[axis]) for rank in firsts]
+    if len(members) == 1:
+        return [[first] for first in firsts]
+    return [[first + rank for rank in members] for first in firsts]
+
+
 def as_dict(rank: Rank) -> dict[str, int]:
     return dict(zip(AXES, _read_coord(rank.coord), strict=True))
 
@@ -77,6 +102,11 @@ def check_ranks(plan: Plan) -> str | None:
             return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
         seats.add((rank.node, rank.gpu))
     found = [as_dict(rank) for rank in plan.ranks]
+    nested = sorted(par.order) == sorted(AXES)  # as in every plan that is made here; any other is read with more care
+    if nested and found == coords(par.order, degrees(par)):
+        if plan.groups != nested_groups(par.order, degrees(par)):
+            return "groups do not follow from the ranks' coordinates"
+        return _stages_problem(plan)
     if len({tuple(coord.values()) for coord in found}) != world:
         return "two ranks have the same coordinate"
     for axis, degree in degrees(par).items():
@@ -84,6 +114,11 @@ def check_ranks(plan: Plan) -> str | None:
             return f"a rank's {axis} coordinate is outside 0..{degree - 1}"
     if plan.groups != all_groups(found, par.pp):
         return "groups do not follow from the ranks' coordinates"
+    return _stages_problem(plan)
+
+
+def _stages_problem(plan: Plan) -> str | None:
+    par = plan.parallel
     if len(par.stage_layers) != par.pp * par.vpp or sum(par.stage_layers) != plan.model.layers:
         return f"stage_layers {par.stage_layers} must be {par.pp * par.vpp} numbers that sum to {plan.model.layers}"
     return None

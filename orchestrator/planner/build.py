@@ -8,7 +8,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, seal
 from orchestrator.plan.flops import model_flops_per_token
-from orchestrator.plan.ranks import all_groups, coords, degrees
+from orchestrator.plan.ranks import coords, degrees, nested_groups
 
 from . import advice, legality, memory
 from .auto import settled
@@ -65,7 +65,7 @@ def build_plan(config: Config) -> Plan:
         parallel=parallel,
         job=job,
         ranks=seat_ranks(cluster, places),
-        groups=all_groups(places, parallel.pp),
+        groups=nested_groups(parallel.order, degrees(parallel)),
         placement=axis_placement(best, traffic),
         memory=structs.replace(worst, worst_rank=worst_rank),
         time=time,

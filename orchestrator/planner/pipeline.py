@@ -20,6 +20,7 @@ from orchestrator.plan.schedules import (
     simulate,
 )
 from orchestrator.plan.schedules.makespan import Steps
+from orchestrator.plan.schedules.turns import TURNS, makespan
 
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
 EQUAL = 1e-6  # relative difference below which stages count as equal
@@ -90,6 +91,8 @@ def _simulated_span(
     half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
 
     def shown(count: int) -> float:
+        if name in TURNS:
+            return makespan(name, (pp, count, vpp), forward, half, half)
         return _steps(name, pp, count, vpp).makespan(forward, half, half)
 
     first = 3 * pp + micro_batches % pp  # warm-up, some steady state, drain

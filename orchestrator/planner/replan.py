@@ -10,7 +10,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
-from orchestrator.plan.ranks import AXES, all_groups, coords, degrees
+from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
 from orchestrator.slurm.hostlist import compress
 
 from . import memory
@@ -61,7 +61,7 @@ def _placed(plan: Plan, ground: Ground, certificate: Certificate, only: Sequence
             cluster=cluster,
             parallel=parallel,
             ranks=seat_ranks(cluster, places),
-            groups=all_groups(places, parallel.pp),
+            groups=nested_groups(parallel.order, degrees(parallel)),
             placement=axis_placement(best, traffic),
             memory=structs.replace(
                 worst, worst_rank=next(r for r, place in enumerate(places) if place["pp"] == worst.worst_rank)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.plan.ranks import AXES, COMPOSITE, coords, groups
+from orchestrator.plan.ranks import AXES, COMPOSITE, all_groups, coords, groups, nested_groups
 from orchestrator.planner.layout import balance_stages, group_members, orders, seat_ranks, stage_costs
 from orchestrator.planner.model_math import head_flops, layer_flops
 from orchestrator.planner.topology import build_cluster
@@ -29,6 +29,12 @@ def test_groups_agree_with_the_rank_algebra_and_with_all_pairs(degrees, order, v
     assert {frozenset(group) for group in members} == groups_by_pairs(places, varying)
     world = math.prod(degrees.values())
     assert sorted(itertools.chain(*members)) == list(range(world))  # a partition
+
+
+@given(small, st.permutations(AXES))
+@settings(max_examples=60, deadline=None)
+def test_groups_from_strides_are_those_read_off_the_coordinates(degrees, order):
+    assert nested_groups(order, degrees) == all_groups(coords(order, degrees), degrees["pp"])
 
 
 @given(small)

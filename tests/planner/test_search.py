@@ -15,6 +15,7 @@ from orchestrator.plan.schedules import SCHEDULES, build, peak_in_flight, simula
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
+from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.degrees import make_parallel
 from orchestrator.planner.pipeline import held_at_once
@@ -149,4 +150,6 @@ def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
     seconds = st.lists(st.floats(0.1, 3), min_size=pp * vpp, max_size=pp * vpp).map(tuple)
     costs = [data.draw(seconds) for _ in range(3)]
     schedule = build(name, pp, m, vpp)
+    if name in TURNS:
+        assert makespan(name, (pp, m, vpp), *costs) == Steps(schedule).makespan(*costs)  # the same sums, to the last bit
     assert Steps(schedule).makespan(*costs) == pytest.approx(simulate(schedule, Costs(*costs)).makespan, rel=1e-12)

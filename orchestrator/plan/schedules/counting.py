@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from .actions import Action, Kind
@@ -16,16 +16,17 @@ def count(script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, in
     Steps beyond the last micro-batch are left out: a script written for a full pipeline then also serves fewer
     micro-batches, and stays valid, because leaving out whole micro-batches removes constraints and adds none.
     """
-    seen: Counter[tuple[bool, int]] = Counter()
+    forward, weight, split = Kind.F, Kind.W, Kind.I  # read once: attributes of an enumeration are slow
+    forwards, backwards = [0, 0], [0, 0]  # B and I of a chunk count together
     owed: deque[tuple[int, int]] = deque()
     for kind, chunk in script:
-        if kind is Kind.W:
+        if kind is weight:
             chunk, index = owed.popleft()
         else:
-            key = kind is Kind.F, chunk  # B and I of a chunk count together
-            index = seen[key]
-            seen[key] += 1
-            if kind is Kind.I:
+            seen = forwards if kind is forward else backwards
+            index = seen[chunk]
+            seen[chunk] = index + 1
+            if kind is split:
                 owed.append((chunk, index))
         if index < each:
             yield Action(kind, stages[chunk], firsts[chunk] + index)

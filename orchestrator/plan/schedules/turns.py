@@ -1,0 +1,85 @@
+"""How long schedules take in which every rank goes through the same turns, without building them.
+
+In turn j a rank runs its forward number j + ahead, its backward number j and, where backward is cut in two, the weight
+gradient number j - behind; what does not exist is left out. 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2 differ in `ahead`
+and `behind` alone (see their modules). If rank r is at turn t + r, everything that it waits for has happened by t, or on
+a rank before it: one pass over t and r is enough, on plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Turns(NamedTuple):
+    """Both from (rank, pp, vpp)."""
+
+    ahead: Callable[[int, int, int], int]
+    behind: Callable[[int, int, int], int] | None = None  # None: backward is in one piece
+
+
+TURNS: dict[str, Turns] = {
+    "1f1b": Turns(lambda rank, pp, vpp: pp - 1 - rank),
+    "interleaved": Turns(lambda rank, pp, vpp: 2 * (pp - 1 - rank) + (vpp - 1) * pp),
+    "zb_h1": Turns(lambda rank, pp, vpp: pp - 1 - rank, lambda rank, pp, vpp: rank),
+    "zb_h2": Turns(lambda rank, pp, vpp: 2 * (pp - 1 - rank), lambda rank, pp, vpp: 2 * rank),
+}
+
+
+def makespan(
+    name: str,
+    shape: tuple[int, int, int],
+    forward: Sequence[float],
+    backward_input: Sequence[float],
+    backward_weight: Sequence[float],
+) -> float:
+    """Seconds from the first start to the last end, as `simulate`, to the last bit. One number a model stage each.
+
+    shape: ranks, micro-batches, stages a rank. `name`: one of `TURNS`.
+    """
+    pp, _, vpp = shape
+    rule, units = TURNS[name], _units(*shape)
+    total = len(units[0])
+    ahead = [rule.ahead(rank, pp, vpp) for rank in range(pp)]
+    behind = None if rule.behind is None else [rule.behind(rank, pp, vpp) for rank in range(pp)]
+    backward = backward_input if behind else [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
+    free = [0.0] * pp
+    forwards, backwards = ([[0.0] * total for _ in range(pp)] for _ in range(2))  # when each unit is done
+    forward_chunk, backward_chunk = units
+    for turn in range(-ahead[0], total + (behind[-1] - pp + 1 if behind else 0)):
+        for rank in range(pp):
+            unit, now = turn + rank, free[rank]
+            first = unit + ahead[rank]
+            if 0 <= first < total and (chunk := forward_chunk[first]) >= 0:
+                if rank or chunk:
+                    come = forwards[rank - 1][first if rank else first - pp]
+                    if come > now:
+                        now = come
+                forwards[rank][first] = now = now + forward[chunk * pp + rank]
+            if 0 <= unit < total and (chunk := backward_chunk[unit]) >= 0:
+                if rank < pp - 1 or chunk < vpp - 1:
+                    come = backwards[rank + 1][unit] if rank < pp - 1 else backwards[0][unit - pp]
+                    if come > now:
+                        now = come
+                backwards[rank][unit] = now = now + backward[chunk * pp + rank]
+            if behind and 0 <= (unit := unit - behind[rank]) < total:
+                now += backward_weight[rank]
+            free[rank] = now
+    return max(free)
+
+
+def _units(pp: int, micro_batches: int, vpp: int) -> tuple[list[int], list[int]]:
+    """Which of a rank's stages each forward, and each backward, goes through. -1: its micro-batch does not exist.
+
+    Micro-batches go in groups of `pp` through all stages of a rank where it has several (`interleaved`).
+    """
+    if vpp == 1:
+        return [0] * micro_batches, [0] * micro_batches
+    first, last = [], []
+    for group in range(0, micro_batches, pp):
+        for chunk in range(vpp):
+            there = [micro_batch < micro_batches for micro_batch in range(group, group + pp)]
+            first += [chunk if one else -1 for one in there]
+            last += [vpp - 1 - chunk if one else -1 for one in there]
+    return first, last
