@@ -13,6 +13,7 @@ from orchestrator.plan.document import Cluster, Model, Parallel, Train
 from .model_math import is_moe_layer, layer_groups, samples_of_kinds
 from .pipeline import in_flight, rank_stages
 from .traffic import WIDTH, stage_range
+from .waiting import Waits, splits
 
 LOSS_CHUNK = 1 << 24  # logits that the loss has in fp32 at a time
 
@@ -30,7 +31,11 @@ class Kernels(Struct, frozen=True, kw_only=True):
 
 def kernels_of(cluster: Cluster, model: Model, parallel: Parallel) -> Kernels:
     """The trainer's. Masks of dropout are not in a fused kernel; context parallelism makes its blocks again anyway."""
-    return Kernels(fused_norm=cluster.device == "cuda", fused_attention=_fused(model, parallel))
+    return Kernels(
+        fused_norm=cluster.device == "cuda",
+        fused_attention=_fused(model, parallel),
+        keep_gathered=parallel.sp and splits(parallel),  # a weight's gradient that waits needs its input whole
+    )
 
 
 def _fused(model: Model, parallel: Parallel) -> bool:
@@ -144,14 +149,21 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     at = [0, len(kept) - 1]  # of a dense layer and of a mixture
     last, head = len(parallel.stage_layers) - 1, head_bytes(model, parallel, train, kernels)
     stage, result = stage_bytes(model, parallel, train, kernels), []
-    for stages, flying in zip(rank_stages(parallel), in_flight(parallel), strict=True):
+    waits = Waits(model, parallel, train) if splits(parallel) else None
+    for rank, (stages, flying) in enumerate(zip(rank_stages(parallel), in_flight(parallel), strict=True)):
         ranges = [stage_range(parallel, place) for place in stages]
         groups = [group for group in layer_groups(model, train, ranges) if group[2]]
         held = sum(n * kept[at[kind]][mode].held for kind, mode, n in groups)
         held += sum(stage[index == last] for index in stages)
-        live = max((kept[at[kind]][mode].live for kind, mode, n in groups), default=0.0)
-        heads = head * heads_at_once(parallel.schedule, parallel.micro_batches) if last in stages else 0.0
-        result.append(held / len(stages) * flying + max(live, head * bool(heads)) + max(0.0, heads - head))
+        live = [kept[at[kind]][mode].live for kind, mode, _ in groups]
+        ends = last in stages
+        if waits:
+            layers = [(n, kind, more) for (kind, _, n), more in zip(groups, live, strict=True)]
+            result.append(waits.peak(rank, held / len(stages), len(stages), layers, head if ends else None))
+            continue
+        heads = head * heads_at_once(parallel.schedule, parallel.micro_batches) if ends else 0.0
+        most = max(*live, head * ends, 0.0) + max(0.0, heads - head)
+        result.append(held / len(stages) * flying + most)
     return [size + received_bytes(model, parallel, train, kernels) for size in result]
 
 
@@ -185,4 +197,5 @@ def loss_bytes(model: Model, parallel: Parallel, train: Train) -> float:
     """Bytes that come and go around the loss: fp32 logits of a chunk; in backward the logits' gradient beside them."""
     logits = parallel.micro_batch_size * train.seq_len / parallel.cp * -(-model.vocab // parallel.tp)
     width, chunk = WIDTH[train.precision], 4 * min(LOSS_CHUNK, logits)
-    return max(chunk * 2, width * logits + chunk) if width < 4 else max(chunk, width * logits)
+    most = max(chunk * 2, width * logits + chunk) if width < 4 else max(chunk, width * logits)
+    return max(0.0, most - width * logits) if splits(parallel) else most  # there it is kept: `Waits`

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.plan import document as doc
+from orchestrator.plan.schedules import SCHEDULES, Kind, build, illegal
 from orchestrator.planner.activations import Kernels, activations, layer_activations
 from orchestrator.planner.memory import model_states, passing
 from orchestrator.planner.model_math import layer_params, parameter_count
 from orchestrator.planner.pipeline import in_flight
+from orchestrator.planner.waiting import SPLIT, held_points
 from tests.plans import make_plan, tiny_model
 
 from . import shapes
@@ -159,3 +165,25 @@ def test_dropout_keeps_probabilities_and_masks():
     par = structs.replace(plan.parallel, stage_layers=[model.layers], micro_batches=1)
     less, more = (activations(one, par, plan.job.train)[0] for one in (model, dropped))
     assert more - less > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99
+
+
+@given(st.sampled_from(sorted(SPLIT)), st.integers(2, 7), st.integers(1, 40), st.floats(0.2, 5), st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m, waits, data):
+    """Most bytes before or after an I, where what waits for I weighs 1 and what waits for W `waits`."""
+    vpp = SCHEDULES[name].vpp[0]
+    if illegal(name, pp, m, vpp):
+        return
+    rank = data.draw(st.integers(0, pp - 1))
+    full = waiting = 0
+    most = 0.0
+    for kind, *_ in build(name, pp, m, vpp).orders[rank]:
+        full += (kind is Kind.F) - (kind in (Kind.B, Kind.I))
+        waiting += (kind is Kind.I) - (kind is Kind.W)
+        most = max(most, full + waits * waiting)
+    plan = SimpleNamespace(schedule=name, pp=pp, vpp=vpp, micro_batches=m)
+    points = held_points(plan, rank, waits > 1)
+    found = max(max(a + waits * b, a - 1 + waits * (b + 1)) for a, b in points)
+    assert found >= most * (1 - 1e-9)  # a whole backward where an I might have been is the safe side
+    if name in ("zb_h1", "zb_h2"):
+        assert found == pytest.approx(most)

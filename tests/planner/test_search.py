@@ -151,5 +151,7 @@ def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
     costs = [data.draw(seconds) for _ in range(3)]
     schedule = build(name, pp, m, vpp)
     if name in TURNS:
-        assert makespan(name, (pp, m, vpp), *costs) == Steps(schedule).makespan(*costs)  # the same sums, to the last bit
+        assert makespan(name, (pp, m, vpp), *costs) == Steps(schedule).makespan(
+            *costs
+        )  # the same sums, to the last bit
     assert Steps(schedule).makespan(*costs) == pytest.approx(simulate(schedule, Costs(*costs)).makespan, rel=1e-12)

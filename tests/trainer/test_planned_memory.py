@@ -56,6 +56,10 @@ MORE = {
     "dp2 zero3": {"dp": 2, "zero": 3},
     "pp2 dp2 zero3": PIPE | {"dp": 2, "zero": 3},
     "tp2 pp2 dp2 zero1": PIPE | {"tp": 2, "dp": 2, "zero": 1},
+    "pp2 zb_h1": PIPE | {"schedule": "zb_h1"},
+    "pp2 zb_h1 selective": PIPE | {"schedule": "zb_h1", "recompute": "selective"},
+    "tp2 pp2 zb_h1": PIPE | {"tp": 2, "schedule": "zb_h1"},
+    "pp4 zb_h2": {"pp": 4, "micro_batches": 8, "schedule": "zb_h2"},
     "GPT, tied": {"model": GPT},
     "GPT, tied, pp2": PIPE | {"model": GPT},
 }
@@ -68,11 +72,19 @@ def plan_of(layout: dict) -> Plan:
 
 
 def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
-    """Bytes by category: states as they are between steps, the rest at its peak in the second step."""
+    """Bytes by category: states as they are between steps, the rest at its peak in the second step. Gradients that
+    wait with their matrix's input for a later W are kept for backward as well."""
     mesh, device = Mesh.from_plan(plan, rank), torch.device("cpu")
     engine = Engine(plan, mesh, device, recipe(plan.job.train))
     lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, engine.optimizer.tensors)
     found = StepMemory(device, dict(zip(STATES, lists, strict=True)), engine.pipeline.trace.running)
+    queue, note = engine.pipeline._queue, engine.pipeline._queue.note
+
+    def noted(linear, x: torch.Tensor, grad: torch.Tensor) -> None:
+        found.tracker.keep(grad)
+        note(linear, x, grad)
+
+    queue.note = noted
     for step in range(2):
         batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, mesh.coord, step)]
         with found.measure({}):

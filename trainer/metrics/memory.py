@@ -184,6 +184,12 @@ class StorageTracker(DispatchMode):
         if life.category == "buffers" and life.forward is not None and self._running() != (life.forward, True):
             life.category = "activations"
 
+    def keep(self, tensor: Tensor) -> None:
+        """Somebody keeps `tensor` for a later part of backward."""
+        life = self._known.get(storage_key(tensor.untyped_storage()))
+        if life is not None and life.category == "buffers":
+            life.category = "activations"
+
     def _saved(self, tensor: Tensor) -> Tensor:
         """Autograd saves a tensor for backward."""
         storage = tensor.untyped_storage()

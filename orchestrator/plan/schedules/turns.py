@@ -2,8 +2,8 @@
 
 In turn j a rank runs its forward number j + ahead, its backward number j and, where backward is cut in two, the weight
 gradient number j - behind; what does not exist is left out. 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2 differ in `ahead`
-and `behind` alone (see their modules). If rank r is at turn t + r, everything that it waits for has happened by t, or on
-a rank before it: one pass over t and r is enough, on plain numbers.
+and `behind` alone (see their modules). If rank r is at turn t + r, everything that it waits for has happened at a
+smaller t, or on a rank before it: one pass over t and r is enough, on plain numbers.
 """
 
 from __future__ import annotations

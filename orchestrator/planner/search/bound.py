@@ -21,13 +21,13 @@ from orchestrator.planner.compute import optimizer_seconds
 from orchestrator.planner.fabric import Path
 from orchestrator.planner.pipeline import EQUAL, held_at_once
 from orchestrator.planner.traffic import gradient_operations
+from orchestrator.planner.waiting import full_at_once
 
 from .best_paths import BestPaths
 from .pieces import Piece
 from .shapes import Pipes, RankShape, Shape
 from .space import Spot
 
-SPLIT = ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")  # a rank may do weight gradients while others drain
 ROUNDING = 1 - 1e-9  # bounds add up in another order than the model
 ENDLESS = float("inf")
 
@@ -194,7 +194,7 @@ class RowBound:
     # ---------------------------------------------------------------------------------- of one schedule and ZeRO
 
     def kept(self, schedule: str) -> list[float]:
-        """Bytes that each rank of the shape keeps for backward, as `memory.activations`."""
+        """Bytes that each rank of the shape keeps for backward, at least."""
         return [self._kept(rank, schedule) for rank in self.shape.ranks]
 
     def _kept(self, rank: RankShape, schedule: str) -> float:
@@ -203,14 +203,16 @@ class RowBound:
         inner, last = piece.stage_bytes
         held = rank.dense * dense + rank.moe * moe + (self.held - rank.head) * inner + rank.head * last
         live = max(dense_live if rank.dense else 0.0, moe_live if rank.moe else 0.0)
-        flying = held_at_once(schedule, spot.pp, self.vpp, spot.micro_batches, rank.rank)
+        m = spot.micro_batches
+        flying = held_at_once(schedule, spot.pp, self.vpp, m, rank.rank)
+        flying = full_at_once(schedule, spot.pp, m, rank.rank, flying)  # what waits for weight gradients comes on top
         if rank.head:
-            more = heads_at_once(schedule, spot.micro_batches) - 1
+            more = heads_at_once(schedule, m) - 1
             live = max(live, piece.head_kept) + more * piece.head_kept + piece.loss_bytes
         return held / self.held * flying + live + (2 * piece.boundary if spot.pp > 1 else 0.0)
 
     def bytes_of(self, kept: list[float], sharded: Sharded) -> float:
-        """What the fullest rank holds, as `memory.accounts`."""
+        """What the fullest rank holds, at least."""
         fullest = 0.0
         for (plain, experts), keeps in zip(self.fill.held, kept, strict=True):
             fullest = max(fullest, plain * sharded.dense_bytes + experts * sharded.expert_bytes + keeps)

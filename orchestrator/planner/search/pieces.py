@@ -72,6 +72,7 @@ class Piece:
         there = [one for one, layer in zip(self.layer_s, self.kinds, strict=True) if layer is not None]
         self.fastest_forward = min(one.forward for one in there)
         self.most_core = max(one.core for one in there)
+        par = structs.replace(par, schedule="1f1b")  # one that splits backward keeps no less
         self.kernels = activations.kernels_of(ground.cluster, model, par)
         self.boundary = activations.boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)

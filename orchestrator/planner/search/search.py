@@ -24,9 +24,10 @@ from orchestrator.planner.job import make_train
 from orchestrator.planner.model_math import resolve
 from orchestrator.planner.solve import Ground, Solution, solve
 from orchestrator.planner.topology import build_cluster
+from orchestrator.planner.waiting import SPLIT
 
 from .best_paths import BestPaths
-from .bound import SPLIT, BranchBound, RowBound, SpotBound
+from .bound import BranchBound, RowBound, SpotBound
 from .pieces import Piece
 from .shapes import Pipes, Shape, pipes_of, shape_of
 from .space import RECOMPUTE, Choice, Space, Spot
