@@ -159,7 +159,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         ends = last in stages
         if waits:
             layers = [(n, kind, more) for (kind, _, n), more in zip(groups, live, strict=True)]
-            result.append(waits.peak(rank, held / len(stages), len(stages), layers, head if ends else None))
+            result.append(waits.peak(rank, flying, held / len(stages), len(stages), layers, head if ends else None))
             continue
         heads = head * heads_at_once(parallel.schedule, parallel.micro_batches) if ends else 0.0
         most = max(*live, head * ends, 0.0) + max(0.0, heads - head)

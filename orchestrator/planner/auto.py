@@ -7,13 +7,31 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 
 from .search.search import NEAR, Answer, Search
+from .solve import Ground
 
 GIB = 1 << 30
 
 
 def search(config: Config, near: float = NEAR) -> Answer:
     """The fastest layout that fits, and smaller ones that are slower by up to `near`. OrchError (65): nothing fits."""
+    return _run(Search(config), near)
+
+
+def settle(config: Config) -> tuple[Config, Ground | None]:
+    """A configuration with nothing left open; and where the search was, if there was one: it knows the roads there."""
+    if not config.parallel.auto:
+        return config, None
     seeker = Search(config)
+    return _run(seeker, near=0.0).front[0].config, seeker.ground
+
+
+def settled(config: Config) -> Config:
+    """A configuration with nothing left open."""
+    return settle(config)[0]
+
+
+def _run(seeker: Search, near: float) -> Answer:
+    config = seeker.space.config
     answer = seeker.run(near)
     if answer.front:
         return answer
@@ -35,8 +53,3 @@ def search(config: Config, near: float = NEAR) -> Answer:
         " (train.seq_len) or train.grad_dtype=bf16",
         Exit.CONFIG,
     )
-
-
-def settled(config: Config) -> Config:
-    """A configuration with nothing left open."""
-    return search(config, near=0.0).front[0].config if config.parallel.auto else config

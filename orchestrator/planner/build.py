@@ -11,7 +11,7 @@ from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 
 from . import advice, legality, memory
-from .auto import settled
+from .auto import settle
 from .degrees import make_case, make_parallel
 from .job import make_job
 from .layout import seat_ranks
@@ -28,8 +28,8 @@ def build_plan(config: Config) -> Plan:
 
     Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
-    config = settled(config)
-    cluster = build_cluster(config.cluster)
+    config, searched = settle(config)
+    cluster = searched.cluster if searched else build_cluster(config.cluster)
     model = resolve(config.model)
     job = make_job(config)
     case = make_case(config, wanted(config, cluster), model)
@@ -38,7 +38,8 @@ def build_plan(config: Config) -> Plan:
     train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # nodes that anyone may have listed in any order
-    ground, certificate = seated(Ground(cluster, model, train), shape, config.parallel.order, move=imported)
+    ground = Ground(cluster, model, train, searched and searched.roads)
+    ground, certificate = seated(ground, shape, config.parallel.order, move=imported)
     cluster = ground.cluster
     parallel, best, traffic, time = solve(ground, shape, config.parallel.order)
     alternative = None

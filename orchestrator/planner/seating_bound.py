@@ -50,8 +50,8 @@ def path_bound(fabric: Fabric, members: np.ndarray, pattern: Pattern, wrap: bool
         hop = float(fabric.latency.min())
         turn = hop * (n if wrap and pattern != "exchange" else n - 1)
         return Path(1.0 / float(fabric.rate[0]), hop, turn, fabric.names[0], {})
-    sets = np.unique(row, axis=0) if row.size <= 1 << 16 else row[:: max(1, len(row) * nodes // (int(row.max()) + 1))]
-    count = len(np.unique(sets[:, 0]))  # groups on nodes of their own: two that share a first node share all
+    # groups on nodes of their own: two that share a first node share all
+    count = int(np.count_nonzero(np.bincount(row[:, 0])))
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
     level = _least_level(fabric, nodes, count if even else 1)
     if level == 0:

@@ -20,10 +20,11 @@ from .traffic import Traffic, step_traffic
 class Ground:
     """One model on one cluster: what every choice of degrees shares, computed once."""
 
-    def __init__(self, cluster: doc.Cluster, model: doc.Model, train: doc.Train):
+    def __init__(self, cluster: doc.Cluster, model: doc.Model, train: doc.Train, roads: Roads | None = None):
+        """`roads`: the cluster's, where somebody has them already."""
         self.cluster, self.model, self.train = cluster, model, train
         self.profile: Profile = profile_of(cluster)
-        self.roads = Roads(cluster, self.profile)
+        self.roads = roads or Roads(cluster, self.profile)
         self.rate: Rates = rates(cluster, self.profile, train.precision)
         self.level_names = [level.name for level in cluster.levels]
 

@@ -44,12 +44,19 @@ class Waits:
         self.head = self.logits + size * model.hidden
 
     def peak(
-        self, rank: int, held: float, stages: int, layers: Sequence[tuple[int, int, float]], head: float | None
+        self,
+        rank: int,
+        flying: int,
+        held: float,
+        stages: int,
+        layers: Sequence[tuple[int, int, float]],
+        head: float | None,
     ) -> float:
         """Most bytes that a pipeline rank keeps.
 
-        held: of a micro-batch before its I, in one of the rank's `stages`; layers: (how many, kind, what one has more
-        while it runs again); head: what the output projection and its loss keep, on the rank that has them.
+        flying: micro-batches at once, as `pipeline.in_flight`; held: of one before its I, in one of the rank's
+        `stages`; layers: (how many, kind, what one has more while it runs again); head: what the output projection and
+        its loss keep, on the rank that has them.
         """
         waits = sum(count * self.layers[kind][0] for count, kind, _ in layers) + (self.head if head else 0.0)
         waits /= stages
@@ -60,7 +67,7 @@ class Waits:
         again = max((max(0.0, more - self.layers[kind][0]) for _, kind, more in layers if more), default=0.0)
         return max(
             max(full * held + count * waits + turning, (full - 1) * held + (count + 1) * waits + again)
-            for full, count in held_points(self.parallel, rank, waits > held)
+            for full, count in held_points(self.parallel, rank, flying if waits <= held else None)
         )
 
 
@@ -81,15 +88,16 @@ def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
     return inputs + grads + model.hidden * (2 + many) + ffn + forward, forward
 
 
-def held_points(parallel: Parallel, rank: int, more: bool) -> list[Point]:
-    """What one pipeline rank holds where it holds most. `more`: a micro-batch that waits for W needs more than one that
-    waits for I; else only the most of all can matter.
+def held_points(parallel: Parallel, rank: int, flying: int | None = None) -> list[Point]:
+    """What one pipeline rank holds where it holds most. `flying`: the most at once, for those who know that none weighs
+    more while it waits for W than while it waits for I.
     """
     if parallel.schedule == TABLE:
         return _highest(schedule_of(parallel).orders[rank])
     step, (p, m) = SPLIT[parallel.schedule], (parallel.pp, parallel.micro_batches)
-    if step is None:
-        return _counted(parallel.schedule, p, min(m, 4 * p + m % 2), parallel.vpp, rank, more)
+    if step is None:  # none of these waits for W when most are there
+        known = flying is not None
+        return [(flying, 0)] if known else _counted(parallel.schedule, p, min(m, 4 * p + m % 2), parallel.vpp, rank)
     ahead, behind = min(step * (p - 1 - rank), m), step * rank
     turns = (min(behind, max(0, m - 1 - ahead)), min(behind, m - 1))  # in full swing, and as forwards run out
     return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
@@ -102,10 +110,9 @@ def full_at_once(schedule: str, p: int, m: int, rank: int, held: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _counted(name: str, p: int, m: int, v: int, rank: int, more: bool) -> list[Point]:
+def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
     """From some rounds of micro-batches on every further one looks like the last."""
-    points = _highest(SCHEDULES[name].order(rank, p, m, v))
-    return points if more else points[:1]
+    return _highest(SCHEDULES[name].order(rank, p, m, v))
 
 
 def _highest(order: Iterable[Action]) -> list[Point]:

@@ -14,7 +14,7 @@ from orchestrator.plan.schedules import SCHEDULES, Kind, build, illegal
 from orchestrator.planner.activations import Kernels, activations, layer_activations
 from orchestrator.planner.memory import model_states, passing
 from orchestrator.planner.model_math import layer_params, parameter_count
-from orchestrator.planner.pipeline import in_flight
+from orchestrator.planner.pipeline import held_at_once, in_flight
 from orchestrator.planner.waiting import SPLIT, held_points
 from tests.plans import make_plan, tiny_model
 
@@ -182,7 +182,7 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
         waiting += (kind is Kind.I) - (kind is Kind.W)
         most = max(most, full + waits * waiting)
     plan = SimpleNamespace(schedule=name, pp=pp, vpp=vpp, micro_batches=m)
-    points = held_points(plan, rank, waits > 1)
+    points = held_points(plan, rank, held_at_once(name, pp, vpp, m, rank) if waits <= 1 else None)
     found = max(max(a + waits * b, a - 1 + waits * (b + 1)) for a, b in points)
     assert found >= most * (1 - 1e-9)  # a whole backward where an I might have been is the safe side
     if name in ("zb_h1", "zb_h2"):

@@ -178,7 +178,8 @@ class Space:
         return lambda zero: sharding(zero, group, spot.pp, schedule, replicas, many) is None
 
     def count(self, spot: Spot) -> int:
-        key = spot.pp, spot.micro_batches, spot.dp * spot.cp * spot.ep
+        replicas = spot.dp * spot.cp * spot.ep
+        key = spot.pp, spot.micro_batches, replicas if self.par.zero_group else min(replicas, 2)
         if key not in self._counts:
             self._counts[key] = len(self.recompute) * sum(
                 len(vpps) * sum(map(self.shards(spot, schedule), self.zeros(spot)))
