@@ -236,14 +236,15 @@ class ElasticCoordinator(Coordinator):
                 self._now_running(now)
 
     def _leave(self, now: Epoch, node: str, notice: Notice) -> None:
-        """One node is told to end: the others save with it, and go on without it. When all are told, the run ends."""
+        """One node is told to end: the others save with it, and go on without it. The run ends when too few stay."""
         if node not in self._group.members:
             return
         if node not in self._seats:
             self._send_away(node, Exit.RESTART, notice.reason)
             return
         self._leaving[node] = notice.reason
-        if set(self._seats) <= self._leaving.keys():
+        staying = self._group.members.keys() - self._leaving.keys()
+        if set(self._seats) <= self._leaving.keys() and len(staying) < self._sizes.least:
             self._ask(notice)
         now.resize = now.resize or f"a node leaves ({notice.reason})"
         grace = self._failure_grace if notice.force else self._rules.grace_s

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+
+import pytest
 
 from orchestrator.agent.elastic import ElasticCoordinator
-from orchestrator.agent.messages import Prepare, Ready, Stop, Stopped
+from orchestrator.agent.messages import Notice, Prepare, Ready, Stop, Stopped
 from orchestrator.agent.recorder import Recorder
 from orchestrator.agent.run_record import RunRecord
 from orchestrator.agent.sizes import Growth, Sizes
@@ -13,16 +16,16 @@ from orchestrator.launch.claims import Claims
 from orchestrator.launch.discovery import Discovery
 from orchestrator.launch.request import Policy
 from orchestrator.launch.run_folder import write_private
-from orchestrator.plan import load_plan, to_json
+from orchestrator.launch.state import read_state
+from orchestrator.plan import Exit, load_plan, to_json
 from tests.agent.test_coordinator import KEY, PLAN, World, make_folder
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 
 
-def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_waited_for(tmp_path):
-    """Found on a busy machine: its agent had given up the connection, ended its workers and come again within the same
-    epoch, and the run waited for its `stopped` as long as for workers that cannot be killed.
-    """
+@contextlib.asynccontextmanager
+async def coordinated(tmp_path):
+    """An elastic coordinator of two nodes or one, on node0, and the world that plays its agents."""
     sizes = {2: PLAN, 1: make_plan(dp=2, nodes=1)}
     folder = make_folder(tmp_path)
     for nodes, plan in sizes.items():
@@ -30,30 +33,61 @@ def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_wait
     write_private(folder.plan, to_json(PLAN))
     request = make_parcel(PLAN, tmp_path / "elsewhere", sizes=sizes).request
     rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=30.0, join_timeout_s=30.0)
-
-    async def main():
-        claims = Claims(folder, "node0")
-        claims.take(0)
-        recorder = Recorder(folder, "node0", PLAN)
-        record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
-        parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, Growth())
-        task = asyncio.create_task(ElasticCoordinator(*parts).run("127.0.0.1"))
-        while not folder.coordinator.exists():
-            await asyncio.sleep(0.01)
-        world = World(folder, task)
-        a, b = await world.join("node0"), await world.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
-        b.channel.abort()
-        assert isinstance((await a.hear())[1], Stop)
-        again = await world.join("node1", epoch=0)
-        assert await again.hear() == (0, Prepare())
-        again.epoch = 0
-        again.say(Ready(port=4321))
-        a.say(Stopped())
-        for assigned in await asyncio.gather(a.follow(1), again.follow(1)):  # and it has its seat back
-            assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash == load_plan(folder.plan).hash
+    claims = Claims(folder, "node0")
+    claims.take(0)
+    recorder = Recorder(folder, "node0", PLAN)
+    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
+    parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, Growth())
+    task = asyncio.create_task(ElasticCoordinator(*parts).run("127.0.0.1"))
+    while not folder.coordinator.exists():
+        await asyncio.sleep(0.01)
+    try:
+        yield World(folder, task)
+    finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         recorder.close()
+
+
+def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_waited_for(tmp_path):
+    """Found on a busy machine: its agent had given up the connection, ended its workers and come again within the same
+    epoch, and the run waited for its `stopped` as long as for workers that cannot be killed.
+    """
+
+    async def main():
+        async with coordinated(tmp_path) as world:
+            a, b = await world.join("node0"), await world.join("node1")
+            await asyncio.gather(a.follow(), b.follow())
+            b.channel.abort()
+            assert isinstance((await a.hear())[1], Stop)
+            again = await world.join("node1", epoch=0)
+            assert await again.hear() == (0, Prepare())
+            again.epoch = 0
+            again.say(Ready(port=4321))
+            a.say(Stopped())
+            for assigned in await asyncio.gather(a.follow(1), again.follow(1)):  # and it has its seat back
+                assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash == load_plan(world.folder.plan).hash
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_run_whose_seated_nodes_must_all_leave_goes_on_where_others_stand_by(tmp_path, spare):
+    async def main():
+        async with coordinated(tmp_path) as world:
+            a, b = await world.join("node0"), await world.join("node1")
+            await asyncio.gather(a.follow(), b.follow())
+            if spare:
+                c = await world.join("node2", epoch=0)
+                assert await c.hear() == (0, Prepare())
+            for agent in (a, b):
+                agent.say(Notice(reason=f"{agent.node} is drained", signal="SIGTERM", force=False))
+            for agent in (a, b):
+                assert isinstance((await agent.hear())[1], Stop)
+                agent.say(Stopped())
+            over = await world.task
+            assert over.code == Exit.RESTART
+            # with a spare the coordinator only leaves it to that: node0 has to go
+            assert read_state(world.folder).state == ("restarting" if spare else "stopped")
 
     asyncio.run(main())

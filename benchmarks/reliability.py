@@ -1,0 +1,189 @@
+"""The table of trials: every fault, every victim position, many times, under orch and under stock torchrun.
+
+    python benchmarks/reliability.py [--trials 20] [--systems orch,torchrun] [--faults …] [--positions …] [--page]
+
+Three nodes of one rank each on this machine. The ranks are `together.py` (no torch: the figures are the launcher's);
+for faults of checkpoints they are the bundled trainer with its tiny model. Under orch the faults are those of `orch
+drill` in a run that goes on and on; a node that is lost comes back as a spare. Under torchrun every trial is a new job.
+
+Each trial is a line of benchmarks/results/reliability.jsonl as soon as it is over, and what is there is not done again:
+stop it whenever you like, and start it once more. Rounds go over all rows, so that what there is is even. `--page`
+writes the table into docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import reliability_page  # noqa: E402
+from benchmarks.torchrun_trials import torchrun_trial  # noqa: E402
+from orchestrator.drill.faults import KINDS, Shot  # noqa: E402
+from orchestrator.drill.local import LocalTargets  # noqa: E402
+from orchestrator.drill.trial import Range, Trial  # noqa: E402
+from orchestrator.errors import OrchError  # noqa: E402
+from orchestrator.launch.backend import get_backend  # noqa: E402
+from orchestrator.launch.request import from_bytes  # noqa: E402
+from orchestrator.launch.run_folder import RunFolder  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "reliability.jsonl"
+POSITIONS = ("rank0", "coordinator", "other")
+NODES, HEARTBEAT_TIMEOUT_S, LIMIT_S, STEP_S = 3, 3.0, 90.0, 0.05
+TRAINER = ("bit_flip", "disk_full")  # faults that need real checkpoints
+#: seconds that a fault lasts: longer than silence is borne
+FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
+LASTS_S = 5.0
+
+
+class OrchRun:
+    """One run that takes many shots. `kind`: "host" (spares), "cable" (network namespaces) or "trainer"."""
+
+    def __init__(self, home: Path, kind: str):
+        self.home, self.kind = home, kind
+        self.run_id = f"{kind}-{time.strftime('%H%M%S')}-{os.getpid() % 1000}"
+        self.environment = os.environ | {"ORCH_HOME": str(home), "OMP_NUM_THREADS": "1"}
+        words = ["submit", f"nodes=2..{NODES}", f"cluster.nodes={NODES}", "cluster.gpus_per_node=1", "train.seq_len=64"]
+        words += ["train.global_batch_samples=6", f"backend.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"]
+        words += ["train.steps=1000000", "backend.max_restarts=100000", "checkpoint.every_steps=5"]
+        words += ["backend.options.restart_lost_nodes_after_s=0.2", "backend.options.grow_after_s=0.2"]
+        if kind == "cable":
+            words += ["backend.options.network=namespaces", "backend.options.link_gbit_per_s=1"]
+        else:
+            words += ["backend.options.spare_nodes=1"]
+        command = ["--in-place", "--", sys.executable, str(ROOT / "benchmarks" / "together.py")]
+        if kind == "trainer":
+            words += ["checkpoint.memory_every_steps=1"]
+        self.orch(*words, "--run-id", self.run_id, *([] if kind == "trainer" else command))
+        folder = RunFolder(home / "runs" / self.run_id)
+        request = from_bytes(folder.request.read_bytes())
+        self.range = Range(folder, get_backend("local"), request, LIMIT_S)
+        self.targets = LocalTargets(folder, request)
+
+    def orch(self, *words: str, check: bool = True) -> None:
+        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+        subprocess.run(argv, env=self.environment, cwd=ROOT, check=check, stdout=subprocess.DEVNULL)
+
+    def trial(self, fault: str, position: str, pick: float) -> Trial:
+        """In the whole run: all seats are taken, and where there are spares one stands by."""
+        end = time.monotonic() + LIMIT_S
+        while not self._whole():
+            if time.monotonic() > end:
+                raise OrchError(f"the run did not become whole again: {self.range.state().reason}")
+            time.sleep(0.05)
+        if fault == "bit_flip":
+            self._wait_saves(end)
+        return self.range.shoot(Shot(fault, position, pick), self.targets, FOR_S.get(fault, LASTS_S))
+
+    def _whole(self) -> bool:
+        state = self.range.state()
+        if state.is_final:
+            raise OrchError(f"the run has ended: {state.state}, {state.reason}")
+        seated = [node for node in state.nodes.values() if node.state == "running" and node.ranks]
+        spares = [node for node in state.nodes.values() if node.state in ("running", "joined") and not node.ranks]
+        return state.state == "running" and len(seated) == NODES and (bool(spares) or self.kind == "cable")
+
+    def _wait_saves(self, end: float) -> None:
+        while time.monotonic() < end:
+            try:
+                return self.targets.check("bit_flip")
+            except OrchError:
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        self.orch("cancel", "--force", self.run_id, check=False)
+
+
+def kind_of(fault: str) -> str:
+    return "cable" if fault == "partition" else "trainer" if fault in TRAINER else "host"
+
+
+def orch_trial(runs: dict[str, OrchRun], home: Path, fault: str, position: str, pick: float) -> dict:
+    """A row's next trial; a run that has failed is replaced for the one after it."""
+    kind = kind_of(fault)
+    try:
+        if kind not in runs:
+            runs[kind] = OrchRun(home, kind)
+        trial = runs[kind].trial(fault, position, pick)
+        found = msgspec.to_builtins(trial)
+    except (OrchError, subprocess.CalledProcessError) as error:
+        found = {"fault": fault, "position": position, "ok": False, "problem": str(error), "at": time.time()}
+    if not found["ok"] and kind in runs:
+        runs.pop(kind).close()
+    return {**found, "workers": "the bundled trainer" if kind == "trainer" else "stand-ins"}
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def rows(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """(system, fault, position) of everything that was asked for."""
+    faults = [name for name in (args.faults.split(",") if args.faults else KINDS)]
+    found = []
+    for system in args.systems.split(","):
+        for fault in faults:
+            if system == "torchrun" and kind_of(fault) != "host":
+                continue  # it has no checkpoints of its own, and its agents no network of theirs here
+            found += [(system, fault, position) for position in args.positions.split(",")]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--systems", default="orch,torchrun")
+    parser.add_argument("--faults", default="", help=", ".join(KINDS))
+    parser.add_argument("--positions", default=",".join(POSITIONS))
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after this long; 0: when all are done")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write docs/reliability.md")
+    args = parser.parse_args()
+    if args.page:
+        reliability_page.write(read(args.out), ROOT / "docs" / "reliability.md")
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    machine = f"{os.cpu_count()} CPUs {platform.machine()}, Linux {platform.release()}"
+    end = time.monotonic() + args.minutes * 60 if args.minutes else float("inf")
+    args.out.parent.mkdir(exist_ok=True)
+    runs: dict[str, OrchRun] = {}
+    with tempfile.TemporaryDirectory(prefix="orch-reliability-", ignore_cleanup_errors=True) as home:
+        try:
+            for number in range(args.trials):
+                for system, fault, position in rows(args):
+                    have = [
+                        r
+                        for r in read(args.out)
+                        if (r["system"], r["fault"], r["position"]) == (system, fault, position)
+                    ]
+                    if len(have) > number or time.monotonic() > end:
+                        continue
+                    if system == "orch":
+                        found = orch_trial(runs, Path(home), fault, position, (number * 0.37) % 1)
+                    else:
+                        found = torchrun_trial(Path(home), fault, position, FOR_S.get(fault, LASTS_S), LIMIT_S)
+                    found |= {"system": system, "commit": commit.stdout.strip(), "machine": machine}
+                    found["load"] = round(os.getloadavg()[0], 1)
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(found) + "\n")
+                    says = "goes on" if found["ok"] else f"FAILED {found['problem']}"
+                    times = f"noticed {found.get('noticed_s')} steps {found.get('stepping_s')}"
+                    print(f"{number + 1:>3} {system:<9}{fault:<13}{position:<12}{says}  {times}", flush=True)
+        finally:
+            for run in runs.values():
+                run.close()
+
+
+if __name__ == "__main__":
+    main()

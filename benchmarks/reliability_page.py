@@ -1,0 +1,67 @@
+"""docs/reliability.md's table, from the lines of benchmarks/results/reliability.jsonl. Pure but for the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from orchestrator.drill.score import quantile
+
+BEGIN, END = "<!-- trials -->", "<!-- /trials -->"
+
+
+def table(lines: list[dict]) -> str:
+    groups: dict[tuple[str, str], dict[str, list[dict]]] = {}
+    for line in lines:
+        groups.setdefault((line["fault"], line["position"]), {}).setdefault(line["system"], []).append(line)
+    head = [
+        "fault",
+        "victim",
+        "orch",
+        "noticed p50 / p95",
+        "steps p50 / p95",
+        "lost",
+        "torchrun",
+        "steps p50 / p95",
+        "lost",
+    ]
+    text = ["| " + " | ".join(head) + " |", "|" + "|".join("---" if i < 2 else "--:" for i in range(len(head))) + "|"]
+    for (fault, position), systems in sorted(groups.items()):
+        ours, theirs = systems.get("orch", []), systems.get("torchrun", [])
+        cells = [fault, position, _rate(ours), _pair(ours, "noticed_s"), _pair(ours, "stepping_s"), _lost(ours)]
+        cells += [_rate(theirs), _pair(theirs, "stepping_s"), _lost(theirs)]
+        text.append("| " + " | ".join(cells) + " |")
+    ours = [line for line in lines if line["system"] == "orch"]
+    theirs = [line for line in lines if line["system"] == "torchrun"]
+    text += ["", f"All together: orch {_rate(ours)}, torchrun {_rate(theirs)}."]
+    text += [f"Machine: {line}." for line in sorted({line["machine"] for line in lines})]
+    commits = ", ".join(f"{commit} ({n})" for commit, n in Counter(line["commit"] for line in lines).items())
+    loads = sorted(line["load"] for line in lines)
+    if loads:
+        text += [f"Commits (trials): {commits}. Load average {loads[0]} to {loads[-1]}, median {quantile(loads, 0.5)}."]
+    bad = Counter(
+        f"{line['system']}, {line['fault']}, {line['position']}: {line['problem']}" for line in lines if not line["ok"]
+    )
+    text += ["", "What did not go on:", "", *(f"- {n} x {what}" for what, n in sorted(bad.items()))] if bad else []
+    return "\n".join(text)
+
+
+def write(lines: list[dict], page: Path) -> None:
+    """Between the two marks of the page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{after}")
+
+
+def _rate(lines: list[dict]) -> str:
+    return f"{sum(line['ok'] for line in lines)} of {len(lines)}" if lines else "-"
+
+
+def _pair(lines: list[dict], name: str) -> str:
+    values = [line[name] for line in lines if line["ok"] and line.get(name) is not None]
+    return f"{quantile(values, 0.5):.2f} / {quantile(values, 0.95):.2f} s" if values else "-"
+
+
+def _lost(lines: list[dict]) -> str:
+    values = [line["lost_steps"] for line in lines if line["ok"] and line.get("lost_steps") is not None]
+    return str(max(values)) if values else "-"

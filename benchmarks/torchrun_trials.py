@@ -1,0 +1,185 @@
+"""One fault in a stock torchrun job: three elastic agents with all defaults, the same program, the same machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from orchestrator.launch.processes import descendants
+
+TOGETHER = Path(__file__).with_name("together.py")
+NODES = 3
+_START_S = 120.0
+
+
+class Job:
+    """Agents on 127.0.0.1 to .3; the first hosts rank 0 (ranks go by address), the second was started first and hosts
+    the store, which is as near to a coordinator as torchrun has.
+    """
+
+    def __init__(self, home: Path):
+        self.home = home
+        home.mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=2:{NODES}", "--nproc-per-node=1"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={home.name}"]
+        words += ["--max-restarts=3"]
+        environment = os.environ | {"TOGETHER_DIR": str(home), "OMP_NUM_THREADS": "1"}
+        self.agents: dict[int, subprocess.Popen] = {}
+        for node in (1, 0, 2):
+            log = (home / f"agent-{node}.log").open("wb")
+            argv = [*words, f"--local-addr=127.0.0.{node + 1}", str(TOGETHER)]
+            with log:
+                self.agents[node] = subprocess.Popen(
+                    argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            if node == 1:
+                _listens(port)
+
+    def steps(self) -> list[dict]:
+        try:
+            return [json.loads(line) for line in (self.home / "steps.jsonl").read_text().splitlines()]
+        except (OSError, ValueError):
+            return []
+
+    def worker(self, node: int) -> int:
+        """The agent's worker, whatever else it has started."""
+        for pid in descendants(self.agents[node].pid):
+            with contextlib.suppress(OSError):
+                if str(TOGETHER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        raise RuntimeError(f"agent {node} has no worker")
+
+    def rank_of(self, node: int) -> int:
+        variables = Path(f"/proc/{self.worker(node)}/environ").read_bytes().split(b"\0")
+        return int(next(word for word in variables if word.startswith(b"RANK="))[5:])
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            for pid in [agent.pid, *descendants(agent.pid)]:
+                _send(pid, signal.SIGKILL)
+            agent.wait()
+        for path in self.home.glob("pid-*"):  # what an agent that was killed left behind
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                pid = int(path.read_text().split()[0])
+                if str(TOGETHER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and _in(pid, self.home):
+                    _send(pid, signal.SIGKILL)
+
+
+def torchrun_trial(home: Path, fault: str, position: str, for_s: float, limit_s: float) -> dict:
+    """The same fields as a trial of ours; what torchrun does not tell (when it noticed) is None."""
+    job = Job(home / f"torchrun-{time.time_ns()}")
+    found = {
+        "fault": fault,
+        "position": position,
+        "ok": False,
+        "problem": "",
+        "at": time.time(),
+        "workers": "stand-ins",
+    }
+    try:
+        end = time.monotonic() + _START_S
+        while len(job.steps()) < 5:
+            if time.monotonic() > end:
+                found["problem"] = f"no steps within {_START_S:g} s of the start"
+                return found
+            time.sleep(0.1)
+        nodes = {job.rank_of(node): node for node in range(NODES)}
+        node = {"rank0": nodes[0], "coordinator": 1}.get(position)
+        if node is None:
+            node = next(node for rank, node in sorted(nodes.items()) if rank != 0 and node != 1)
+        before = job.steps()[-1]
+        found |= {"at": time.time(), "node": f"agent {node}"}
+        lift = hit(job, fault, node, for_s)
+        _watch(job, found, before, lift, found["at"] + for_s, limit_s)
+    except (RuntimeError, OSError, StopIteration, KeyError) as error:
+        found["problem"] = f"{type(error).__name__}: {error}"
+    finally:
+        job.close()
+    return found
+
+
+def hit(job: Job, fault: str, node: int, for_s: float):
+    """The fault; what takes it back after `for_s`, if it is of those that last."""
+    agent, worker = job.agents[node].pid, job.worker(node)
+    everything = [agent, *descendants(agent)]
+    if fault == "kill_worker":
+        _send(worker, signal.SIGKILL)
+    elif fault == "stop_worker":
+        _send(worker, signal.SIGSTOP)
+    elif fault == "slow_worker":
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            _send(worker, signal.SIGSTOP)
+            time.sleep(0.4)
+            _send(worker, signal.SIGCONT)
+            time.sleep(0.1)
+    elif fault == "kill_agent":
+        _send(agent, signal.SIGKILL)
+    elif fault == "kill_node":
+        for pid in everything:
+            _send(pid, signal.SIGKILL)
+    elif fault in ("stop_agent", "stop_node"):
+        stopped = [agent] if fault == "stop_agent" else everything
+        for pid in stopped:
+            _send(pid, signal.SIGSTOP)
+        return lambda: [_send(pid, signal.SIGCONT) for pid in stopped]
+    elif fault == "notice":
+        _send(agent, signal.SIGTERM)
+        return lambda: [_send(pid, signal.SIGKILL) for pid in everything if pid != agent]
+    else:
+        raise RuntimeError(f"no {fault} under torchrun")
+    return None
+
+
+def _watch(job: Job, found: dict, before: dict, lift, lifted: float, limit_s: float) -> None:
+    """Until another life steps; or, for what costs time only, until steps go on. An orphan's steps are no recovery."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if lift and time.time() >= lifted:
+            lift()
+            lift = None
+        steps = job.steps()
+        anew = [step for step in steps if step["at"] > found["at"] and step["pid"] != before["pid"]]
+        same = [step for step in steps if step["at"] > lifted + 3 and step["step"] > before["step"]]
+        whole = found["fault"] in ("slow_worker", "stop_agent", "stop_node") and not lift
+        if len(anew) >= 2:
+            done = max(step["step"] for step in steps if step["pid"] == before["pid"])
+            found["ok"], found["stepping_s"] = True, anew[0]["at"] - anew[0]["step_s"] - found["at"]
+            found["lost_steps"] = max(0, done - (anew[0]["step"] - 1))
+            return
+        if whole and same:
+            found |= {"ok": True, "lost_steps": 0}
+            return
+        if all(agent.poll() is not None for agent in job.agents.values()):
+            found["problem"] = "all agents have ended"
+            return
+        time.sleep(0.1)
+    orphans = job.steps()[-1]["at"] > time.time() - 2
+    found["problem"] = f"no new life within {limit_s:g} s" + (", the old one steps on" if orphans else "")
+
+
+def _listens(port: int) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+
+
+def _in(pid: int, home: Path) -> bool:
+    return f"TOGETHER_DIR={home}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def _send(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)

@@ -1,0 +1,65 @@
+"""`orch drill [run]`: break parts of a running job on purpose, and measure how it goes on."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+HELP = "break parts of a run on purpose: how often, and how soon, does it go on"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from orchestrator.drill.faults import KINDS, POSITIONS
+
+    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    known = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
+    parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=known)
+    parser.add_argument(
+        "--victim", metavar="WHO", default="any", help=f"{', '.join(POSITIONS)}, or a node's name (default: any)"
+    )
+    parser.add_argument("--trials", type=int, default=1, metavar="N", help="of each fault; with --random altogether")
+    parser.add_argument("--random", action="store_true", help="faults in random order, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of victims and random order (default: 0)")
+    parser.add_argument("--every-s", type=float, default=0.0, metavar="S", help="at least, from fault to fault")
+    parser.add_argument(
+        "--for-s", type=float, default=5.0, metavar="S", help="how long a fault lasts, or the notice is (default: 5)"
+    )
+    parser.add_argument("--limit-s", type=float, default=120.0, metavar="S", help="for the run to step again")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+    import sys
+
+    from orchestrator.cli.terminal import style
+    from orchestrator.drill.faults import check_kinds, shots
+    from orchestrator.drill.session import open_range, session
+    from orchestrator.launch.find import find_run
+    from orchestrator.launch.run_folder import home_folder
+
+    if args.trials < 1 or args.for_s < 0 or args.limit_s <= 0:
+        raise OrchError("`orch drill`: --trials is at least 1, --for-s not negative, --limit-s positive", Exit.USAGE)
+    faults = check_kinds([name for name in args.faults.split(",") if name])
+    if not faults:
+        raise OrchError("`orch drill --faults` names no fault", Exit.USAGE)
+    folder = find_run(home_folder(os.environ), args.run)
+    place, targets = open_range(folder, faults, args.victim, args.limit_s)
+    plan = shots(faults, args.victim, args.trials, args.seed, args.random)
+    out, look = (sys.stderr if args.json else sys.stdout), style()
+    trials, stopped = session(place, targets, plan, args.for_s, args.every_s, lambda line: print(line, file=out), look)
+    from orchestrator.drill.score import score
+
+    rows = score(trials)
+    if args.json:
+        import msgspec
+
+        found = {"run": folder.run_id, "seed": args.seed, "trials": trials, "score": rows, "stopped": stopped}
+        print(msgspec.json.encode(found).decode())
+    else:
+        from orchestrator.report.drill import table
+
+        print(table(rows, look))
+    good = all(trial.ok for trial in trials) and not stopped
+    return Exit.DONE if good else Exit.USER

@@ -1,0 +1,87 @@
+"""Which faults there are, what each does, and what a run must be able to spare for it. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
+
+Position = Literal["rank0", "coordinator", "other", "any"]
+POSITIONS: tuple[str, ...] = get_args(Position)
+
+
+class Kind(NamedTuple):
+    help: str
+    takes: Literal["restart", "node", "nothing"]  # what it may cost the run: one of its restarts, a node, or time only
+    lasts: bool = False  # for some seconds, then it is taken back
+    restarts: bool = True  # steps go on in another life; without it, also in the same one
+
+
+KINDS: dict[str, Kind] = {
+    "kill_worker": Kind("SIGKILL to one worker", "restart"),
+    "stop_worker": Kind("SIGSTOP to one worker: it is there and does nothing", "restart"),
+    "slow_worker": Kind("one worker runs half of the time", "nothing", lasts=True, restarts=False),
+    "kill_agent": Kind("SIGKILL to the agent of a node", "node"),
+    "stop_agent": Kind("SIGSTOP to the agent of a node, SIGCONT later", "node", lasts=True),
+    "kill_node": Kind("SIGKILL to everything of the run on a node", "node"),
+    "stop_node": Kind("SIGSTOP to everything of the run on a node, SIGCONT later", "node", lasts=True),
+    "notice": Kind("SIGTERM to the agent of a node, and SIGKILL to what is left of it later", "node", lasts=True),
+    "partition": Kind("a node's link is down, and up later (network=namespaces)", "node", lasts=True),
+    "disk_full": Kind("workers of a node cannot write to files", "nothing", lasts=True, restarts=False),
+    "bit_flip": Kind("one bit of the newest checkpoint, then SIGKILL to one worker", "restart"),
+}
+
+
+def check_kinds(names: Sequence[str]) -> list[str]:
+    """OrchError (64) for one that is none."""
+    for name in names:
+        if name not in KINDS:
+            raise OrchError(f"no fault {name!r}; {did_you_mean(name, KINDS)}", Exit.USAGE)
+    return list(names)
+
+
+class Shot(NamedTuple):
+    """One fault to be: `pick` (0 to 1) chooses among the victims that fit when its time has come."""
+
+    fault: str
+    position: str
+    pick: float
+
+
+def shots(faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool) -> list[Shot]:
+    """`trials` of each fault in turn; at random: `trials` altogether, drawn by the seed."""
+    draw = random.Random(seed)
+    if at_random:
+        return [Shot(draw.choice(list(faults)), position, draw.random()) for _ in range(trials)]
+    return [Shot(fault, position, draw.random()) for _ in range(trials) for fault in faults]
+
+
+def victim(shot: Shot, ranks: Mapping[str, Sequence[int]], coordinator: str) -> tuple[str, int] | None:
+    """(node, rank) to be hit, of nodes with the ranks they hold; None where no node fits the position."""
+    seated = {node: sorted(held) for node, held in sorted(ranks.items()) if held}
+    fits = {
+        "rank0": [node for node, held in seated.items() if held[0] == 0],
+        "coordinator": [node for node in seated if node == coordinator],
+        "other": [node for node, held in seated.items() if node != coordinator and held[0] != 0],
+        "any": list(seated),
+    }.get(shot.position, [node for node in seated if node == shot.position])
+    places = [(node, rank) for node in fits for rank in seated[node]]
+    if shot.position == "rank0":
+        places = [(node, rank) for node, rank in places if rank == 0]
+    return places[min(int(shot.pick * len(places)), len(places) - 1)] if places else None
+
+
+def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) -> str:
+    """Why this run would end of it, "" when it need not."""
+    takes = KINDS[fault].takes
+    if takes == "restart" and restarts_left < 1:
+        return f"{fault} takes a restart, and backend.max_restarts is used up"
+    if takes == "node" and not elastic:
+        return f"{fault} takes a node, and this run is not elastic (nodes=A..B): it would end"
+    if takes == "node" and spare_nodes < 1:
+        return f"{fault} takes a node, and this run is at its smallest size"
+    return ""

@@ -1,0 +1,104 @@
+"""A drill from its first shot to its last: whose run it is, where its processes are, what is written down."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.backend import get_backend
+from orchestrator.launch.request import from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import read_state
+from orchestrator.plan.exits import Exit
+from orchestrator.report.style import GRAY, GREEN, RED, Style, seconds
+from orchestrator.suggest import did_you_mean
+
+from .faults import KINDS, POSITIONS, Shot, refusal
+from .local import LocalTargets
+from .trial import Range, Trial
+
+
+def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s: float) -> tuple[Range, LocalTargets]:
+    """Refuses what can be known before the first shot: OrchError 64 or 76; 78 where the run is somebody else's."""
+    owner = folder.path.stat().st_uid
+    if owner != os.geteuid():
+        text = f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner may drill it"
+        raise OrchError(text, Exit.SECURITY)
+    state = read_state(folder)
+    if state.backend != "local":
+        raise OrchError(_elsewhere(state.backend, folder.run_id), Exit.USAGE)
+    backend = get_backend(state.backend)
+    state = backend.state(folder)
+    if state.is_final:
+        raise OrchError(f"run {folder.run_id} has ended: {state.state}", Exit.USAGE)
+    if position not in POSITIONS and position not in state.nodes:
+        raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
+    request = from_bytes(folder.request.read_bytes())
+    targets = LocalTargets(folder, request)
+    for fault in faults:
+        never = refusal(fault, restarts_left=state.max_restarts, elastic=bool(request.sizes), spare_nodes=1)
+        if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node"):
+            raise OrchError(never or f"{fault} takes a node, and this run has one size", Exit.USAGE)
+        if fault != "bit_flip":  # there may be checkpoints by then
+            targets.check(fault)
+    return Range(folder, backend, request, limit_s), targets
+
+
+def _elsewhere(backend: str, run_id: str) -> str:
+    own = {
+        "slurm": "scancel --signal=TERM <job> is a notice, scontrol update NodeName=<node> State=DOWN a lost node",
+        "kubernetes": "kubectl delete pod --grace-period=0 is a lost node, with a grace period a notice",
+    }.get(backend, "")
+    text = f"run {run_id} is of the backend {backend}: orch drill reaches processes of this machine only"
+    return text + (f" ({own})" if own else "")
+
+
+def session(
+    place: Range,
+    targets: LocalTargets,
+    plan: Sequence[Shot],
+    for_s: float,
+    every_s: float,
+    say: Callable[[str], None],
+    style: Style,
+) -> tuple[list[Trial], str]:
+    """All trials that could be made, and why there are not more, "" where there are all. Each is a line of drills.jsonl
+    in the run folder as soon as it is over.
+    """
+    trials: list[Trial] = []
+    for index, shot in enumerate(plan):
+        if trials and every_s:
+            time.sleep(max(0.0, trials[-1].at + every_s - time.time()))
+        try:
+            trial = place.shoot(shot, targets, for_s)
+        except OrchError as error:
+            say(style.paint(f"{index + 1:>4} of {len(plan)}  {shot.fault}: {error.message}", RED))
+            return trials, error.message
+        trials.append(trial)
+        _write_down(place.folder, trial)
+        say(f"{style.paint(f'{index + 1:>4} of {len(plan)}', GRAY)}  {_line(trial, style)}")
+        if place.state().is_final:
+            return trials, trial.problem
+    return trials, ""
+
+
+def _line(trial: Trial, style: Style) -> str:
+    where = f"{trial.fault} rank {trial.rank} on {trial.node}"
+    if not trial.ok:
+        return f"{where}  {style.paint(trial.problem, RED)}"
+    parts = [style.paint("goes on", GREEN)]
+    parts += [f"noticed after {seconds(trial.noticed_s)}"] if trial.noticed_s is not None else ["not noticed"]
+    parts += [f"steps after {seconds(trial.stepping_s)}"] if trial.stepping_s is not None else ["in the same life"]
+    parts += [f"{trial.lost_steps} done again"] if trial.lost_steps is not None else []
+    return f"{where}  {', '.join(parts)}"
+
+
+def _write_down(folder: RunFolder, trial: Trial) -> None:
+    path = folder.path / "drills.jsonl"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(trial) + b"\n")

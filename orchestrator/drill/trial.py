@@ -1,0 +1,147 @@
+"""One fault in one run: do it, and watch until steps follow each other again, or the run has ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.goodput.facts import NOTICED, LeadReader, Mark, Step, read_marks
+from orchestrator.launch.backend import Backend
+from orchestrator.launch.request import LaunchRequest
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import RunState
+from orchestrator.plan.exits import Exit
+
+from .faults import KINDS, Shot, refusal, victim
+from .local import LocalTargets
+
+_LOOK_S = 0.05
+_STEADY_STEPS = 2  # of a life, before it is hit
+#: Events that tell of a fault that need not end an epoch, beside those that tell of its end.
+_TOLD = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "node_slow", "worker_slow", "straggler")
+
+
+class Trial(msgspec.Struct, kw_only=True):
+    """What came of one shot. Seconds from the injection; None: it did not happen."""
+
+    fault: str
+    position: str
+    node: str
+    rank: int
+    at: float  # Unix seconds
+    epoch: int  # that was hit
+    ok: bool = False
+    noticed_s: float | None = None
+    stepping_s: float | None = None  # until the first step after it began
+    lost_steps: int | None = None  # done again
+    problem: str = ""
+
+
+class Range:
+    """The run as the one who shoots sees it."""
+
+    def __init__(self, folder: RunFolder, backend: Backend, request: LaunchRequest, limit_s: float):
+        self.folder, self.request, self.limit_s = folder, request, limit_s
+        self._backend = backend
+        self._lead = LeadReader(folder)
+
+    def state(self) -> RunState:
+        return self._backend.state(self.folder)
+
+    def steps(self, state: RunState) -> list[Step]:
+        return self._lead.read(state.nodes)
+
+    def wait_steady(self, shot: Shot) -> tuple[RunState, Step, tuple[str, int]]:
+        """Until the run steps and has a victim that it can spare; its state, last step, and that (node, rank).
+
+        OrchError (76) when it has none in time, or has ended.
+        """
+        end = time.monotonic() + self.limit_s
+        while True:
+            state = self.state()
+            if state.is_final:
+                raise OrchError(f"run {state.run_id} has ended: {state.state}, {state.reason}", Exit.CAPACITY)
+            ranks = {name: node.ranks for name, node in state.nodes.items() if node.state == "running"}
+            mine = [step for step in self.steps(state) if step.epoch == state.epoch]
+            chosen = victim(shot, ranks, state.writer)
+            why = _why_not(state, self.request, shot.fault)
+            if chosen is None:
+                why = why or f"no node is {shot.position!r}: {', '.join(ranks) or 'none runs'}"
+            if state.state == "running" and len(mine) >= _STEADY_STEPS and not why:
+                return state, mine[-1], chosen
+            if time.monotonic() > end or "used up" in why:
+                text = why or f"no steps, it is {state.state}"
+                raise OrchError(f"run {state.run_id}: {text}", Exit.CAPACITY)
+            time.sleep(_LOOK_S)
+
+    def shoot(self, shot: Shot, targets: LocalTargets, for_s: float) -> Trial:
+        """OrchError (76) when the run cannot take the shot; a run that does not get over it is no error."""
+        state, last, (node, rank) = self.wait_steady(shot)
+        targets.check(shot.fault)
+        about = {"fault": shot.fault, "position": shot.position, "node": node, "rank": rank}
+        trial = Trial(**about, at=time.time(), epoch=state.epoch)
+        take_back = targets.inject(shot.fault, node, rank, for_s, shot.pick)
+        lifted = trial.at + for_s if KINDS[shot.fault].lasts else trial.at
+        try:
+            self._watch(trial, last.step, lifted, take_back)
+        finally:
+            take_back()
+        return trial
+
+    def _watch(self, trial: Trial, before: int, lifted: float, take_back: Callable[[], None]) -> None:
+        end, taken_back = time.monotonic() + self.limit_s, False
+        kind, silence_s = KINDS[trial.fault], self.request.policy.heartbeat_timeout_s
+        # a fault that is over may have been too short to be noticed: later than that, nobody will
+        same_life = lifted if not kind.restarts else lifted + silence_s if kind.lasts else math.inf
+        while True:
+            now, state = time.time(), self.state()
+            if kind.lasts and now >= lifted and not taken_back:
+                take_back()
+                taken_back = True
+            steps = self.steps(state)
+            fill(trial, steps, read_marks(self.folder, state.nodes))
+            if state.is_final:
+                trial.problem = f"the run has ended: {state.state}, {state.reason}"
+                return
+            anew = [step for step in steps if step.epoch > trial.epoch and step.at > lifted]
+            if len(anew) >= _STEADY_STEPS or any(step.at > same_life and step.step > before for step in steps):
+                trial.ok = True
+                return
+            if time.monotonic() > end:
+                trial.problem = f"no steps within {self.limit_s:g} s; the run is {state.state}"
+                return
+            time.sleep(_LOOK_S)
+
+
+def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Mark]) -> None:
+    """What the run's own records say about it by now."""
+    signs = [mark.at for mark in marks if mark.name in _TOLD and mark.at >= trial.at and not _by_wish(mark)]
+    trial.noticed_s = min(signs) - trial.at if signs else None
+    later = [step for step in steps if step.epoch > trial.epoch]
+    if later:
+        first = min(later, key=lambda step: (step.epoch, step.step))
+        done = max((step.step for step in steps if step.epoch == trial.epoch), default=first.step - 1)
+        trial.stepping_s = max(0.0, first.at - first.step_s - trial.at)
+        trial.lost_steps = max(0, done - (first.step - 1))
+    else:
+        trial.lost_steps = 0
+
+
+def _by_wish(mark: Mark) -> bool:
+    """A worker that ends well, or because it was told to, is no sign of trouble."""
+    return mark.name == "worker_ended" and (mark.asked or not mark.code)
+
+
+def _why_not(state: RunState, request: LaunchRequest, fault: str) -> str:
+    seated = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
+    here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
+    return refusal(
+        fault,
+        restarts_left=state.max_restarts - state.restarts,
+        elastic=bool(request.sizes),
+        spare_nodes=max(here, seated) - min(request.sizes, default=0),
+    )

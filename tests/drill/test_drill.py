@@ -1,0 +1,97 @@
+"""`orch drill` on real runs: it hits the run's own processes, and says what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.main import main
+from orchestrator.drill.session import open_range
+from orchestrator.errors import OrchError
+from orchestrator.goodput.facts import LeadReader
+from orchestrator.goodput.ledger import ledger, uneven
+from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import read_state
+from tests.agent.test_elastic import cancel, running, sized
+from tests.launch.parcels import kill_runs, make_parcel
+
+TOGETHER = str(Path(__file__).resolve().parents[2] / "benchmarks" / "together.py")
+
+pytestmark = pytest.mark.process
+
+FAULTS = "kill_worker,stop_worker,kill_agent,kill_node,notice"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    yield tmp_path
+    kill_runs(tmp_path / "runs")
+
+
+def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
+    backend = {"grace_s": 5.0, "heartbeat_timeout_s": 3.0, "max_restarts": max_restarts, "options": options}
+    plans = {nodes: sized(nodes) for nodes in sizes}
+    runs = home / "runs"
+    elastic = plans if len(sizes) > 1 else {}
+    parcel = make_parcel(plans[max(sizes)], runs, command=(sys.executable, TOGETHER), backend=backend, sizes=elastic)
+    LocalBackend().submit(parcel, os.environ)
+    return RunFolder(runs / parcel.request.run_id)
+
+
+@pytest.mark.slow
+def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
+    folder = start(home, restart_lost_nodes_after_s=0.2, grow_after_s=0.2)
+    running(folder, "node0", "node1", "node2")
+    code = main(["drill", "test-run", "--faults", FAULTS, "--for-s", "1", "--limit-s", "60", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert code == 0, (said["score"], folder.state.read_text()[-3000:])
+    trials = said["trials"]
+    assert [trial["fault"] for trial in trials] == FAULTS.split(",") and all(trial["ok"] for trial in trials)
+    for trial in trials:
+        assert trial["noticed_s"] is not None and trial["stepping_s"] > 0, trial
+    assert len(said["score"]) == len(trials) and not said["stopped"]
+    lines = (folder.path / "drills.jsonl").read_bytes().splitlines()
+    assert [json.loads(line) for line in lines] == trials
+    kinds = [epoch.cause.kind for epoch in read_state(folder).epochs if epoch.cause]
+    assert kinds.count("worker_exit") >= 2 and {"node_lost", "coordinator_lost"} & set(kinds)
+    assert cancel(folder).state == "cancelled"
+    told = ledger(LeadReader(folder).read(read_state(folder).nodes))
+    assert told.problems == [] and uneven(told.entries, 12) == [] and told.samples > 0
+    report = json.loads(folder.report.read_bytes())
+    assert sum(report["goodput"]["seconds"].values()) == pytest.approx(report["goodput"]["wall_s"])
+    assert sum(not fault["planned"] for fault in report["faults"]) == len(kinds)
+
+
+def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
+    folder = start(home, sizes=(1,), max_restarts=0)
+    before = running(folder, "node0")
+    for fault, why in (("kill_agent", "not elastic"), ("kill_worker", "used up"), ("partition", "not elastic")):
+        with pytest.raises(OrchError, match=why) as refused:
+            open_range(folder, [fault], "any", 5.0)
+        assert refused.value.exit == 64
+    with pytest.raises(OrchError, match="did you mean 'node0'"):
+        open_range(folder, ["slow_worker"], "node9", 5.0)
+    assert main(["drill", "--faults", "slow_worker,disk_full", "--for-s", "0.5"]) == 0, "these cost time only"
+    assert capsys.readouterr().out.count("in the same life") == 2
+    pid = int((folder.path / "pid-0").read_text().split()[0])
+    assert resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY, "there is room again"
+    assert read_state(folder).epoch == before.epoch
+    assert cancel(folder).state == "cancelled"
+    with pytest.raises(OrchError, match="has ended"):
+        open_range(folder, ["slow_worker"], "any", 5.0)
+
+
+def test_a_run_of_somebody_else_is_refused(home, monkeypatch):
+    folder = RunFolder(home / "runs" / "test-run")
+    folder.create()
+    monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
+    with pytest.raises(OrchError, match="only its owner") as refused:
+        open_range(folder, ["kill_worker"], "any", 5.0)
+    assert refused.value.exit == 78

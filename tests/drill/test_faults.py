@@ -1,0 +1,85 @@
+"""Which fault hits whom, and what a run cannot spare: pure."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refusal, shots, victim
+from orchestrator.drill.local import flip_bit
+from orchestrator.drill.score import score
+from orchestrator.drill.trial import Trial, fill
+from orchestrator.errors import OrchError
+from orchestrator.goodput.facts import Mark, Step
+
+nodes = st.dictionaries(st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30), max_size=3), max_size=6)
+
+
+@given(nodes, st.sampled_from(POSITIONS), st.floats(0, 1), st.sampled_from("abcz"))
+def test_a_victim_is_seated_and_where_it_was_wished(ranks, position, pick, coordinator):
+    found = victim(Shot("kill_worker", position, pick), ranks, coordinator)
+    if found is None:
+        assert position != "any" or not any(ranks.values())
+        return
+    node, rank = found
+    assert rank in ranks[node]
+    if position == "rank0":
+        assert rank == 0
+    if position == "coordinator":
+        assert node == coordinator
+    if position == "other":
+        assert node != coordinator and 0 not in ranks[node]
+
+
+def test_a_seed_gives_the_same_drill_and_another_one_another():
+    faults = list(KINDS)
+    assert shots(faults, "any", 30, 7, True) == shots(faults, "any", 30, 7, True) != shots(faults, "any", 30, 8, True)
+    in_turn = shots(["kill_agent", "notice"], "other", 2, 0, False)
+    assert [shot.fault for shot in in_turn] == ["kill_agent", "notice"] * 2
+
+
+def test_a_fault_that_is_none_is_refused_with_the_nearest():
+    with pytest.raises(OrchError, match="did you mean 'kill_agent'"):
+        check_kinds(["kill_agnet"])
+
+
+def test_what_would_end_a_run_is_refused():
+    free = {"restarts_left": 1, "elastic": True, "spare_nodes": 1}
+    assert all(refusal(fault, **free) == "" for fault in KINDS)
+    assert "max_restarts is used up" in refusal("kill_worker", **free | {"restarts_left": 0})
+    assert "not elastic" in refusal("kill_node", **free | {"elastic": False})
+    assert "smallest size" in refusal("partition", **free | {"spare_nodes": 0})
+    assert refusal("slow_worker", restarts_left=0, elastic=False, spare_nodes=0) == ""
+
+
+def a_trial(**fields) -> Trial:
+    return Trial(
+        **{"fault": "kill_worker", "position": "any", "node": "a", "rank": 0, "at": 100.0, "epoch": 1, **fields}
+    )
+
+
+def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():
+    trial = a_trial()
+    steps = [Step(1, n, 95.0 + n, 1.0) for n in (1, 2, 3, 4)] + [Step(2, n, 103.0 + n, 1.0) for n in (3, 4)]
+    marks = [Mark("worker_ended", 99.0, code=-9), Mark("worker_ended", 100.1, code=-15, asked=True)]
+    fill(trial, steps, [*marks, Mark("worker_ended", 100.25, code=-9)])
+    assert (trial.noticed_s, trial.stepping_s, trial.lost_steps) == (0.25, 5.0, 2)
+
+
+def test_a_score_counts_what_did_not_go_on():
+    trials = [a_trial(ok=True, noticed_s=float(n), stepping_s=2.0 * n, lost_steps=0) for n in range(1, 20)]
+    (row,) = score([*trials, a_trial(problem="the run has ended")])
+    assert (row["trials"], row["recovered"], row["problems"]) == (20, 19, ["the run has ended"])
+    assert row["noticed_s"] == {"p50": 10.0, "p95": 19.0, "max": 19.0} and row["lost_steps"] == {"p50": 0, "max": 0}
+
+
+@given(st.binary(min_size=1, max_size=64), st.integers(0, 99))
+def test_a_flipped_bit_is_one(tmp_path_factory, content, seed):
+    folder = tmp_path_factory.mktemp("step-00000001")
+    (folder / "rank-00000.safetensors").write_bytes(content)
+    path, _ = flip_bit(folder, random.Random(seed))
+    changed = int.from_bytes(path.read_bytes()) ^ int.from_bytes(content)
+    assert changed.bit_count() == 1 and len(path.read_bytes()) == len(content)
