@@ -11,9 +11,9 @@ from msgspec import Struct
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 
 from .model_math import is_moe_layer, layer_groups, samples_of_kinds
-from .pipeline import in_flight, rank_stages
+from .pipeline import in_flight, rank_stages, splits
 from .traffic import WIDTH, stage_range
-from .waiting import Waits, splits
+from .waiting import Waits
 
 LOSS_CHUNK = 1 << 24  # logits that the loss has in fp32 at a time
 

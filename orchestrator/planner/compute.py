@@ -15,6 +15,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 
 from .model_math import (
+    LayerFlops,
     dense_and_moe,
     head_flops,
     is_moe_layer,
@@ -24,7 +25,7 @@ from .model_math import (
     samples_of_kinds,
 )
 from .profile import Profile
-from .traffic import WIDTH
+from .traffic import WIDTH, Beside
 
 KERNELS_A_LAYER = 14  # forward: 4 to 7 matmuls, attention, 2 norms, rotary, activation, 2 residual sums
 KERNELS_AGAIN = 5  # of them in selective recomputation: 2 norms, rotary of queries and keys, activation
@@ -73,6 +74,9 @@ class LayerSeconds(NamedTuple):
     forward: float
     core: float  # of it, attention scores and weighted values
     selective: float  # of it, what selective recomputation repeats in backward
+    columns: tuple[
+        float, float
+    ]  # of it, matrix products whose input is communicated: in attention, in the feed-forward
 
 
 def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates) -> LayerSeconds:
@@ -94,10 +98,18 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
     moved = width * tokens / rate.memory
     elementwise = (10 * row + columns) * moved + KERNELS_A_LAYER * rate.launch_s
     selective = (4 * row + columns) * moved + KERNELS_AGAIN * rate.launch_s
-    return LayerSeconds(matmul + core + elementwise, core, selective + (core if parallel.cp > 1 else 0.0))
+    columns = _columns(model, flops, tokens / tp / rate.matmul)
+    return LayerSeconds(matmul + core + elementwise, core, selective + (core if parallel.cp > 1 else 0.0), columns)
 
 
-NO_LAYER = LayerSeconds(0.0, 0.0, 0.0)
+def _columns(model: Model, flops: LayerFlops, seconds_per_flop: float) -> tuple[float, float]:
+    """Queries, keys and values of all that attention multiplies with; gate and up, of gate, up and down."""
+    attention = (model.heads + 2 * model.kv_heads) / (2 * (model.heads + model.kv_heads))
+    mlp = 2 / 3 if model.mlp == "gated" else 1 / 2
+    return attention * flops.attention_gemm * seconds_per_flop, mlp * flops.ffn_gemm * seconds_per_flop
+
+
+NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, (0.0, 0.0))
 
 
 def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[StageSeconds]:
@@ -123,12 +135,25 @@ def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -
     return result
 
 
+def beside_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> dict[Beside, float]:
+    """Seconds of the matrix products that communication runs beside; of two kinds of layers the shorter one."""
+    kinds = [layer for layer in samples_of_kinds(model) if layer is not None]
+    columns = [layer_seconds(model, layer, parallel, train, rate).columns for layer in kinds]
+    attention, mlp = (min(one[part] for one in columns) for part in (0, 1))
+    return {"": 0.0, "attention": attention, "mlp": mlp, "head": _head_seconds(model, parallel, train, rate)}
+
+
+def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> float:
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    return head_flops(model) * tokens / parallel.tp / rate.matmul
+
+
 def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> float:
     """Output projection and loss, forward, of one micro-batch."""
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     logits = tokens * model.vocab / parallel.tp
     loss = logits * (WIDTH[train.precision] + 8) / rate.memory  # cast to fp32, soft-max, in place
-    return head_flops(model) * tokens / parallel.tp / rate.matmul + loss
+    return _head_seconds(model, parallel, train, rate) + loss
 
 
 def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from orchestrator.plan.document import Parallel
+from orchestrator.plan.legal import WHOLE_BACKWARD
 from orchestrator.plan.schedules import (
     SCHEDULES,
     TABLE,
@@ -24,6 +25,13 @@ from orchestrator.plan.schedules.turns import TURNS, makespan
 
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
 EQUAL = 1e-6  # relative difference below which stages count as equal
+
+
+def splits(parallel: Parallel) -> bool:
+    """Whether backward is in two pieces: first the inputs' gradients, some time later the weights'."""
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).splits_backward
+    return parallel.schedule not in WHOLE_BACKWARD
 
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:

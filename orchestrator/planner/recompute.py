@@ -16,7 +16,7 @@ from .activations import activations, kernels_of, loss_bytes
 from .compute import layer_seconds, rates
 from .memory import buffers, model_states
 from .pipeline import rank_stages
-from .profile import profile_for
+from .profile import profile_of
 from .traffic import rank_parameters, stage_range
 
 GIB = 1 << 30
@@ -32,7 +32,7 @@ def resolve_recompute(
     """
     if train.recompute != "budget":
         return train
-    profile = profile_for(cluster.gpu.name, cluster.device)
+    profile = profile_of(cluster)
     beside = buffers(model, parallel, train, profile)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
@@ -54,7 +54,7 @@ def _cheapest(
     """Mode (index into MODES) of each of a rank's layers, those that repeat most first."""
     if not layers:
         return []
-    rate = rates(cluster, profile_for(cluster.gpu.name, cluster.device), train.precision)
+    rate = rates(cluster, profile_of(cluster), train.precision)
     layer = layer_seconds(model, layers[-1], parallel, train, rate)
     many = len(layers)
     choices = sorted(

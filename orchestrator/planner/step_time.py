@@ -9,10 +9,10 @@ from msgspec import Struct
 from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
 
 from . import collective
-from .compute import Rates, StageSeconds, optimizer_seconds, stage_seconds
+from .compute import Rates, StageSeconds, beside_seconds, optimizer_seconds, stage_seconds
 from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, rank_stages, span_seconds
-from .traffic import Traffic, rank_parameters
+from .traffic import Beside, Traffic, rank_parameters
 
 
 class Work(Struct, frozen=True):
@@ -22,6 +22,7 @@ class Work(Struct, frozen=True):
     ranks: list[float]  # one micro-batch, forward and backward, through all stages of each pipeline rank
     ahead: list[tuple[float, int]]  # of each pipeline rank: forward of the stages before its first, and their number
     windows: dict[str, float]  # seconds a step in which communication may hide, by `traffic.Window`
+    beside: dict[Beside, float]  # seconds of the matrix product that one operation runs beside
     optimizer_s: float
 
 
@@ -43,6 +44,7 @@ def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Wo
             "backward": sum(stage.backward for stage in slowest),  # of the last micro-batch
             "compute": m * ranks[by_rank.index(slowest)],
         },
+        beside=beside_seconds(model, parallel, train, rate),
         optimizer_s=optimizer_seconds(most, shards, rate),
     )
 
@@ -56,7 +58,7 @@ def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[tuple, Path], wor
     result = dict.fromkeys(AXES, 0.0)
     for item in traffic:
         path = paths[item.varying, collective.PATTERN[item.operation]]
-        once = collective.seconds(item.operation, item.size, item.members, path)
+        once = max(0.0, collective.seconds(item.operation, item.size, item.members, path) - work.beside[item.beside])
         count = item.count + (2 * (pp - 1) if item.axis == "pp" else 0)
         total = once * count
         hidden = min(work.windows[item.window], max(0.0, total - once))

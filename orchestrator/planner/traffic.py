@@ -8,6 +8,7 @@ sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -17,11 +18,16 @@ from orchestrator.plan.schedules import copies_of
 
 from .collective import Operation, sent_bytes
 from .model_math import dense_and_moe, dense_on_rank, embedding_params, layer_params, norm_params, samples_of_kinds
-from .pipeline import rank_stages
+from .pipeline import rank_stages, splits
 
 #: What a transfer can run beside: nothing, the attention core (ring attention), the last micro-batch's backward
 #: (gradient buckets), or all compute (weights gathered ahead).
 Window = Literal["none", "attention", "backward", "compute"]
+
+#: A matrix product that each single operation runs beside, by what its columns are: queries, keys and values; the inner
+#: features of a feed-forward; the vocabulary. The trainer sums an input's gradient while it computes the weights', and
+#: gathers the input again while it computes the input's gradient (`trainer/parallel/columns.py`).
+Beside = Literal["", "attention", "mlp", "head"]
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -36,6 +42,7 @@ class Traffic(Struct, frozen=True):
     count: float
     window: Window = "none"
     members: int = 1
+    beside: Beside = ""
 
     @property
     def sent_bytes(self) -> float:
@@ -84,21 +91,28 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     m = parallel.micro_batches
     result: list[Traffic] = []
 
-    def add(axis: Axis, operation: Operation, size: float, count: float, window: Window = "none", varying=None) -> None:
+    def add(
+        axis: Axis,
+        operation: Operation,
+        size: float,
+        count: float,
+        window: Window = "none",
+        varying: Sequence[Axis] = (),
+        beside: Beside = "",
+    ) -> None:
         varying = varying or (axis,)
         n = 1
         for name in varying:
             n *= getattr(parallel, name)
         if n > 1 and size > 0 and count > 0:
-            result.append(Traffic(axis, tuple(varying), operation, size, count, window, n))
+            result.append(Traffic(axis, tuple(varying), operation, size, count, window, n, beside))
 
-    # two boundaries a layer and pass: an all-reduce, or with SP the all-gather and reduce-scatter that make one up
-    boundaries = 2 * layers * m
-    if parallel.sp:
-        add("tp", "all_gather", hidden_bytes, boundaries * (2 + again.gather))
-        add("tp", "reduce_scatter", hidden_bytes, boundaries * (2 + again.layer))
-    else:
-        add("tp", "all_reduce", hidden_bytes, boundaries * (2 + again.layer))
+    for operation, beside, count in tensor_operations(parallel, again):
+        add("tp", operation, hidden_bytes, count * layers * m, beside=beside)
+    first, last = ends(parallel, rank_stages(parallel)[busiest])
+    for operation, beside, count in vocabulary_operations(parallel, first, last):
+        add("tp", operation, hidden_bytes, count * m, beside=beside)
+    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, last * m)  # two numbers a token and rank, for the loss
 
     kv_heads_here = max(1, model.kv_heads // parallel.tp)
     key_values = 2 * kv_heads_here * model.head_dim * tokens * width
@@ -120,6 +134,38 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
     for count, varying in ((dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))):
         _gradients(add, count, varying, parallel, width, grad_width)
     return result
+
+
+def tensor_operations(parallel: Parallel, again: Repeats) -> list[tuple[Operation, Beside, float]]:
+    """(operation on the hidden states, what it runs beside, count) of one layer and micro-batch, forward and backward.
+
+    Into and out of attention and feed-forward: an all-reduce, or with SP the all-gather and reduce-scatter that make
+    one up. Where weight gradients wait (`splits`) nothing is left to run beside, and inputs are kept whole.
+    """
+    beside: tuple[Beside, Beside] = ("", "") if splits(parallel) else ("attention", "mlp")
+    if not parallel.sp:
+        return [("all_reduce", "", 2 * (1 + again.layer)), *(("all_reduce", part, 1.0) for part in beside)]
+    found = [("all_gather", "", 2 * (2 + again.gather)), ("reduce_scatter", "", 2 * (1 + again.layer))]
+    found += [("reduce_scatter", part, 1.0) for part in beside]
+    if not splits(parallel):
+        found += [("all_gather", part, 1.0 - again.gather) for part in beside]
+    return found
+
+
+def vocabulary_operations(parallel: Parallel, first: float, last: float) -> list[tuple[Operation, Beside, float]]:
+    """As `tensor_operations`, of the token table and the output projection. first, last: micro-batches of theirs that
+    pass a rank, as a share of all (`ends`)."""
+    beside: Beside = "" if splits(parallel) else "head"
+    if not parallel.sp:
+        return [("all_reduce", "", first), ("all_reduce", beside, last)]
+    found = [("reduce_scatter", "", first), ("all_gather", "", first + last), ("reduce_scatter", beside, last)]
+    return found if splits(parallel) else [*found, ("all_gather", beside, last)]
+
+
+def ends(parallel: Parallel, stages: Sequence[int]) -> tuple[float, float]:
+    """Share of the micro-batches that pass the first, and the last, stage on the rank that holds `stages`."""
+    copies = copies_of(parallel)
+    return stages.count(0) / copies, stages.count(len(parallel.stage_layers) - 1) / copies
 
 
 class Repeats(NamedTuple):

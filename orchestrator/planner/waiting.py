@@ -23,12 +23,6 @@ SPLIT: dict[str, int | None] = {"zb_h1": 1, "zb_h2": 2, "zbv": None, "dualpipe":
 Point = tuple[int, int]
 
 
-def splits(parallel: Parallel) -> bool:
-    if parallel.schedule == TABLE:
-        return schedule_of(parallel).splits_backward
-    return parallel.schedule in SPLIT
-
-
 class Waits:
     """Bytes of one micro-batch on one rank."""
 

@@ -38,12 +38,26 @@ def test_narrow_weights_are_gathered_narrow_and_gradients_reduced_wide():
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
-    """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; sequence parallelism sends the same."""
+    """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; the token table and the head have one each.
+    Sequence parallelism sends the same, and gathers inputs of column-parallel matrices again (arXiv 2205.05198, 4.2.2),
+    unless they were recomputed just before. For the loss two fp32 numbers a token and rank.
+    """
     plan = make_plan(tp=4, sp=sp, micro_batches=3, micro_batch_size=2, seq_len=16)
-    hidden = 2 * 16 * plan.model.hidden * 4
-    assert sent(traffic(plan), "tp") == pytest.approx(4 * plan.model.layers * 3 * hidden * 2 * 3 / 4)
+    layers, hidden, loss = plan.model.layers, 2 * 16 * plan.model.hidden * 4, 2 * 16 * 2 * 4 * 4 * 3 / 4
+    each = hidden * 2 * 3 / 4  # of an all-reduce
+    more = (2 * layers + 1) / 2 if sp else 0
+    assert sent(traffic(plan), "tp") == pytest.approx(3 * ((4 * layers + 2 + more) * each + loss))
+    more = 1 / 2 if sp else 0
     again = traffic(plan, recompute="full")
-    assert sent(again, "tp") == pytest.approx(6 * plan.model.layers * 3 * hidden * 2 * 3 / 4)
+    assert sent(again, "tp") == pytest.approx(3 * ((6 * layers + 2 + more) * each + loss))
+
+
+def test_the_tiny_model_sends_what_its_ranks_were_seen_to_send():
+    """docs/placement.md: 54 all-gathers a step and rank, 4 layers and 2 micro-batches, beside those of the loss."""
+    plan = make_plan(tp=2, sp=True, dp=2, micro_batches=2, model=tiny_model(layers=4))
+    found = traffic(plan)
+    hidden = max(item.size for item in found if item.axis == "tp")
+    assert sum(item.count for item in found if item.operation == "all_gather" and item.size == hidden) == 54
 
 
 @pytest.mark.parametrize(("pp", "vpp", "ways"), [(2, 1, 1), (4, 1, 2), (2, 2, 3), (4, 2, 4)])

@@ -53,7 +53,7 @@ class SpotBound:
         work = mode.work_s / spot.pp  # of the average rank; where layers are alike some rank has the rounded-up number
         if not piece.mixed:
             work = max(work, -(-(piece.dense + piece.moe) // spot.pp) * mode.slowest_s)
-        inner = pipes.least * mode.tensor_s
+        inner = pipes.least * min(mode.tensor_s) + (min(map(sum, piece.vocabulary_s)) if spot.pp == 1 else 0.0)
         if spot.cp > 1:
             window = 3 * pipes.most * piece.most_core
             for once, count in zip(piece.context_s, (1 + mode.repeats.core, 1.0), strict=True):
@@ -149,7 +149,9 @@ class RowBound:
         self.held = vpp * shape.copies  # stages of a rank
         piece, mode, spot, m = branch.piece, branch.mode, branch.spot, branch.spot.micro_batches
         self.fill = fill = piece.fill(shape)
-        inner = fill.layers * mode.tensor_s + fill.mixtures * piece.expert_s * 2 * (2 + mode.repeats.layer)
+        first, last = piece.vocabulary_s[split]
+        inner = fill.layers * mode.tensor_s[split] + fill.mixtures * piece.expert_s * 2 * (2 + mode.repeats.layer)
+        inner += min(first * passing + last * leaving for passing, leaving in fill.ends)
         if spot.cp > 1:
             core = max(rank.dense * piece.layer_s[0].core + rank.moe * piece.layer_s[1].core for rank in shape.ranks)
             inner += self._context((spot.cp - 1) * fill.layers * m, m * 3 * core) / m

@@ -5,13 +5,15 @@ Every number is the cost model's own (`compute`, `traffic`, `memory`), with the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import structs
 
 from orchestrator.plan.document import Parallel
 from orchestrator.planner import activations, collective
-from orchestrator.planner.compute import NO_LAYER, layer_seconds, loss_seconds
+from orchestrator.planner.collective import Operation
+from orchestrator.planner.compute import NO_LAYER, beside_seconds, layer_seconds, loss_seconds
 from orchestrator.planner.model_math import (
     dense_and_moe,
     dense_on_rank,
@@ -21,7 +23,14 @@ from orchestrator.planner.model_math import (
     samples_of_kinds,
 )
 from orchestrator.planner.solve import Ground
-from orchestrator.planner.traffic import WIDTH, Repeats, repeats
+from orchestrator.planner.traffic import (
+    WIDTH,
+    Beside,
+    Repeats,
+    repeats,
+    tensor_operations,
+    vocabulary_operations,
+)
 
 from .best_paths import BestPaths
 from .shapes import RankShape, Shape
@@ -34,7 +43,7 @@ class Mode(NamedTuple):
     live: tuple[float, float]  # more, while the layer runs again
     again: tuple[float, float]  # seconds of forward that backward repeats
     repeats: Repeats
-    tensor_s: float  # tensor-parallel communication of a layer, forward and backward
+    tensor_s: tuple[float, float]  # tensor-parallel communication of a layer, forward and backward; backward is split
     work_s: float  # all layers and the head, forward and backward
     fastest_s: float  # of a layer, forward and backward
     slowest_s: float
@@ -51,6 +60,7 @@ class Fill(NamedTuple):
     experts: int
     layers: float  # of the busiest rank, a copy of the model
     mixtures: float
+    ends: set[tuple[float, float]]  # share of the micro-batches that pass first and last stage there; of equals all
 
 
 class Piece:
@@ -97,18 +107,25 @@ class Piece:
     def _operations(self, best: BestPaths) -> None:
         par, model, width = self.par, self.ground.model, self.widths[0]
         hidden = self.tokens * model.hidden * width
-        tensor = best.tensor(par.tp)
-        if par.sp:
-            names = ("all_gather", "reduce_scatter")
-            self.tensor_s = [collective.seconds(name, hidden, par.tp, tensor) for name in names]
-        else:
-            self.tensor_s = [0.0, collective.seconds("all_reduce", hidden, par.tp, tensor)]
+        tensor, names = best.tensor(par.tp), ("all_reduce", "all_gather", "reduce_scatter")
+        self.tensor_s = {name: collective.seconds(name, hidden, par.tp, tensor) for name in names}
+        self.beside = beside_seconds(model, par, self.ground.train, self.ground.rate)
+        self.pars = par, structs.replace(par, schedule="zb_h1")  # backward in one piece, and in two
+        loss = collective.seconds("all_gather", self.tokens * 2 * 4 * par.tp, par.tp, tensor)
+        #: of the first and of the last stage
+        self.vocabulary_s = [
+            (self._exposed(vocabulary_operations(one, 1, 0)), self._exposed(vocabulary_operations(one, 0, 1)) + loss)
+            for one in self.pars
+        ]
         keys = 2 * max(1, model.kv_heads // par.tp) * model.head_dim * self.tokens * width
         ring = best.chain(par.cp, par.tp)
         self.context_s = [collective.seconds("p2p", size, par.cp, ring) for size in (keys, 2 * keys)]
         routed = self.boundary * model.moe.top_k if model.moe else 0.0
         exchange = best.exchange(par.ep, par.tp)
         self.expert_s = collective.seconds("all_to_all", routed, par.ep, exchange) if routed else 0.0
+
+    def _exposed(self, operations: Iterable[tuple[Operation, Beside, float]]) -> float:
+        return sum(count * max(0.0, self.tensor_s[name] - self.beside[beside]) for name, beside, count in operations)
 
     def mode(self, recompute: str) -> Mode:
         if recompute not in self._modes:
@@ -127,13 +144,12 @@ class Piece:
         work = [3 * one.forward + more for one, more in zip(self.layer_s, again, strict=True)]
         there = [one for one, layer in zip(work, self.kinds, strict=True) if layer is not None]
         times = repeats(self.par, train)
-        gather, scatter = self.tensor_s
         return Mode(
             held=(kept[0].held, kept[1].held),
             live=(kept[0].live, kept[1].live),
             again=(again[0], again[1]),
             repeats=times,
-            tensor_s=2 * (gather * (2 + times.gather) + scatter * (2 + times.layer)),  # two boundaries a layer
+            tensor_s=tuple(self._exposed(tensor_operations(one, times)) for one in self.pars),
             work_s=self.dense * work[0] + self.moe * work[1] + 3 * self.head_s,
             fastest_s=min(there),
             slowest_s=max(there),
@@ -167,7 +183,12 @@ class Piece:
                 key=lambda one: one[1].dense + one[1].moe,
             )
             layers, mixtures = (busiest.dense + busiest.moe) / shape.copies, busiest.moe / shape.copies
-            found = self._fills[shape.key] = Fill(held, dense, experts, layers, mixtures)
+            ends = {
+                (rank.table / shape.copies, rank.head / shape.copies)
+                for one, rank in zip(held, shape.ranks, strict=True)
+                if sum(one) == most
+            }
+            found = self._fills[shape.key] = Fill(held, dense, experts, layers, mixtures, ends)
         return found
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
