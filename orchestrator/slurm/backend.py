@@ -30,7 +30,17 @@ from .flags import used_node_count
 from .options import SlurmOptions, read_options
 from .preflight import check_partition, warnings
 from .queue import Job
-from .record import SlurmRecord, find_job, read_record, unheard, verdict, write_record
+from .record import (
+    SlurmRecord,
+    find_job,
+    kept,
+    read_record,
+    submitted_plan,
+    submitted_request,
+    unheard,
+    verdict,
+    write_record,
+)
 from .render import JobScript, render
 from .starts import Start, choose
 from .states import meaning
@@ -149,6 +159,7 @@ class SlurmBackend:
         """
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        request = submitted_request(folder)
         options = without_dependency(request.backend_options)
         request = msgspec.structs.replace(request, backend_options=options)
         text = self.script(request, self._submitted(folder, request, environ))
@@ -206,10 +217,10 @@ class SlurmBackend:
         return msgspec.structs.replace(options, topology="none" if kind == "flat" else kind)
 
     def _submitted(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> Plan:
-        submitted = folder.path / "plan.submitted.json"
+        submitted = kept(folder.plan)
         if not request.sizes:
             return load_plan(submitted if submitted.exists() else folder.plan)
-        plans = [folder.sized_plan(size).read_bytes() for size in request.sizes]
+        plans = [submitted_plan(folder, size).read_bytes() for size in request.sizes]
         parcels = [Parcel(request=request, contents={"plan.json": plan}) for plan in plans]
         return from_json(plans[self.choose(parcels, environ).index])
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.request import LaunchRequest, from_bytes, to_bytes, used_nodes
+from orchestrator.launch.request import AgentCommand, LaunchRequest, to_bytes, used_nodes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
@@ -21,7 +21,7 @@ from orchestrator.topology.slurm import from_addresses
 
 from .flags import used_node_count
 from .hostlist import expand, natural_key
-from .record import SlurmRecord, read_record, write_record
+from .record import SlurmRecord, kept, read_record, submitted_plan, submitted_request, write_record
 
 
 class Placement(Frozen):
@@ -37,6 +37,15 @@ class Placement(Frozen):
     moved_ranks: int
     worst_levels: dict[str, list[str]]  # axis -> [planned, real] where they differ
     step_s: list[float]  # [planned, real]
+    after_epoch: int = -1  # the last epoch of the workers before this life
+
+
+def read_placement(folder: RunFolder) -> Placement | None:
+    """Of the life that was placed last; None before the first."""
+    try:
+        return msgspec.json.decode(Path(folder.path, "slurm", "placement.json").read_bytes(), type=Placement)
+    except FileNotFoundError:
+        return None
 
 
 def read_probe(text: str) -> dict[str, str]:
@@ -63,15 +72,18 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
     _check_nodes(addresses, environ)
     if folder.cancel.exists():
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
-    request = from_bytes(folder.request.read_bytes())
+    request = submitted_request(folder)
     planned = _planned(folder, request.sizes, len(addresses))
     topology = from_addresses(addresses)
     names = choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
     real = replan(planned, fit(planned.cluster, names, topology))
     found = difference(planned, real)
-    sizes = (
-        f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; " if request.sizes else ""
-    )
+    sizes = ""
+    if request.sizes:
+        sizes = f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
+        spares = len(addresses) > len(names)
+        whole = replan(planned, fit(planned.cluster, addresses, topology)) if spares else real
+        request = _elastic(folder, request, whole, list(addresses))
     placement = Placement(
         job_id=job_id,
         life=life,
@@ -83,6 +95,7 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
         moved_ranks=found.moved_ranks,
         worst_levels=found.worst_levels,
         step_s=found.step_s,
+        after_epoch=read_state(folder).epoch,
     )
     _write(folder, request, real, placement)
     return placement
@@ -110,12 +123,31 @@ def _planned(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
         size = largest_size(sizes, given)
         if size is None:
             raise OrchError(f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}", Exit.CAPACITY)
-        return load_plan(folder.sized_plan(size))
-    kept = folder.path / "plan.submitted.json"
-    plan = load_plan(kept if kept.exists() else folder.plan)
-    if not kept.exists():
-        write_private(kept, to_json(plan, indent=1) + b"\n")
+        return load_plan(submitted_plan(folder, size))
+    submitted = kept(folder.plan)
+    plan = load_plan(submitted if submitted.exists() else folder.plan)
+    if not submitted.exists():
+        write_private(submitted, to_json(plan, indent=1) + b"\n")
     return plan
+
+
+def _elastic(folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]) -> LaunchRequest:
+    """What the agents of this life may become: the sizes that it can hold, an agent on every node, spares included.
+
+    `whole`: the largest of these sizes, on a cluster of all the nodes: what coordinators know of the network.
+    """
+    size = used_node_count(whole)
+    for path in (folder.request, folder.sized_plan(size)):
+        if not kept(path).exists():
+            write_private(kept(path), path.read_bytes())
+    write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
+    agents = _agents(request, nodes)
+    return structs.replace(request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size])
+
+
+def _agents(request: LaunchRequest, nodes: Iterable[str]) -> list[AgentCommand]:
+    first = request.agents[0]
+    return [structs.replace(first, node=node, argv=_with_node(first.argv, node)) for node in nodes]
 
 
 def largest_size(sizes: Iterable[int], nodes: int) -> int | None:
@@ -124,8 +156,7 @@ def largest_size(sizes: Iterable[int], nodes: int) -> int | None:
 
 
 def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Placement) -> None:
-    agents = [structs.replace(request.agents[0], node=node, argv=_with_node(request.agents[0].argv, node))
-              for node in used_nodes(plan)]  # fmt: skip
+    agents = request.agents if request.sizes else _agents(request, used_nodes(plan))
     request = structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
     folder.coordinator.unlink(missing_ok=True)  # of an earlier life
     write_private(folder.plan, to_json(plan, indent=1) + b"\n")
@@ -135,7 +166,8 @@ def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Pla
     slurm.mkdir(mode=0o700, exist_ok=True)
     write_private(slurm / f"{placement.job_id}.{placement.life}.placement.json", raw)
     write_private(slurm / "placement.json", raw)
-    (slurm / "over").unlink(missing_ok=True)  # of a run that is resumed by hand: sbatch job.sbatch
+    for name in ("over", "ended"):  # words of an earlier life
+        (slurm / name).unlink(missing_ok=True)
     now, record = time.time(), read_record(folder)
     submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
     write_record(folder, SlurmRecord(job_id=placement.job_id, submitted_at=submitted, life=placement.life))

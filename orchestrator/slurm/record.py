@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
+from orchestrator.launch.request import LaunchRequest, from_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import Cause, RunState
 from orchestrator.plan.document import Frozen
@@ -33,6 +36,23 @@ def read_record(folder: RunFolder) -> SlurmRecord | None:
         return msgspec.json.decode(folder.backend.read_bytes(), type=SlurmRecord)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def submitted_request(folder: RunFolder) -> LaunchRequest:
+    """With all sizes of an elastic run, those included that this life of the job cannot hold."""
+    path = kept(folder.request)
+    return from_bytes((path if path.exists() else folder.request).read_bytes())
+
+
+def submitted_plan(folder: RunFolder, size: int) -> Path:
+    """The plan of one size as it was submitted: for nodes that nobody knew yet."""
+    path = kept(folder.sized_plan(size))
+    return path if path.exists() else folder.sized_plan(size)
+
+
+def kept(path: Path) -> Path:
+    """Where a file lies as it was submitted, once the nodes that came have changed it."""
+    return path.with_suffix(f".submitted{path.suffix}")
 
 
 def job_name(run_id: str) -> str:

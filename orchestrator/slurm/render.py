@@ -66,7 +66,9 @@ def _body(job: JobScript) -> list[str]:
     steps = as_argv(step_flags(job.plan, options, elastic))
     task = [*_python(job), "-P", "-m", "orchestrator.slurm.task"]
     on_this_node = _single_step(job)
-    agents = ["srun", *steps, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
+    # of an elastic run one agent may leave long before the others
+    together = as_argv({**step_flags(job.plan, options, elastic), **({"wait": 0} if elastic else {})})
+    agents = ["srun", *together, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
     one_life = [
         'life="$run/slurm/$job.$times"',
@@ -78,16 +80,15 @@ def _body(job: JobScript) -> list[str]:
         "# One agent a node. The shell waits in a way that lets a notice through.",
         f"{_on_all(agents, elastic)} &",
         "agents=$!",
+        *(_LAST_ONES if elastic else ()),
         "while :; do",
         '  wait "$agents"; code=$?',
         '  kill -0 "$agents" 2>/dev/null || break',
         "done",
+        *(['kill "$watch" 2>/dev/null'] if elastic else ()),
         f'{command([*on_this_node, *task, "outcome", "--run-dir", job.run_dir])} --code "$code"',
+        "finish $?",
     ]
-    if elastic:
-        one_life = [*_ELASTIC, "", "while :; do", *one_life, "code=$?", "shrunk || finish $code", "done"]
-    else:
-        one_life.append("finish $?")
     return [
         "umask 077",
         *_search_paths(job),
@@ -108,8 +109,8 @@ def _body(job: JobScript) -> list[str]:
 
 
 def _on_all(argv: Sequence[str], elastic: bool) -> str:
-    """A step on every node of the job; of an elastic one on those that are left, which the script knows by then."""
-    where = 'srun --nodes="$count" --ntasks="$count" --nodelist="$nodes" $share' if elastic else "srun"
+    """A step on every node of the job, however many an elastic one was given."""
+    where = 'srun --nodes="$full" --ntasks="$full"' if elastic else "srun"
     return f"{where} {command(argv[1:])}"
 
 
@@ -208,20 +209,11 @@ finish() {{
 }}""".splitlines()  # the last line waits to be ended by the requeue
 
 
-#: A node is lost, the others are still ours (--no-kill): the run goes on where it had saved, in the largest size that
-#: is left. `outcome` writes down which nodes those are; where they are too few it does not, and the job is requeued.
-_ELASTIC = """\
-count=$SLURM_JOB_NUM_NODES
-nodes=$SLURM_JOB_NODELIST
-share=
-shrunk() {
-  [ -s "$run/slurm/left" ] && [ -z "$noticed" ] && [ ! -e "$run/cancel.json" ] || return 1
-  echo "$job $times $code" >> "$run/slurm/faults"
-  [ "$(wc -l < "$run/slurm/faults")" -le "$most_faults" ] || return 1
-  read -r count nodes < "$run/slurm/left"
-  rm -f "$run/slurm/left"
-  export SLURM_JOB_NUM_NODES="$count" SLURM_NNODES="$count" SLURM_JOB_NODELIST="$nodes" SLURM_NODELIST="$nodes"
-  agents=
-  share=--overlap  # Slurm 22.05 never sees a step end that was on a lost node, and keeps its GPUs
-  say "code $code, goes on with the $count nodes that are left: $nodes"
-}""".splitlines()
+#: A node is lost, the others are still ours (--no-kill): the agents go on among themselves, and `srun` stays for them.
+#: But Slurm 22.05 may never see a step end that was on a lost node: so it gets half a minute after the run's last word.
+_LAST_ONES = """\
+{
+  until [ -e "$run/slurm/ended" ]; do sleep 2; done
+  sleep 30; kill "$agents"; sleep 15; kill -KILL "$agents"
+} 2>/dev/null &
+watch=$!""".splitlines()

@@ -23,7 +23,7 @@ import msgspec
 from orchestrator.errors import OrchError
 from orchestrator.launch.request import LaunchRequest, from_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
-from orchestrator.launch.state import Cause, read_state, write_state
+from orchestrator.launch.state import Cause, RunState, read_state, write_state
 from orchestrator.plan import Exit, PlanError, load_plan, meaning
 
 _TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
@@ -97,7 +97,14 @@ def _agent(folder: RunFolder) -> int:
 
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", address]
     granted = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
-    return int(agent_main([*argv, "--gpus", str(len(granted.split(",")))] if granted else argv))
+    if granted:
+        argv += ["--gpus", str(len(granted.split(",")))]
+    if not request.sizes:
+        return int(agent_main(argv))
+    code = int(agent_main([*argv, "--elastic"]))
+    if read_state(folder).is_final:  # the script waits for those that are left, but not for ever
+        Path(folder.path, "slurm", "ended").touch(0o600)
+    return code
 
 
 def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
@@ -148,17 +155,26 @@ def _address_towards(peer: str) -> str:
 def _outcome(folder: RunFolder, code: int) -> int:
     """The coordinator's word, or ours when it was killed before it could speak."""
     state = read_state(folder)
-    (folder.path / "slurm" / "left").unlink(missing_ok=True)  # of an earlier life
     if state.is_final:
-        if state.cause and state.cause.node:
-            if state.exit_code == Exit.NODE:
-                _exclude(folder, state.cause.node)
-            if state.exit_code == Exit.CAPACITY and state.cause.kind == "node_lost":
-                _keep_the_rest(folder, state.cause.node)
+        for node in _sick(folder, state):
+            _exclude(folder, node)
         return state.exit_code or 0
     if code == _TERMINATED:  # before the agents could hear it
         return _last_word(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
     return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
+
+
+def _sick(folder: RunFolder, state: RunState) -> list[str]:
+    """Nodes that were found unhealthy in this life of the job, by its end or by an epoch that went on without them."""
+    from .place import read_placement
+
+    placement = read_placement(folder)
+    before = placement.after_epoch if placement else -1
+    causes = [epoch.cause for epoch in state.epochs if epoch.epoch > before]
+    found = [cause for cause in causes if cause and cause.code == Exit.NODE]
+    if state.cause and state.exit_code == Exit.NODE:
+        found.append(state.cause)
+    return [cause.node for cause in found if cause.node]
 
 
 def _exclude(folder: RunFolder, node: str) -> None:
@@ -171,17 +187,6 @@ def _exclude(folder: RunFolder, node: str) -> None:
     known = [name for text in options.exclude for name in expand(text)]
     known += expand(path.read_text()) if path.exists() else []
     write_private(path, compress([*known, node]).encode() + b"\n")
-
-
-def _keep_the_rest(folder: RunFolder, lost: str) -> None:
-    """Write down the nodes of an elastic run that are left, when they still make one of its sizes."""
-    from .hostlist import compress, expand
-    from .place import largest_size
-
-    sizes = from_bytes(folder.request.read_bytes()).sizes
-    rest = [node for node in expand(os.environ.get("SLURM_JOB_NODELIST", "")) if node != lost]
-    if largest_size(sizes, len(rest)) is not None:
-        write_private(folder.path / "slurm" / "left", f"{len(rest)} {compress(rest)}\n".encode())
 
 
 def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:

@@ -48,9 +48,19 @@ def main() -> int:
     print(f"rank {RANK} of {os.environ['WORLD_SIZE']} starts after step {first}", flush=True)
     if wish("GARBAGE"):
         os.write(int(os.environ["ORCH_REPORT_FD"]), b"garbage\n{\n" + b"x" * 100_000 + b"\n" + b'{"kind":"step"}\n')
+
+    def save(step: int) -> int:
+        (RUN / f"weight-{RANK}").write_text(repr(weight))
+        saved.write_text(str(step))
+        report(kind="event", name="checkpoint_saved", step=step)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one while the interpreter ends would kill
+        return 75
+
     for step in range(first + 1, int(wish("STEPS", "3")) + 1):
         time.sleep(float(wish("STEP_S", "0.02")))
-        while wish("HOLD") and step == int(wish("STEPS", "3")) and not stop and not (RUN / "go").exists():
+        while wish("HOLD") and step == int(wish("STEPS", "3")) and not (RUN / "go").exists():
+            if stop:
+                return save(step - 1)
             time.sleep(0.05)
         for order in filter(None, wish("DIE").split(",")):
             rank, at, code, *epochs = map(int, order.split(":"))
@@ -66,11 +76,7 @@ def main() -> int:
         extra = {"memory_bytes": {"params": 100 + RANK, "total": 200}, "comm_bytes": {"dp": 64}, "mfu": 0.25}
         report(kind="step", step=step, **fields, **extra, phase_s={"forward": 0.01}, comm_s={"dp": 0.001})
         if stop:
-            (RUN / f"weight-{RANK}").write_text(repr(weight))
-            saved.write_text(str(step))
-            report(kind="event", name="checkpoint_saved", step=step)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one while the interpreter ends would kill
-            return 75
+            return save(step)
     report(kind="event", name="done")
     return 0
 
