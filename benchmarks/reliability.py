@@ -119,7 +119,7 @@ def orch_trial(runs: dict[str, OrchRun], home: Path, fault: str, position: str, 
         found = msgspec.to_builtins(trial)
     except (OrchError, subprocess.CalledProcessError) as error:
         found = {"fault": fault, "position": position, "ok": False, "problem": str(error), "at": time.time()}
-    if not found["ok"] and kind in runs:
+    if (not found["ok"] or fault == "notice") and kind in runs:  # a node that was told to leave does not come back
         runs.pop(kind).close()
     return {**found, "workers": "the bundled trainer" if kind == "trainer" else "stand-ins"}
 
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--positions", default=",".join(POSITIONS))
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after this long; 0: when all are done")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="run folders go there and stay")
     parser.add_argument("--page", action="store_true", help="only write docs/reliability.md")
     args = parser.parse_args()
     if args.page:
@@ -158,7 +159,8 @@ def main() -> None:
     end = time.monotonic() + args.minutes * 60 if args.minutes else float("inf")
     args.out.parent.mkdir(exist_ok=True)
     runs: dict[str, OrchRun] = {}
-    with tempfile.TemporaryDirectory(prefix="orch-reliability-", ignore_cleanup_errors=True) as home:
+    with tempfile.TemporaryDirectory(prefix="orch-reliability-", ignore_cleanup_errors=True) as temporary:
+        home = str(args.keep.absolute() if args.keep else temporary)
         try:
             for number in range(args.trials):
                 for system, fault, position in rows(args):

@@ -18,13 +18,14 @@ from orchestrator.plan import Exit, Plan
 
 from . import policy
 from .coordinator import Coordinator, Epoch
-from .membership import Lost, Unfit
+from .membership import HEARTBEAT_S, Lost, Unfit
 from .messages import Done, Join, Notice, Prepare, Started
 from .sizes import Sizes
 from .succession import TICK_S, TURN_TICKS, Whereabouts
 
 _SETTLE_S = 8.0  # for agents to find a coordinator that has moved; who comes later is a spare
 _LOOK_AGAIN_S = 1.0  # whether growing pays by now: the longer nothing happens, the longer nothing will be expected to
+_PAUSE_S = 2.0 * HEARTBEAT_S  # between two ticks: this process did not run
 _LOSS_GRACE_S = 3.0  # workers notice a dead peer by themselves; those of a frozen one have nothing to wait for
 
 
@@ -42,9 +43,10 @@ class ElasticCoordinator(Coordinator):
         self._sizes = sizes
         self._leaving: dict[str, str] = {}  # node -> why it will leave
         self._where: Whereabouts | None = None
-        self._silent = False  # a node was lost that may live: perhaps it is this one that is cut off
+        self._silent = False  # a node was lost that may live: perhaps it is this one that is cut off, or was frozen
         self._beating = True
         now = asyncio.get_running_loop().time()
+        self._ticked = now
         self._began, self._changed = now, now  # loop times: of this coordinator, of the last change of nodes
         self._stopped_at: float | None = None
         self._cost_s: float | None = None  # of the last restart, from the request to stop to the workers' start
@@ -75,6 +77,11 @@ class ElasticCoordinator(Coordinator):
         self._beat()
 
     def _tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._ticked > _PAUSE_S:  # we were frozen: nodes that have hung up meanwhile may well live
+            self._note("was_away", seconds=round(now - self._ticked, 1))
+            self._silent = True
+        self._ticked = now
         try:
             self._beat()
         except Deposed as error:

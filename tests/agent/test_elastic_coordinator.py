@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 
@@ -89,5 +90,26 @@ def test_a_run_whose_seated_nodes_must_all_leave_goes_on_where_others_stand_by(t
             assert over.code == Exit.RESTART
             # with a spare the coordinator only leaves it to that: node0 has to go
             assert read_state(world.folder).state == ("restarting" if spare else "stopped")
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_was_frozen_does_not_take_those_who_hung_up_for_dead(tmp_path):
+    """Found by a drill: it woke before anybody had claimed, saw every connection closed, and ended the run with 76."""
+
+    async def main():
+        async with coordinated(tmp_path) as world:
+            a, b = await world.join("node0"), await world.join("node1")
+            await asyncio.gather(a.follow(), b.follow())
+            await asyncio.sleep(1.1)  # a tick
+            time.sleep(2.5)  # the coordinator's loop is this one
+            for agent in (a, b):
+                agent.channel.abort()
+            while not world.events("stepped_back"):
+                assert not world.task.done(), world.task.result()
+                await asyncio.sleep(0.05)
+            again = await world.join("node1", epoch=0)
+            assigned = await again.follow(1)
+            assert assigned.world_size == 2 and world.events("was_away")
 
     asyncio.run(main())
