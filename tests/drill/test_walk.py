@@ -1,0 +1,149 @@
+"""Random walks: nodes are lost, leave and come back in any order, and every sample is trained on once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from orchestrator.drill.faults import Shot
+from orchestrator.drill.local import LocalTargets
+from orchestrator.drill.trial import Range
+from orchestrator.goodput.facts import LeadReader
+from orchestrator.goodput.ledger import Ledger, ledger, uneven
+from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.request import from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import read_state
+from orchestrator.plan import Plan, load_plan
+from orchestrator.planner.replan import replan
+from tests.agent.test_elastic import cancel, running
+from tests.drill.test_drill import TOGETHER
+from tests.launch.parcels import kill_runs, make_parcel, wait_for
+from tests.plans import make_plan
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+BATCH = 24  # samples: one to eight nodes share them evenly, but for five and seven
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folder = tmp_path / "runs"
+    yield folder
+    kill_runs(folder)
+
+
+def sized(nodes: int, **fields) -> Plan:
+    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields})
+    return replan(plan, plan.cluster)
+
+
+def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options) -> RunFolder:
+    backend = {"grace_s": 20.0, "heartbeat_timeout_s": 3.0, "max_restarts": 1000, "options": options}
+    sizes = plans if len(plans) > 1 else {}
+    parcel = make_parcel(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
+    LocalBackend().submit(parcel, os.environ)
+    return RunFolder(runs / run_id)
+
+
+def walk(folder: RunFolder, seed: int, faults: int, pause_s: float) -> list[str]:
+    """That many faults, drawn by the seed; nodes come back meanwhile, and the run grows again."""
+    request = from_bytes(folder.request.read_bytes())
+    place, targets, draw = (
+        Range(folder, LocalBackend(), request, 120.0),
+        LocalTargets(folder, request),
+        random.Random(seed),
+    )
+    done = []
+    for _ in range(faults):
+        # a single node is only hit where the run gets over it by itself
+        seated = sum(1 for node in read_state(folder).nodes.values() if node.state == "running" and node.ranks)
+        fault = draw.choice(["kill_agent", "kill_node", "kill_agent", "kill_worker", "stop_worker"])
+        fault = "kill_worker" if seated < 2 else fault
+        trial = place.shoot(Shot(fault, "any", draw.random()), targets, 4.0)
+        assert trial.ok, trial
+        done.append(fault)
+        time.sleep(draw.uniform(0, pause_s))
+    return done
+
+
+def ledger_of(folder: RunFolder) -> Ledger:
+    return ledger(LeadReader(folder).read(read_state(folder).nodes))
+
+
+def sizes_seen(folder: RunFolder) -> list[int]:
+    """Nodes of each plan that was put in force."""
+    lines = (line for path in (folder.path / "events").glob("*.jsonl") for line in path.read_text().splitlines())
+    changes = sorted((e["at"], len(e["nodes"])) for e in map(json.loads, lines) if e["name"] == "replanned")
+    return [nodes for _, nodes in changes]
+
+
+def test_a_walk_over_one_to_four_nodes_has_each_sample_once(runs):
+    plans = {nodes: sized(nodes) for nodes in (4, 3, 2, 1)}
+    folder = start(runs, plans, (sys.executable, TOGETHER), restart_lost_nodes_after_s=0.5, grow_after_s=0.3)
+    wait_for(lambda: ledger_of(folder).samples, 60, "first steps")
+    walk(folder, seed=3, faults=4, pause_s=1.0)
+    assert cancel(folder).state == "cancelled"
+    found = ledger_of(folder)
+    assert found.problems == [] and uneven(found.entries, 12) == [], "stand-ins take 12"
+    places = [place for entry in found.entries for place in range(entry.first, entry.last)]
+    assert places == list(range(found.samples)) and sizes_seen(folder)
+    assert json.loads(folder.report.read_bytes())["samples"]["problems"] == []
+
+
+def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
+    """Submitted on three nodes; resumed, and one is lost at once; resumed, and two are."""
+    plans = {nodes: sized(nodes) for nodes in (3, 2, 1)}
+    folder = start(runs, plans, (sys.executable, TOGETHER))
+    request = from_bytes(folder.request.read_bytes())
+    running(folder, "node0", "node1", "node2")
+    for lost in (("node2",), ("node2", "node1")):
+        before = ledger_of(folder).samples
+        wait_for(lambda before=before: ledger_of(folder).samples > before, 60, "a step")
+        assert cancel(folder).state == "cancelled"
+        after = read_state(folder).epoch
+        LocalBackend().resume(folder, request, os.environ)
+        running(folder, "node0", "node1", "node2", after=after)
+        place, targets = Range(folder, LocalBackend(), request, 60.0), LocalTargets(folder, request)
+        assert all(place.shoot(Shot("kill_node", node, 0.0), targets, 0.0).ok for node in lost)
+        assert load_plan(folder.plan).parallel.dp == 3 - len(lost)
+    assert cancel(folder).state == "cancelled"
+    found = ledger_of(folder)
+    assert found.problems == [] and uneven(found.entries, 12) == [] and len(read_state(folder).pauses) == 2
+
+
+@pytest.mark.full
+def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_one_that_stays(runs, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.py").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(2000)))
+    files = {"data_paths": [str(text)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 10}
+    shape = {**files, "zero": 1, "steps": 3000, "seq_len": 32, "copy_every_steps": 1}
+    plans = {nodes: sized(nodes, **shape) for nodes in (8, 6, 4, 3, 2, 1)}
+    folder = start(runs, plans, restart_lost_nodes_after_s=1.0, grow_after_s=1.0)
+    wait_for(lambda: ledger_of(folder).samples, 200, "first steps")
+    walk(folder, seed=8, faults=20, pause_s=8.0)
+    assert cancel(folder).state == "cancelled"
+    found = ledger_of(folder)
+    assert found.problems == [] and uneven(found.entries, BATCH) == []
+    assert len(set(sizes_seen(folder))) > 2, "it went over several sizes"
+    whole = start(runs, {1: sized(1, **shape)}, run_id="whole")
+    last = found.entries[-1].step
+    wait_for(lambda: ledger_of(whole).samples >= found.samples, 600, f"step {last} of the run that stays")
+    LocalBackend().cancel(whole, force=True)
+    want, have = losses(whole), losses(folder)
+    assert sorted(have) == list(range(1, last + 1))
+    assert max(abs(have[step] - want[step]) for step in have) <= 1e-5
+
+
+def losses(folder: RunFolder) -> dict[int, float]:
+    """The loss of every step, as the last epoch that did it tells."""
+    paths = (folder.path / "metrics").glob("*.jsonl")
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in sorted(lines, key=lambda line: line["epoch"])}
