@@ -38,6 +38,12 @@ NodeRange = Annotated[
 
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")]
 
+#: Faults of workers, as `orchestrator.launch.state` tells them.
+WorkerCause = Literal[
+    *("worker_exit", "worker_frozen", "worker_spinning", "worker_silent", "collective_hung"),
+    *("non_finite", "disk_full", "straggler"),
+]
+
 _MANY = 2**53  # every integer up to here is exact in JSON and in a float
 Count = Annotated[int, Meta(ge=1, le=_MANY)]
 Natural = Annotated[int, Meta(ge=0, le=_MANY)]
@@ -249,6 +255,14 @@ class BackendSpec(Frozen):
     max_restarts: Natural = 3  # after a failure; a saved-and-wants-restart exit does not count
     grace_s: Positive = 30.0  # between asking workers to save and killing them
     heartbeat_timeout_s: Positive = 15.0  # an agent silent for longer is lost
+    max_restarts_by_cause: dict[WorkerCause, Natural] = {}  # budgets of their own; the rest share max_restarts
+    hang_after_s: Positive = 30.0  # a run is hung that has not moved for so long, and for
+    hang_after_steps: Positive = 10.0  # so many times its median step
+    start_hang_after_s: Positive = 1800.0  # instead: before an epoch's second step, and in saves
+    straggler_ratio: Annotated[float, Meta(gt=1)] = 1.5  # own compute time over the peers' median: slow
+    on_straggler: Literal["name", "exclude"] = "name"  # exclude: go on with a spare in its place, where there is one
+    bad_node_after: Natural = 3  # failures in a row on one node of several, at different steps: leave it out; 0: never
+    remember_bad_nodes_h: NonNegative = 24.0  # nodes that were left out, for the next runs of this user; 0: not
     env: dict[EnvName, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
     options: dict[str, Any] = {}  # of this backend alone
 

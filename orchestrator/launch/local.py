@@ -167,7 +167,8 @@ def prepare_resume(folder: RunFolder) -> None:
     folder.cancel.unlink(missing_ok=True)
     now = time.time()
     pauses = [*state.pauses, (state.ended_at or state.updated_at, now)]
-    changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None, "restarts": 0}
+    changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None}
+    changes |= {"restarts": 0, "restarts_by_cause": {}, "first_epoch": state.epoch + 1, "excluded": {}, "slow": {}}
     changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": pauses}
     write_state(folder, msgspec.structs.replace(state, **changes))
 

@@ -84,6 +84,15 @@ class Policy(Frozen):
     grace_s: float
     heartbeat_timeout_s: float
     join_timeout_s: float
+    # as in `orchestrator.config.schema.BackendSpec`
+    max_restarts_by_cause: dict[str, int] = {}
+    hang_after_s: float = 30.0
+    hang_after_steps: float = 10.0
+    start_hang_after_s: float = 1800.0
+    straggler_ratio: float = 1.5
+    on_straggler: Literal["name", "exclude"] = "name"
+    bad_node_after: int = 3
+    remember_bad_nodes_h: float = 24.0
 
 
 class LaunchRequest(Frozen):
@@ -198,10 +207,8 @@ def make_request(
         worker=worker,
         environment=_environment(config, plan, site, keep, python_path),
         policy=Policy(
-            max_restarts=config.backend.max_restarts,
-            grace_s=config.backend.grace_s,
-            heartbeat_timeout_s=config.backend.heartbeat_timeout_s,
             join_timeout_s=site.join_timeout_s,
+            **{name: getattr(config.backend, name) for name in Policy.__struct_fields__ if name != "join_timeout_s"},
         ),
         code=site.code,
         files=files,

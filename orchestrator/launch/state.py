@@ -32,11 +32,33 @@ Phase = Literal[
 ]
 FINAL: frozenset[str] = frozenset({"done", "failed", "cancelled", "stopped"})
 
+#: What a cause may be. The first group are faults of workers, for which restarts may be budgeted one by one.
+WORKER_CAUSES: dict[str, str] = {
+    "worker_exit": "a worker ended by a signal or with an error",
+    "worker_frozen": "a worker was stopped by a signal and did not go on",
+    "worker_spinning": "a worker computed, and its step did not move",
+    "worker_silent": "a worker lived, and neither moved nor spoke: its interpreter or a system call held it",
+    "collective_hung": "all waited for each other in an exchange that did not end",
+    "non_finite": "the loss or the gradient became inf or nan",
+    "disk_full": "there was no room to save",
+    "straggler": "a node was slower than the others, and left for a spare",
+}
+CAUSES: dict[str, str] = WORKER_CAUSES | {
+    "node_lost": "the agent of a node went away, and its node with it",
+    "node_unfit": "a node of the plan came and could not be used",
+    "coordinator_lost": "the agent that coordinated went away",
+    "join_timeout": "not all nodes came",
+    "agent_exit": "an agent left by itself",
+    "supervisor_lost": "every process of the run was gone",
+    "scheduler": "the scheduler ended the run",
+    "internal": "a bug of orch",
+}
+
 
 class Cause(Frozen):
     """The first thing that went wrong, of all that followed from it."""
 
-    kind: str  # worker_exit, node_lost, join_timeout, supervisor_lost, plan_refused, internal
+    kind: str  # of CAUSES
     text: str  # one line
     epoch: int
     node: str | None = None
@@ -45,6 +67,7 @@ class Cause(Frozen):
     step: int | None = None  # last step that the rank had reported
     log: str | None = None  # file inside the run folder
     tail: list[str] = []  # its last lines
+    stack: str | None = None  # where the rank was, what the kernel said of it: a file inside the run folder
 
 
 class NodeState(Frozen):
@@ -82,8 +105,12 @@ class RunState(Frozen):
     ended_at: float | None = None
     exit_code: int | None = None  # set together with a final state
     reason: str | None = None  # one line
-    restarts: int = 0  # counted ones
+    restarts: int = 0  # counted ones, all causes together
     max_restarts: int = 0
+    restarts_by_cause: dict[str, int] = {}  # of those: by kind of cause
+    first_epoch: int = 0  # of this attempt; `orch resume` begins another one, with new budgets
+    excluded: dict[str, str] = {}  # node -> why this attempt goes on without it
+    slow: dict[str, float] = {}  # straggling node -> its own compute time over the median of its peers
     nodes: dict[str, NodeState] = {}
     epochs: list[EpochState] = []
     cause: Cause | None = None  # of the end; earlier ones are in `epochs`
