@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from typing import NoReturn
@@ -12,6 +15,7 @@ from orchestrator.plan import Exit, PlanError, load_plan
 from orchestrator.plan.worker import WorkerEnv
 
 from .errors import TrainerError, exit_code, is_peer_loss
+from .metrics.pulse import Pulse
 from .metrics.report import Reporter
 from .notice import Notice
 
@@ -26,15 +30,18 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(f"trainer: {error}", file=sys.stderr)
         _leave(Exit.USAGE)
     notice = Notice().listen()  # before the imports: a signal during them must not be a death without a word
+    faulthandler.register(signal.SIGQUIT)  # where every thread is, to stderr; needs nothing that a hung worker holds
     reporter = Reporter(env.report_fd, env.rank, env.epoch)
+    pulse = Pulse(reporter).start()
     code = Exit.DONE
     try:
         plan = load_plan(args.plan or env.plan)
         from .train import train  # after the plan: a bad one is refused without a second of imports
 
-        train(plan, env, reporter, notice)
+        train(plan, env, reporter, notice, pulse)
     except BaseException as error:
         code = _explain(error, env, reporter)
+    pulse.stop()
     reporter.close()
     _leave(code)
 
@@ -47,17 +54,21 @@ def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
     if is_peer_loss(error):
         text = f"a peer is gone or silent ({lines[0]})"
     elif not isinstance(error, TrainerError | PlanError):
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):  # a log that is full must not change how a run ends
+            traceback.print_exception(error)
     name = "stopped" if code == Exit.RESTART and isinstance(error, TrainerError) else "failed"
-    print(f"trainer: rank {env.rank} on {env.node}: {text}", file=sys.stderr, flush=True)
-    reporter.event(name, error=text, exit=int(code))
+    with contextlib.suppress(OSError):
+        print(f"trainer: rank {env.rank} on {env.node}: {text}", file=sys.stderr, flush=True)
+    cause = {"cause": error.cause} if isinstance(error, TrainerError) and error.cause else {}
+    reporter.event(name, error=text, exit=int(code), **cause)
     return code
 
 
 def _leave(code: Exit) -> NoReturn:
     # Not sys.exit: after a lost peer the destructors of process groups wait for it, or abort the process.
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -14,6 +14,7 @@ class TrainerError(Exception):
     """Base of the trainer's own errors. `exit` is the process exit code that `python -m trainer` ends with."""
 
     exit: Exit = Exit.USER
+    cause: str = ""  # of `orchestrator.launch.state.WORKER_CAUSES`, where that says more than the exit code
 
 
 class LayoutError(TrainerError):
@@ -56,6 +57,7 @@ class NonFinite(TrainerError):
     """The loss or the gradient norm became inf or nan."""
 
     exit = Exit.USER
+    cause = "non_finite"
 
 
 class Fenced(TrainerError):

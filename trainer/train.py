@@ -26,10 +26,12 @@ from .connect import TIMEOUT, choose_device, connect
 from .data.batch import MicroBatch
 from .data.build import open_tokens
 from .data.loader import Loader
+from .data.order import micro_batches_at, samples_of_step
 from .data.progress import thinned
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped
 from .metrics.profile import Profile
+from .metrics.pulse import Doing, Pulse
 from .metrics.report import Reporter
 from .notice import Notice
 from .optim.lr import learning_rate
@@ -41,8 +43,11 @@ from .parallel.mesh import Mesh
 PROGRESS_EVERY_S = 1.0
 
 
-def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice) -> None:
-    """Run the plan's job as worker `env` to its end. Raises what `trainer.errors.exit_code` knows."""
+def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice, pulse: Pulse | None = None) -> None:
+    """Run the plan's job as worker `env` to its end. Raises what `trainer.errors.exit_code` knows.
+
+    `pulse`: is told from where to read what is being done.
+    """
     check_env(plan, env)
     legal.check(plan)
     device = choose_device(plan, env)
@@ -54,6 +59,8 @@ def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice) -> Non
     mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
     loader = _open_data(plan, mesh, device, notice, reporter)
     run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, notice)
+    if pulse is not None:
+        pulse.source = run.doing
     try:
         run.resume()
         run.loop()
@@ -105,6 +112,17 @@ class Run:
         self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, loader.store.index.key, memory)
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
+        self.training = False  # the loop has begun
+        self._boundary_s = 0.0  # of this step, spent in waiting for the others at its boundary
+
+    def doing(self) -> Doing:
+        """Read by the pulse's thread at any time."""
+        if not self.training:
+            return Doing(step=0, phase="start", waiting=None, moves=0)
+        counter, timer = self.engine.counter, self.engine.timer
+        inside, phase = counter.inside, timer.now or "step"
+        waiting = f"{inside[0]} ({inside[1]})" if inside else "the step's boundary" if phase == "comm" else None
+        return Doing(self.step + 1, phase, waiting, counter.started + timer.entered)
 
     def resume(self) -> None:
         """Start from the newest verified checkpoint of this run, if there is one."""
@@ -117,6 +135,7 @@ class Run:
         """Until the plan's last step. Raises Stopped after a notice, with everything saved."""
         job = self.plan.job
         every, copies = job.checkpoint.every_steps, job.checkpoint.memory_every_steps
+        self.training = True
         while self.step < job.train.steps:
             start = time.perf_counter()
             with self.engine.timer.phase("data"):
@@ -140,7 +159,9 @@ class Run:
         counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
         mine = sum(batch.valid_tokens for batch in batches) if counts else 0
         told = int(self.notice.received is not None)
+        began = time.perf_counter()
         valid_tokens, told, votes = messages.sum_ints([mine, told, self.checkpoints.vote])
+        self._boundary_s = time.perf_counter() - began
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.advance(votes)
         if not valid_tokens and not told:
@@ -182,7 +203,8 @@ class Run:
         on_device = [batch.to(self.device) for batch in batches]
         with self.profile.step(number) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
-            grad_norm = float(norm)
+            with engine.counter.syncing():
+                grad_norm = float(norm)
             if not math.isfinite(grad_norm) and (engine.scaler is None or engine.scaler.exhausted):
                 self._explain_non_finite(number, loss_sum, grad_norm)
             if not engine.update(norm, lr):
@@ -195,11 +217,20 @@ class Run:
 
     def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
         """All ranks see the same norm, so all come here, and say together whose loss it was. Raises NonFinite."""
-        mine = not bool(torch.isfinite(loss_sum))
-        guilty = [rank for rank, raw in enumerate(messages.all_gather_bytes(b"1" if mine else b"0")) if raw == b"1"]
+        mine = b"" if bool(torch.isfinite(loss_sum)) else self._places().encode()
+        guilty = {rank: raw.decode() for rank, raw in enumerate(messages.all_gather_bytes(mine)) if raw}
         self.checkpoints.settle()  # a save of good weights may be under way
-        where = f"the loss is not finite on rank {', '.join(map(str, guilty))}" if guilty else "every loss is finite"
+        where = "every loss is finite"
+        if guilty:
+            ranks, samples = ", ".join(map(str, guilty)), "; ".join(dict.fromkeys(guilty.values()))
+            where = f"the loss is not finite on rank {ranks}, whose samples are {samples} in the run's order"
         raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples})")
+
+    def _places(self) -> str:
+        """This rank's samples of the step that is being made, by their place in the run's order."""
+        many = micro_batches_at(self.plan.parallel, self.plan.job.train.batch_ramp, self.samples)
+        rows = samples_of_step(self.plan.parallel, self.mesh.coord, self.samples, many)
+        return ", ".join(str(place) for row in rows for place in row)
 
     def _report(
         self, start: float, taken: int, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]
@@ -210,6 +241,8 @@ class Run:
         peak = plan.cluster.gpu.peak_flops.get(train.precision)
         per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
         comm_bytes, comm_s = self.engine.counter.take()
+        phase_s = self.engine.take_phases()
+        waited_s = self._boundary_s + sum(comm_s.values()) + phase_s.get("checkpoint", 0.0)
         self.reporter.step(
             step=self.step,
             samples=self.samples,
@@ -218,7 +251,8 @@ class Run:
             loss=loss,
             grad_norm=norm if math.isfinite(norm) else None,
             lr=lr,
-            phase_s=self.engine.take_phases(),
+            phase_s=phase_s,
+            own_s=max(0.0, seconds - waited_s),
             bubble_ratio=self.engine.pipeline.trace.bubble_ratio() if plan.parallel.pp > 1 else None,
             comm_bytes=comm_bytes,
             comm_s=comm_s,

@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import signal
-import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from orchestrator.launch.processes import send_signal
+from orchestrator.launch.processes import Identity, identity, send_signal
 from orchestrator.launch.request import LaunchRequest, Worker, used_nodes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 
-from .control import Channel, Refused, WrongKey, connect
-from .frozen import FrozenWatch
+from .control import Channel, Refused, WrongKey, connect, free_port
 from .membership import HEARTBEAT_S
 from .messages import (
     AgentAlive,
     Assign,
+    CoordinatorAlive,
     Done,
+    Examine,
     Fenced,
     FromCoordinator,
     Join,
@@ -41,12 +39,11 @@ from .messages import (
 )
 from .nursery import REPORT_FD
 from .recorder import Recorder
+from .stacks import save_stack, tail_of
 from .succession import Succession
+from .watch import LOOK_S, is_frozen
 from .workers import Workers
 
-#: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
-_PORTS = (20000, 32000)
-_TAIL_BYTES, _TAIL_LINES, _TAIL_WIDTH = 8192, 20, 500
 _ORPHAN_GRACE_S = 10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
 _ELASTIC_ORPHAN_GRACE_S = 3.0  # where another coordinator waits for this node
 
@@ -89,7 +86,7 @@ class Agent:
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
         self._silent_ticks = 0
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._frozen = FrozenWatch()
+        self._examining: set[asyncio.Task] = set()
         self._noticed = False  # told from outside that the end is wanted
 
     async def run(self) -> int:
@@ -113,7 +110,7 @@ class Agent:
             self._recorder.event("refused", reason=str(error))
             return Exit.SECURITY
         finally:
-            for task in tasks:
+            for task in (*tasks, *self._examining):
                 task.cancel()
             self._workers.close()
             if self._channel:
@@ -210,25 +207,32 @@ class Agent:
     async def _tick(self) -> None:
         """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
         most = max(2, round(self._request.policy.heartbeat_timeout_s / HEARTBEAT_S))
+        looks = round(HEARTBEAT_S / LOOK_S)
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step))
+            for look in range(looks):
+                await asyncio.sleep(LOOK_S)
+                seen = self._recorder.watch.look(self._workers.pids)
+                if look == looks - 1 or any(map(is_frozen, seen)):
+                    self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
-            if self._succession:
-                self._end_frozen()
             self._silent_ticks += 1
             if self._silent_ticks == most:
                 self._channel.abort()  # _listen goes on from there
 
-    def _end_frozen(self) -> None:
-        """Of an elastic run: a worker that is stopped ends here and now, since the others wait for it."""
-        for rank, worker in self._frozen.look(self._workers.pids):
-            text = f"orch: rank {rank} on {self._node} is frozen (stopped by a signal, pid {worker.pid}): killed"
-            log.error("%s", text)
-            self._recorder.event("worker_frozen", rank=rank, pid=worker.pid)
+    async def _examine(self, order: Examine) -> None:
+        """Save where all workers are, then end those that hold the others up."""
+        log.error("%s", order.reason)
+        alive = {rank: worker for rank, pid in self._workers.pids.items() if pid and (worker := identity(pid))}
+        await asyncio.gather(*(self._save_stack(rank, worker, order.reason) for rank, worker in alive.items()))
+        for rank in alive.keys() & order.end:
             with contextlib.suppress(OSError), self._folder.rank_log(rank).open("a") as file:
-                file.write(f"{text}\n")
-            send_signal(worker, signal.SIGKILL)
+                file.write(f"orch: {order.reason}: killed\n")
+            send_signal(alive[rank], signal.SIGKILL)
+
+    async def _save_stack(self, rank: int, worker: Identity, reason: str) -> None:
+        path = self._folder.stack(self._epoch, rank)
+        if not await save_stack(worker, self._folder.rank_log(rank), path, reason):
+            self._recorder.event("stack_not_saved", rank=rank)
 
     async def _orphaned(self, reason: str) -> None:
         """Without a coordinator nobody may write any more: end the workers, then leave."""
@@ -265,6 +269,12 @@ class Agent:
             return  # of an epoch that we were not prepared for: a coordinator's heartbeat on the way
         elif isinstance(message, Assign):
             self._start(message)
+        elif isinstance(message, CoordinatorAlive):
+            self._recorder.metrics.set("orch_node_slowdown_ratio", message.slowdown)
+        elif isinstance(message, Examine):
+            task = asyncio.create_task(self._examine(message))
+            self._examining.add(task)
+            task.add_done_callback(self._examining.discard)
         elif isinstance(message, Stop):
             log.warning("stopping: %s", message.reason)
             if self._assigned:
@@ -347,8 +357,9 @@ class Agent:
         self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))
         tail = tail_of(self._folder.rank_log(rank), self._log_starts.get(rank, 0)) if code else []
+        said = self._recorder.failure_of(rank)
         if self._channel:
-            self._channel.send(self._epoch, WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail))
+            self._channel.send(self._epoch, WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
 
     def _all_ended(self) -> None:
         if self._assigned and self._channel:
@@ -363,27 +374,3 @@ class _Ended(Exception):
 def preloaded(worker: Worker) -> list[str]:
     """The words that start the bundled trainer, `python … -m trainer`; nothing for a program of the user's."""
     return worker.argv[: worker.argv.index("-m") + 2] if worker.bundled else []
-
-
-def free_port(address: str) -> int:
-    """A TCP port that nobody listens on now. Drawn at random: two runs at once hardly ever draw the same."""
-    for _ in range(100):
-        port = random.randrange(*_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((address, port))
-            return port
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-
-
-def tail_of(path: Path, start: int) -> list[str]:
-    """The last lines that were written to a log after byte `start`."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(start, size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [line[:_TAIL_WIDTH] for line in text.splitlines()[-_TAIL_LINES:]]

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import random
 import secrets
+import socket
 from typing import Any
 
 import msgspec
@@ -206,3 +208,19 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
     return Channel(
         reader, writer, _mac(key, "to coordinator", said), _mac(key, "to agent", said), receives, "coordinator"
     )
+
+
+#: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
+_PORTS = (20000, 32000)
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody listens on now. Drawn at random: two runs at once hardly ever draw the same."""
+    for _ in range(100):
+        port = random.randrange(*_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
+            return port
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,9 +19,26 @@ from orchestrator.launch.state import Cause
 from orchestrator.plan import Exit, Plan
 
 from . import policy
+from .blame import Past
 from .control import LONGEST_LINE
+from .diagnose import Verdict
+from .epoch import Epoch
+from .lookout import Lookout
 from .membership import Lost, Member, Membership, Unfit
-from .messages import Assign, Done, Notice, Prepare, Ready, Seat, Started, Stop, Stopped, WorkerExit
+from .messages import (
+    AgentAlive,
+    Assign,
+    Done,
+    Examine,
+    Notice,
+    Prepare,
+    Ready,
+    Seat,
+    Started,
+    Stop,
+    Stopped,
+    WorkerExit,
+)
 from .recorder import Recorder
 from .run_record import RunRecord
 
@@ -30,19 +46,6 @@ _FAILURE_GRACE_S = 10.0  # for the peers of a failed worker: they have nothing t
 _UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
 
 log = logging.getLogger("orch.coordinator")
-
-
-@dataclass
-class Epoch:
-    """What is known of the epoch that lives."""
-
-    started: set[str] = field(default_factory=set)
-    stopped: set[str] = field(default_factory=set)
-    ends: list[policy.WorkerEnd] = field(default_factory=list)
-    lost: list[policy.NodeLoss] = field(default_factory=list)
-    stopping: bool = False
-    resize: str = ""  # why all were asked to save and stop, where the run goes on with other nodes
-    deadline: float | None = None  # loop time at which even killed workers must be gone
 
 
 class Coordinator:
@@ -67,7 +70,11 @@ class Coordinator:
             elastic=self._elastic,
         )
         self._request: policy.Request | None = None
-        self._budget = policy.Budget(rules.max_restarts, record.restarts)
+        self._budget = policy.Budget(
+            rules.max_restarts, record.restarts, 0, rules.max_restarts_by_cause, record.restarts_by_cause
+        )
+        self._group.excluded.update(record.excluded)
+        self._lookout = Lookout(rules)
         self._furthest = -1  # last step completed in any epoch
 
     @property
@@ -83,7 +90,11 @@ class Coordinator:
             self._record.update(state="starting", reason=f"waiting for {len(self._expected)} nodes")
             decision = await self._gather()
             while decision is None or decision.again:
-                decision = await self._replanned(policy.decide(await self._live(), self._budget))
+                ended = await self._live()
+                past = Past(tuple(self._record.causes), len(self._seats), self._rules.bad_node_after)
+                decision = policy.decide(ended, self._budget, past)
+                self._remember_bad(decision)
+                decision = await self._replanned(decision)
                 self._budget = decision.budget
                 self._record.end_epoch(decision)
                 if decision.cause:
@@ -109,6 +120,14 @@ class Coordinator:
 
     def _tick(self) -> None:
         """Once a heartbeat."""
+
+    def _remember_bad(self, decision: policy.Decision) -> None:
+        """A node that is left out stays out: of this attempt whoever coordinates it, and of the user's next runs."""
+        node = decision.exclude or (decision.cause.node if decision.code == Exit.NODE and decision.cause else None)
+        if node:
+            self._note("node_excluded", on=node, reason=decision.reason)
+            self._group.excluded[node] = decision.reason
+            self._record.exclude(node, decision.reason)
 
     async def _replanned(self, decision: policy.Decision) -> policy.Decision:
         """The decision, with the next epoch's plan in force where that is another one."""
@@ -150,6 +169,7 @@ class Coordinator:
         """One life of the workers, from the new epoch to the last of them gone."""
         now = Epoch()
         before = self._furthest
+        self._lookout.begin_epoch(self._plan)
         self._record.begin_epoch()  # on disk before anybody hears of it
         self._note("epoch_began", epoch=self.epoch)
         self._recorder.metrics.set("orch_wanted_nodes", len(self._seats))
@@ -178,6 +198,7 @@ class Coordinator:
             new_steps=self._furthest > before,
             elastic=self._elastic,
             resize=now.resize,
+            fault=now.told_fault(),
         )
 
     def _wake(self, now: Epoch) -> float | None:
@@ -262,10 +283,41 @@ class Coordinator:
             self._worker_ended(now, node, what)
         elif isinstance(what, Stopped):
             now.stopped.add(node)
+        elif isinstance(what, AgentAlive):
+            self._look(now, node, what)
         elif isinstance(what, Notice):
             self._ask(what)
             grace = 0.0 if what.force else self._rules.grace_s
             self._stop_all(now, self._request.reason, what.signal, grace, force=what.force)
+
+    def _look(self, now: Epoch, node: str, what: AgentAlive) -> None:
+        """An agent says what its workers do: who holds the run up, and who is slow?"""
+        if now.stopping or now.fault or not now.started.issuperset(self._seats):
+            return
+        self._lookout.hear(node, what.seen)
+        verdict = self._lookout.verdict(asyncio.get_running_loop().time())
+        if verdict is not None:
+            self._condemn(now, verdict)
+        elif (slow := self._lookout.slow()) is not None:
+            self._slow(now, slow)
+
+    def _condemn(self, now: Epoch, found: Verdict) -> None:
+        """Save where all are, end the one that holds them up, and with it the epoch."""
+        now.condemn(found, self._folder, self.epoch)
+        self._note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
+        for node, member in self._seated():
+            end = [found.rank] if node == found.node else []
+            member.channel.send(self.epoch, Examine(reason=found.text, end=end))
+        if found.rank is None:
+            self._stop_all(now, found.text, "SIGTERM", self._loss_grace)
+
+    def _slow(self, now: Epoch, nodes: dict[str, float]) -> None:
+        """Other nodes than before are slow."""
+        for node, ratio in nodes.items():
+            self._note("straggler", on=node, ratio=ratio)
+        self._record.slow(nodes)
+        for node, member in self._seated():
+            member.slowdown = nodes.get(node, 1.0)
 
     def _worker_ended(self, now: Epoch, node: str, what: WorkerExit) -> None:
         self._furthest = max(self._furthest, -1 if what.step is None else what.step)
@@ -279,11 +331,13 @@ class Coordinator:
                 step=what.step,
                 log=str(self._folder.rank_log(what.rank).relative_to(self._folder.path)),
                 tail=tuple(what.tail),
+                cause=what.cause,
+                error=what.error,
             )
         )
         self._note("worker_ended", rank=what.rank, on=node, code=what.code, asked=what.asked, step=what.step)
         if what.code != 0:
-            reason = policy.cause_of(now.ends[-1], self.epoch).text
+            reason = now.fault.text if now.fault else policy.cause_of(now.ends[-1], self.epoch).text
             saved = what.code == Exit.RESTART  # its peers are saving too: let them
             self._stop_all(now, reason, "SIGTERM", self._rules.grace_s if saved else self._failure_grace)
 

@@ -17,7 +17,8 @@ from orchestrator.launch.run_folder import write_private
 from orchestrator.plan import Exit, Plan
 
 from . import policy
-from .coordinator import Coordinator, Epoch
+from .coordinator import Coordinator
+from .epoch import Epoch
 from .membership import HEARTBEAT_S, Lost, Unfit
 from .messages import Done, Join, Notice, Prepare, Started
 from .sizes import Sizes
@@ -155,7 +156,6 @@ class ElasticCoordinator(Coordinator):
         for node, why in leaving.items():
             self._send_away(node, Exit.RESTART, why)
         if decision.exclude:
-            self._group.excluded[decision.exclude] = decision.reason
             self._send_away(decision.exclude, Exit.NODE, decision.reason)
         if self._node in (*leaving, decision.exclude):
             self._record.end_epoch(decision)

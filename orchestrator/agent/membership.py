@@ -32,6 +32,7 @@ class Member:
     silent_ticks: int = 0  # heartbeats since it was last heard. Counted, so that our own pauses are not blamed on it
     ready: Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
+    slowdown: float | None = None  # own compute time over its peers', where that is known
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Membership:
                 self._fence(node, f"it spoke for epoch {epoch}, this is {self._epoch()}")
         elif isinstance(message, AgentAlive):
             member.step = message.step
+            self._tell(node, message)
         else:
             self._tell(node, message)
 
@@ -193,7 +195,7 @@ class Membership:
             await asyncio.sleep(HEARTBEAT_S)
             each()
             for node, member in list(self.members.items()):
-                member.channel.send(self._epoch(), CoordinatorAlive())
+                member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))
                 member.silent_ticks += 1
                 if member.silent_ticks == most:
                     self._fence(node, f"silent for {self._silence_s:g} s", silent=True)

@@ -44,6 +44,8 @@ class WorkerExit(_Message, tag="worker_exit"):
     asked: bool  # it had been told to stop before it ended
     step: int | None  # last step it reported
     tail: list[str]  # last lines of its log
+    cause: str = ""  # what it said of its failure (`launch.state.WORKER_CAUSES`)
+    error: str = ""
 
 
 class Stopped(_Message, tag="stopped"):
@@ -58,8 +60,26 @@ class Notice(_Message, tag="notice"):
     force: bool  # it is not the first time that this agent is told: do not wait
 
 
+class Seen(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One worker, as its agent sees it. Seconds are the agent's own heartbeats: no clock is compared with another."""
+
+    rank: int
+    step: int = 0  # that it makes; 0 before the first
+    phase: str = ""
+    waiting: str | None = None  # the exchange that it stands still in
+    still_s: float = 0.0  # without a move
+    step_s: float = 0.0  # in this step so far
+    silent_s: float | None = None  # without a pulse; None: it never had one
+    stopped_s: float = 0.0  # stopped by a signal
+    state: str = "?"  # the kernel's letter
+    busy: float = 0.0  # CPU seconds a second, lately
+    usual_step_s: float | None = None  # median of this epoch's last steps; None before the second
+    usual_own_s: float | None = None  # of its own part of them
+
+
 class AgentAlive(_Message, tag="agent_alive"):
     step: int | None  # furthest step any worker of this node has reported
+    seen: list[Seen] = []
 
 
 # ------------------------------------------------------------------------------------------ coordinator -> agent
@@ -93,8 +113,15 @@ class Stop(_Message, tag="stop"):
     grace_s: float
 
 
+class Examine(_Message, tag="examine"):
+    """Something is wrong: save where your workers are, then kill those in `end`."""
+
+    reason: str
+    end: list[int] = []
+
+
 class CoordinatorAlive(_Message, tag="coordinator_alive"):
-    pass
+    slowdown: float | None = None  # of that node: its own compute time over the median of its peers
 
 
 class Done(_Message, tag="done"):
@@ -111,4 +138,4 @@ class Fenced(_Message, tag="fenced"):
 
 
 FromAgent = Join | Ready | Started | WorkerExit | Stopped | Notice | AgentAlive
-FromCoordinator = Prepare | Assign | Stop | CoordinatorAlive | Done | Fenced
+FromCoordinator = Prepare | Assign | Stop | Examine | CoordinatorAlive | Done | Fenced

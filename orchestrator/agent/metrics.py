@@ -58,6 +58,7 @@ _GAUGES = {
     "orch_healthy_nodes": "Nodes whose agents are connected.",
     "orch_wanted_nodes": "Nodes that the plan uses.",
     "orch_spare_nodes": "Connected nodes that hold no rank.",
+    "orch_node_slowdown_ratio": "Own compute time of a node that is slow over the median of its peers; 1: it is not.",
     "orch_plan_info": "The plan that runs.",
     "orch_build_info": "The orch that runs it.",
 }

@@ -6,11 +6,14 @@ On which nodes an elastic run goes on is the planner's to say (`planner.elastic`
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from orchestrator.launch.state import Cause
+from orchestrator.launch.state import WORKER_CAUSES, Cause
 from orchestrator.plan.exits import FATAL, Exit, meaning
+
+from .blame import NOTHING, Past, blame
 
 #: Saved-and-wants-restart exits in a row without one new step, after which starting again is pointless.
 MOST_FRUITLESS = 5
@@ -31,6 +34,8 @@ class WorkerEnd:
     step: int | None = None
     log: str = ""
     tail: tuple[str, ...] = ()
+    cause: str = ""  # what it said of its failure itself
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,30 @@ class EpochEnd:
     new_steps: bool = False  # a step beyond all earlier epochs was completed
     elastic: bool = False  # the run can go on with other nodes
     resize: str = ""  # why all were asked to save and stop: nodes have come, or will leave
+    fault: Cause | None = None  # what the workers were ended for, where that was seen from outside
 
 
 @dataclass(frozen=True)
 class Budget:
     max_restarts: int
-    used: int = 0  # counted restarts
+    used: int = 0  # counted restarts, of all causes
     fruitless: int = 0  # uncounted ones in a row without a new step
+    limits: Mapping[str, int] = field(default_factory=dict)  # kinds of cause that have a budget of their own
+    by_cause: Mapping[str, int] = field(default_factory=dict)  # counted restarts by kind
+
+    def left(self, kind: str) -> bool:
+        """Whether a fault of this kind may be followed by a restart."""
+        if kind in self.limits:
+            return self.by_cause.get(kind, 0) < self.limits[kind]
+        return self.used - sum(self.by_cause.get(own, 0) for own in self.limits) < self.max_restarts
+
+    def spent(self, kind: str) -> Budget:
+        by_cause = {**self.by_cause, kind: self.by_cause.get(kind, 0) + 1}
+        return replace(self, used=self.used + 1, fruitless=0, by_cause=by_cause)
+
+    def name(self, kind: str) -> str:
+        own = kind in self.limits
+        return f"max_restarts_by_cause.{kind}={self.limits[kind]}" if own else f"max_restarts={self.max_restarts}"
 
 
 @dataclass(frozen=True)
@@ -100,9 +122,10 @@ def cause_of(end: WorkerEnd, epoch: int) -> Cause:
     how = meaning(end.code)
     code = "" if end.code < 0 or how.startswith("exit code") else f" (exit {end.code})"
     at = f" after step {end.step}" if end.step is not None else ""
+    known = end.cause in WORKER_CAUSES
     return Cause(
-        kind="worker_exit",
-        text=f"{where}: {how}{code}{at}",
+        kind=end.cause if known else "worker_exit",
+        text=f"{where}: {how}{code}{at}" + (f": {end.error}" if known and end.error else ""),
         epoch=epoch,
         node=end.node,
         rank=end.rank,
@@ -113,15 +136,15 @@ def cause_of(end: WorkerEnd, epoch: int) -> Cause:
     )
 
 
-def decide(end: EpochEnd, budget: Budget) -> Decision:
+def decide(end: EpochEnd, budget: Budget, past: Past = NOTHING) -> Decision:
     """What to do now. The contract's table, in the order in which the rows apply."""
     complete = len(end.ends) == end.world_size
     if complete and all(worker.code == 0 for worker in end.ends):
         return Decision(again=False, state="done", code=0, reason="all workers are done", budget=budget)
 
     first = first_cause(end.ends)
-    cause = cause_of(first, end.epoch) if first else None
-    by_itself = first is not None and not first.asked and first.code != Exit.RESTART
+    cause = end.fault or (cause_of(first, end.epoch) if first else None)
+    by_itself = end.fault is None and first is not None and not first.asked and first.code != Exit.RESTART
 
     if end.lost and end.request is None:
         gone = end.lost[0]
@@ -137,34 +160,50 @@ def decide(end: EpochEnd, budget: Budget) -> Decision:
         how = "; before any worker had started" if not end.ends else "" if saved else "; not every worker saved"
         return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None if saved else cause)
 
-    if end.resize and (first is None or first.asked or first.code == Exit.RESTART):
+    if end.fault is None and end.resize and (first is None or first.asked or first.code == Exit.RESTART):
         return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
 
-    if first is None:  # nobody failed, yet not everybody ended: only a lost node or a request can do that
+    if first is None and end.fault is None:  # nobody failed, yet not all ended: only a lost node or a request does that
         text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
         return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
 
-    if first.code == Exit.NODE and end.elastic:
-        why = {"reason": cause.text, "cause": cause, "exclude": first.node}
-        return Decision(again=True, state="restarting", budget=budget, **why)
+    code = 1 if end.fault else first.code
+    if code == Exit.NODE and end.elastic:
+        return _without(cause, cause.text, budget)
 
-    if first.code in _FINAL_CODES:
-        return _end("failed", first.code, cause.text, budget, cause)
+    if cause.kind == "disk_full":  # what was saved before is whole; starting again makes no room
+        return _end("stopped", Exit.RESTART, f"{cause.text}; make room and resume", budget, cause)
 
-    if first.code == Exit.RESTART:
+    if code in _FINAL_CODES:
+        return _end("failed", code, cause.text, budget, cause)
+
+    if code == Exit.RESTART:
         fruitless = 0 if end.new_steps else budget.fruitless + 1
-        budget = Budget(budget.max_restarts, budget.used, fruitless)
+        budget = replace(budget, fruitless=fruitless)
         if fruitless > MOST_FRUITLESS:
             text = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
             return _end("stopped", Exit.RESTART, text, budget, cause)
         return Decision(again=True, state="restarting", reason=cause.text, budget=budget, cause=cause)
 
-    if budget.used >= budget.max_restarts:
-        spent = f"; max_restarts={budget.max_restarts} used up" if budget.max_restarts else ""
-        code = Exit.INTERNAL if first.code == Exit.INTERNAL else Exit.USER
+    found = blame(cause, past)
+    if found.guilty == "data":
+        return _end("failed", Exit.CONFIG, found.text, budget, cause)
+    if found.guilty == "node":
+        if end.elastic:
+            return _without(cause, found.text, budget)
+        return _end("failed", Exit.NODE, found.text, budget, cause)
+    if not budget.left(cause.kind):
+        spent = f"; {budget.name(cause.kind)} used up" if budget.by_cause or budget.used else ""
+        code = Exit.CONFIG if cause.kind == "non_finite" else Exit.INTERNAL if code == Exit.INTERNAL else Exit.USER
         return _end("failed", code, cause.text + spent, budget, cause)
-    budget = Budget(budget.max_restarts, budget.used + 1, 0)
+    budget = budget.spent(cause.kind)
     return Decision(again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause)
+
+
+def _without(cause: Cause, reason: str, budget: Budget) -> Decision:
+    """On, on other nodes than the one of the cause."""
+    why = {"reason": reason, "cause": cause, "exclude": cause.node}
+    return Decision(again=True, state="restarting", budget=budget, **why)
 
 
 def _end(state: str, code: int, reason: str, budget: Budget, cause: Cause | None) -> Decision:

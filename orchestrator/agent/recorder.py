@@ -9,13 +9,15 @@ import msgspec
 
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Plan
-from orchestrator.plan.worker import EventReport, StepReport
+from orchestrator.plan.worker import EventReport, PulseReport, StepReport
 
 from .metrics import NodeMetrics
 from .reports import JsonLines, parse, stamped
+from .watch import NodeWatch
 
 #: Events of this node that say what its time goes to from then on.
 _ENTERS = {"workers_started": "startup", "worker_ended": "rendezvous", "coordinator_lost": "rendezvous"}
+_LONGEST_WORD = 500  # of what a worker says of its failure
 _MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
 
 
@@ -30,11 +32,15 @@ class Recorder:
         self._epoch = -1
         self._unreadable = 0
         self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
+        self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
+        self.watch = NodeWatch()
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._unreadable = 0
         self.last_step.clear()
+        self._failure.clear()
+        self.watch.begin_epoch()
         self.metrics.begin_epoch(epoch)
 
     def replan(self, plan: Plan) -> None:
@@ -44,14 +50,24 @@ class Recorder:
     def furthest_step(self) -> int | None:
         return max(self.last_step.values(), default=None)
 
+    def failure_of(self, rank: int) -> dict[str, str]:
+        """`cause` and `error`, in a worker's own words; empty where it had none."""
+        fields = self._failure[rank].fields if rank in self._failure else {}
+        return {name: str(fields.get(name) or "")[:_LONGEST_WORD] for name in ("cause", "error")}
+
     def on_line(self, rank: int, line: bytes) -> None:
         """One line of a worker's report pipe."""
         report, at = parse(line, rank, self._epoch), self._clock()
         if isinstance(report, StepReport):
             self.last_step[rank] = report.step
             self._steps.write(stamped(line, at))
+            self.watch.on_step(report)
             self.metrics.on_step(report, at)
+        elif isinstance(report, PulseReport):
+            self.watch.on_pulse(report)
         elif isinstance(report, EventReport):
+            if report.name == "failed":
+                self._failure[rank] = report
             self._events.write(stamped(line, at))
             self.metrics.on_event(report, at)
             if report.name == "stopping":  # steps are over, the last save follows

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from orchestrator.launch.untrusted import UNREADABLE
-from orchestrator.plan.worker import EventReport, Report, StepReport
+from orchestrator.plan.worker import Report
 
 LONGEST_LINE = 1 << 16  # bytes
 _AT_ONCE = 1 << 18  # bytes read before other work gets its turn
@@ -67,7 +67,7 @@ class ReportPipe:
             os.close(self._fd)
 
 
-def parse(line: bytes, rank: int, epoch: int) -> StepReport | EventReport | None:
+def parse(line: bytes, rank: int, epoch: int) -> Report | None:
     """The report in a line; None when it is none, or speaks for another rank or epoch."""
     try:
         report = _decoder.decode(line)

@@ -57,6 +57,27 @@ class RunRecord:
         return self._state.epochs[-1] if self._state.epochs else None
 
     @property
+    def restarts_by_cause(self) -> dict[str, int]:
+        return self._state.restarts_by_cause
+
+    @property
+    def causes(self) -> list[Cause]:
+        """What went wrong in this attempt, oldest first, as far as it is kept."""
+        return [x.cause for x in self._state.epochs if x.cause and x.epoch >= self._state.first_epoch]
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Node -> why this attempt goes on without it."""
+        return self._state.excluded
+
+    def exclude(self, node: str, reason: str) -> None:
+        self.update(excluded=self._state.excluded | {node: reason})
+
+    def slow(self, nodes: dict[str, float]) -> None:
+        """Nodes that straggle now, each with how much slower it is."""
+        self.update(slow=nodes)
+
+    @property
     def nodes(self) -> dict[str, NodeState]:
         return self._state.nodes
 
@@ -164,7 +185,8 @@ class RunRecord:
         self._last_epoch(ended_at=self._clock(), outcome=outcome, counted=decision.counted, cause=decision.cause)
         if decision.again:
             self._nodes("joined")
-            self.update(state="restarting", reason=decision.reason, restarts=decision.budget.used)
+            spent = {"restarts": decision.budget.used, "restarts_by_cause": dict(decision.budget.by_cause)}
+            self.update(state="restarting", reason=decision.reason, **spent)
 
     def finish(self, decision: Decision) -> None:
         """The last word, and the report; the report first, since a reader of the last word looks for it."""

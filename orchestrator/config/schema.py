@@ -40,7 +40,7 @@ EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", descri
 
 #: Faults of workers, as `orchestrator.launch.state` tells them.
 WorkerCause = Literal[
-    *("worker_exit", "worker_frozen", "worker_spinning", "worker_silent", "collective_hung"),
+    *("worker_exit", "worker_frozen", "worker_spinning", "worker_stuck", "collective_hung"),
     *("non_finite", "disk_full", "straggler"),
 ]
 

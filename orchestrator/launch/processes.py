@@ -62,6 +62,26 @@ def _stat(pid: int) -> tuple[int, str, int] | None:
         return None
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the kernel says of a process."""
+
+    state: str  # R running, S sleeping, D in a system call that cannot be interrupted, T stopped, Z dead
+    cpu_s: float  # of all its threads, since it began
+
+
+def load_of(process: Identity) -> Load | None:
+    """None when that process is no more."""
+    try:
+        with open(f"/proc/{process.pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        if int(fields[19]) != process.started:
+            return None
+        return Load(fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, IndexError):
+        return None
+
+
 def identity(pid: int) -> Identity | None:
     found = _stat(pid)
     return Identity(pid, found[2]) if found else None

@@ -166,6 +166,10 @@ class RunFolder:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 
+    def stack(self, epoch: int, rank: int) -> Path:
+        """Where a rank was when its run stood still."""
+        return self.path / "stacks" / f"epoch-{epoch}-rank-{rank:05d}.txt"
+
     def agent_log(self, node: str) -> Path:
         return self.logs / f"agent-{file_name(node)}.log"
 

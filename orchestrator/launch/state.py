@@ -37,7 +37,7 @@ WORKER_CAUSES: dict[str, str] = {
     "worker_exit": "a worker ended by a signal or with an error",
     "worker_frozen": "a worker was stopped by a signal and did not go on",
     "worker_spinning": "a worker computed, and its step did not move",
-    "worker_silent": "a worker lived, and neither moved nor spoke: its interpreter or a system call held it",
+    "worker_stuck": "a worker lived, and neither moved nor computed: a lock, a file or a system call held it",
     "collective_hung": "all waited for each other in an exchange that did not end",
     "non_finite": "the loss or the gradient became inf or nan",
     "disk_full": "there was no room to save",

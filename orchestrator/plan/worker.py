@@ -140,6 +140,7 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     grad_norm: float | None = None  # before clipping
     lr: float | None = None
     phase_s: dict[str, float] = {}  # data, forward, backward, optimizer, comm, checkpoint
+    own_s: float | None = None  # of the step, without waiting for others and without saving
     comm_bytes: dict[str, int] = {}  # sent this step, by axis
     comm_s: dict[str, float] = {}
     memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
@@ -150,7 +151,10 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
 
 
 class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defaults=True):
-    """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done, failed."""
+    """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done, failed.
+
+    `failed` may say which `cause` it was (`orchestrator.launch.state.WORKER_CAUSES`), beside its `error`.
+    """
 
     rank: int
     epoch: int
@@ -159,4 +163,17 @@ class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defa
     fields: dict[str, str | int | float | bool | None] = {}
 
 
-Report = StepReport | EventReport
+class PulseReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
+    """What a rank does now, about twice a second. Who sends some is watched: a rank whose pulse shows no move, or has
+    stopped, while the run stands still, is ended and its run restarted.
+    """
+
+    rank: int
+    epoch: int
+    step: int  # that it makes; 0 before the first
+    phase: str  # start, data, forward, backward, optimizer, comm, checkpoint, or a word of the program's own
+    waiting: str | None = None  # the exchange with other ranks that it stands still in
+    moves: int = 0  # grows whenever the rank gets on
+
+
+Report = StepReport | EventReport | PulseReport

@@ -177,8 +177,8 @@ def test_a_frozen_worker_is_found_named_and_replaced(runs):
     os.kill(pid, signal.SIGSTOP)
     second = running(folder, "node0", "node1", after=first.epoch)
     cause = second.epochs[-2].cause
-    assert (cause.kind, cause.rank, cause.code, cause.node) == ("worker_exit", 1, -9, "node1")
-    assert cause.tail[-1] == f"orch: rank 1 on node1 is frozen (stopped by a signal, pid {pid}): killed"
+    assert (cause.kind, cause.rank, cause.code, cause.node) == ("worker_frozen", 1, -9, "node1")
+    assert cause.tail[-1] == f"orch: {cause.text}: killed" and "stopped by a signal (state T)" in cause.text
     assert cancel(folder).state == "cancelled"
 
 

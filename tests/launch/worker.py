@@ -3,16 +3,21 @@
 What to do comes from the environment, as ORCH_TEST_<WORD>: STEPS, STEP_S, DIE="rank:step:code[:epoch]" (a negative code
 is a signal), SAVE=1 (answer SIGTERM by saving and leaving with 75), DEAF=1 (ignore SIGTERM), SPAWN=1 (leave a
 grandchild in a session of its own), GARBAGE=1, LEARN=1 (losses that show any step that was lost or done twice), HOLD=1
-(wait before the last step until the run folder has a file `go`).
+(wait before the last step until the run folder has a file `go`), MEET=1 (have a pulse, and meet all others at each
+step), HANG="rank:step:how:epoch" (how: spin, stuck, held, stopped, or apart: all meet, and nobody gets away),
+SLOW="rank:factor" (own compute time), SAY="rank:step:cause:epoch" (fail, and say of what).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,8 +34,65 @@ def report(**fields: object) -> None:
     os.write(int(os.environ["ORCH_REPORT_FD"]), line)
 
 
+DOING = {"step": 0, "phase": "start", "waiting": None, "moves": 0}
+
+
+def pulse() -> None:
+    while True:
+        report(kind="pulse", **DOING)
+        time.sleep(0.2)
+
+
+def meet(step: int, apart: bool) -> bool:
+    """Wait until all ranks are at this step; False when one of them is gone."""
+    DOING.update(phase="comm", waiting="all-reduce (dp)", moves=DOING["moves"] + 1)
+    mine = RUN / f"at-{EPOCH}-{RANK}"
+    mine.with_suffix(".new").write_text(str(step))
+    mine.with_suffix(".new").rename(mine)
+    others = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK]
+    while apart or any(at(rank) < step for rank in others):
+        if any(path.exists() and not alive(int(path.read_text() or 1)) for path in map(pid_file, others)):
+            return False
+        time.sleep(0.02)
+    DOING.update(waiting=None)
+    return True
+
+
+def at(rank: int) -> int:
+    path = RUN / f"at-{EPOCH}-{rank}"
+    return int(path.read_text()) if path.exists() else -1
+
+
+def pid_file(rank: int) -> Path:
+    return RUN / f"pid-{EPOCH}-{rank}"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def hang(how: str) -> None:
+    if how == "spin":
+        while True:
+            pass
+    elif how == "stuck":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    elif how == "held":
+        re.match(r"(a+)+$", "a" * 64 + "b")  # backtracks for years, and holds the interpreter
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def main() -> int:
     stop = []
+    faulthandler.register(signal.SIGQUIT)
+    if wish("MEET"):
+        threading.Thread(target=pulse, daemon=True).start()
     if wish("DEAF"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif wish("SAVE"):
@@ -70,11 +132,30 @@ def main() -> int:
                     os.kill(os.getpid(), -code)
                     time.sleep(60)
                 return code
+        own_s = float(wish("STEP_S", "0.02"))
+        for order in filter(None, wish("SLOW").split(",")):
+            rank, factor = order.split(":")
+            own_s *= float(factor) if int(rank) == RANK else 1
+        for order in filter(None, wish("SAY").split(",")):
+            rank, at_step, cause, epoch = order.split(":")
+            if (int(rank), int(at_step), int(epoch)) == (RANK, step, EPOCH):
+                report(kind="event", name="failed", fields={"cause": cause, "error": f"{cause} at step {step}"})
+                return 1
+        if wish("MEET"):
+            time.sleep(max(0.0, own_s - float(wish("STEP_S", "0.02"))))
+            orders = [order.split(":") for order in filter(None, wish("HANG").split(","))]
+            mine = [how for rank, *when, how, e in orders if (int(rank), int(when[0]), int(e)) == (RANK, step, EPOCH)]
+            apart = any(how == "apart" and (int(s), int(e)) == (step, EPOCH) for _, s, how, e in orders)
+            DOING.update(step=step, phase="forward", moves=DOING["moves"] + 1)
+            for how in mine:
+                hang(how)
+            if not meet(step, apart):
+                return 75
         weight = 3.9 * weight * (1 - weight)  # chaotic: each value tells the whole history
         loss = weight if wish("LEARN") else 5.0 / step
         fields = {"samples": step * 8, "tokens": 128, "step_s": 0.02, "loss": loss, "lr": 0.1, "grad_norm": 1.5}
         extra = {"memory_bytes": {"params": 100 + RANK, "total": 200}, "comm_bytes": {"dp": 64}, "mfu": 0.25}
-        report(kind="step", step=step, **fields, **extra, phase_s={"forward": 0.01}, comm_s={"dp": 0.001})
+        report(kind="step", step=step, **fields, **extra, phase_s={"forward": 0.01}, comm_s={"dp": 0.001}, own_s=own_s)
         if stop:
             return save(step)
     report(kind="event", name="done")

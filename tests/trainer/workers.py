@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from orchestrator.plan import Plan, to_json
-from orchestrator.plan.worker import EventReport, Report, StepReport, WorkerEnv
+from orchestrator.plan.worker import EventReport, PulseReport, Report, StepReport, WorkerEnv
 from trainer.__main__ import main
 from trainer.train import train as _in_memory_before_the_fork  # noqa: F401
 
@@ -109,10 +109,12 @@ class Workers:
             time.sleep(0.005)
         raise AssertionError(f"rank {rank} never reported {seen!r}: {self.log(rank)}")
 
-    def reports(self, rank: int = 0) -> list[Report]:
+    def reports(self, rank: int = 0) -> list[StepReport | EventReport]:
+        """What it did, without its pulse."""
         path = self.reports_of(rank)
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [msgspec.json.decode(line, type=Report) for line in lines]
+        found = [msgspec.json.decode(line, type=Report) for line in lines]
+        return [report for report in found if not isinstance(report, PulseReport)]
 
     def steps(self, rank: int = 0) -> list[StepReport]:
         return [report for report in self.reports(rank) if isinstance(report, StepReport)]

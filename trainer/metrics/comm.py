@@ -8,8 +8,9 @@ Seconds are exposed time: how long the caller's thread (CPU) or stream (CUDA) st
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -29,7 +30,10 @@ class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
     trace: StepTrace | None = None  # told of every transfer of the steps that it records
-    subject: str = ""  # what is sent now, for the trace
+    subject: str = ""  # what is sent now, for people
+    started: int = 0  # transfers, ever
+    inside: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread stands still for
+    last: str = ""  # the transfer that was started last
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -38,16 +42,28 @@ class CommCounter:
     def sent(self, what: str, axis: str, size: int, calls: int = 1) -> None:
         self.bytes[axis] += size
         self.calls[axis] += calls
+        self.started += 1
+        self.last = f"{what} {self.subject}" if self.subject else what
         if self.trace is not None:
-            self.trace.transfer(f"{what} {self.subject}".rstrip(), axis, size)
+            self.trace.transfer(self.last, axis, size)
 
     def under_way(self, work: dist.Work | None = None) -> Callable[[], None]:
         """What to call when the transfer that was `sent` last has arrived."""
         return self.trace.under_way(work) if self.trace is not None else _nothing
 
-    def waiting(self, axis: str, tensor: Tensor) -> _Stopwatch:
-        """Context manager around a wait. On CUDA it records events and does not stop the host."""
-        return _Stopwatch(self, axis, tensor.is_cuda)
+    def waiting(self, axis: str, tensor: Tensor, what: str = "") -> _Stopwatch:
+        """Context manager around a wait for `what`, the transfer started last. On CUDA it records events and does not
+        stop the host."""
+        return _Stopwatch(self, axis, tensor.is_cuda, what or self.last)
+
+    @contextlib.contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Around a place where the host waits for its device, and so for whomever that waits for."""
+        self.inside = self.last, "device"
+        try:
+            yield
+        finally:
+            self.inside = None
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -70,12 +86,13 @@ def _nothing() -> None:
 
 
 class _Stopwatch:
-    __slots__ = ("axis", "begin", "counter", "cuda")
+    __slots__ = ("axis", "begin", "counter", "cuda", "what")
 
-    def __init__(self, counter: CommCounter, axis: str, cuda: bool):
-        self.counter, self.axis, self.cuda = counter, axis, cuda
+    def __init__(self, counter: CommCounter, axis: str, cuda: bool, what: str):
+        self.counter, self.axis, self.cuda, self.what = counter, axis, cuda, what
 
     def __enter__(self) -> None:
+        self.counter.inside = self.what, self.axis
         if self.cuda:
             self.begin = torch.cuda.Event(enable_timing=True)
             self.begin.record()
@@ -83,6 +100,7 @@ class _Stopwatch:
             self.begin = perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        self.counter.inside = None
         if self.cuda:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
@@ -97,7 +115,7 @@ class Handle:
     Keep it until then: torch cancels a transfer whose handle is dropped. `finish` runs once, when the data is here.
     """
 
-    __slots__ = ("_arrived", "_axis", "_counter", "_finish", "_result", "_work")
+    __slots__ = ("_arrived", "_axis", "_counter", "_finish", "_result", "_what", "_work")
 
     def __init__(
         self,
@@ -106,9 +124,10 @@ class Handle:
         axis: str,
         counter: CommCounter,
         finish: Callable[[], object] | None = None,
+        what: str = "",
     ):
         self._result, self._work, self._axis, self._counter, self._finish = result, work, axis, counter, finish
-        self._arrived = counter.under_way(work)
+        self._arrived, self._what = counter.under_way(work), what or counter.last
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -122,7 +141,7 @@ class Handle:
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            with self._counter.waiting(self._axis, self._result):
+            with self._counter.waiting(self._axis, self._result, self._what):
                 self._work.wait()
                 if self._finish is not None:
                     self._finish()
@@ -196,9 +215,10 @@ def start_receive(
     out: Tensor, source: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
 ) -> Handle:
     """From the global rank `source` into `out`, whose shape both sides know from the plan."""
-    with counter.waiting(axis, out):
+    what = f"receive from rank {source}"
+    with counter.waiting(axis, out, what):
         work = dist.irecv(out, src=source, group=group, tag=tag)
-    return Handle(out, work, axis, counter)
+    return Handle(out, work, axis, counter, what=what)
 
 
 def start_rotate(
@@ -222,7 +242,7 @@ def start_rotate(
             works = [gloo.start_exchange(*pair, *ends, group) for pair in zip(tensors, arrived, strict=True)]
 
     def wait() -> list[Tensor]:
-        with counter.waiting(axis, tensors[0]):
+        with counter.waiting(axis, tensors[0], "rotate"):
             for work in works:
                 work.wait()
         ended()

@@ -11,12 +11,13 @@ import contextlib
 import os
 import select
 import sys
+import threading
 import time
 from typing import Any
 
 import msgspec
 
-from orchestrator.plan.worker import EventReport, Report, StepReport
+from orchestrator.plan.worker import EventReport, PulseReport, Report, StepReport
 
 #: Bytes that may wait for the agent: some hundred step reports.
 BACKLOG_BYTES = 256 * 1024
@@ -31,6 +32,7 @@ class Reporter:
         self.fd, self.rank, self.epoch = fd, rank, epoch
         self.dropped = 0
         self._backlog = bytearray()
+        self._lock = threading.Lock()  # the pulse has a thread of its own
         self._encode = msgspec.json.Encoder().encode
         if fd is not None:
             os.set_blocking(fd, False)
@@ -43,25 +45,39 @@ class Reporter:
         """Report one optimizer step: the fields of `StepReport` but `rank`, `epoch` and `dropped_reports`."""
         self._send(StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values))
 
+    def pulse(self, **values: Any) -> None:
+        """Report what is being done: the fields of `PulseReport`. One that would have to wait is worth nothing."""
+        with self._lock:
+            if self.fd is None or self._backlog:
+                self._flush()
+            else:
+                self._backlog += self._line(PulseReport(rank=self.rank, epoch=self.epoch, **values))
+                self._flush()
+
     def close(self, wait_s: float = 2.0) -> None:
         """Give the agent up to `wait_s` seconds to read what is left: the last reports say how a run ended."""
         deadline = time.monotonic() + wait_s
         while self.fd is not None and self._backlog and (left := deadline - time.monotonic()) > 0:
             select.select([], [self.fd], [], left)
-            self._flush()
+            with self._lock:
+                self._flush()
 
     def _send(self, report: Report) -> None:
         if self.fd is None:
             self._print(report)
             return
-        line = self._encode(report) + b"\n"
-        if len(self._backlog) + len(line) > BACKLOG_BYTES:
+        line = self._line(report)
+        with self._lock:
+            if len(self._backlog) + len(line) > BACKLOG_BYTES:
+                self._flush()
+            if len(self._backlog) + len(line) > BACKLOG_BYTES:
+                self.dropped += 1
+                return
+            self._backlog += line
             self._flush()
-        if len(self._backlog) + len(line) > BACKLOG_BYTES:
-            self.dropped += 1
-            return
-        self._backlog += line
-        self._flush()
+
+    def _line(self, report: Report) -> bytes:
+        return self._encode(report) + b"\n"
 
     def _flush(self) -> None:
         # A pipe may take part of a line; the rest stays first in the backlog, so lines are never torn.

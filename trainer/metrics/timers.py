@@ -19,15 +19,20 @@ class PhaseTimer:
         self._clock, self._synchronize = clock, synchronize
         self._seconds: dict[str, float] = {}
         self._inner: list[float] = []  # seconds already charged to phases inside each open one
+        self.now = ""  # the innermost phase that is open
+        self.entered = 0  # phases, ever
         self.spans: list[tuple[str, float, float]] | None = None  # (phase, start, end) on the clock; a list: kept
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = self._now()
         self._inner.append(0.0)
+        outer, self.now = self.now, name
+        self.entered += 1
         try:
             yield
         finally:
+            self.now = outer
             end = self._now()
             spent = end - start
             if self.spans is not None:

@@ -1,0 +1,121 @@
+"""Who holds a run up: from what is seen of all its ranks, the one at fault. Pure.
+
+In synchronous training one rank that does not get on stops all: the others stand in an exchange that it has not
+entered. So when no rank has made a step for too long, the culprit is the one that waits for nobody; how it spends its
+time says what is wrong with it. If every rank waits, nobody is missing, and what carries the exchange is at fault.
+A worker that is stopped by a signal needs no comparison: the kernel says so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from orchestrator.launch.request import Policy
+from orchestrator.plan import Plan
+
+from .messages import Seen
+from .watch import is_frozen
+
+_SPINS = 0.3  # CPU seconds a second: computing, not waiting
+_MUTE_S = 5.0  # without a pulse, in a run that stands still: what it said last is no longer where it is
+_LEAST_S = 0.005  # of compute time above the peers', to be called slow
+_SHARE = 0.1  # of the step that a slow rank must cost the others
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind`: of `launch.state.WORKER_CAUSES`. Rank and node are None where nobody's own fault is seen."""
+
+    kind: str
+    text: str
+    rank: int | None = None
+    node: str | None = None
+    step: int | None = None  # the last one that was completed
+
+
+def diagnose(plan: Plan, seen: Collection[Seen], rules: Policy) -> Verdict | None:
+    """`seen`: the ranks that live. None while nothing is wrong."""
+    frozen = [one for one in seen if is_frozen(one)]
+    if frozen:
+        first = max(frozen, key=lambda one: (one.stopped_s, -one.rank))
+        how = f"stopped by a signal (state T) for {first.stopped_s:g} s"
+        return _verdict("worker_frozen", plan, first, seen, how)
+    watched = [one for one in seen if one.silent_s is not None]
+    if not watched or len(watched) < len(seen) or min(one.step_s for one in watched) < patience_s(watched, rules):
+        return None
+    free = [one for one in watched if one.waiting is None or one.silent_s > _MUTE_S]
+    if not free:
+        return _nobody(watched)
+    first = min(free, key=lambda one: (one.step, -one.still_s, one.rank))
+    if first.busy >= _SPINS or first.state == "R":  # a busy machine may give it little
+        how = f"it computes ({first.busy:.0%} of a core), and does not get on for {first.still_s:g} s"
+        return _verdict("worker_spinning", plan, first, seen, how)
+    held = f"without a pulse for {first.silent_s:g} s" if first.silent_s > _MUTE_S else "neither computing nor waiting"
+    how = f"{held}, state {first.state}, for {first.still_s:g} s"
+    return _verdict("worker_stuck", plan, first, seen, how)
+
+
+def patience_s(watched: Collection[Seen], rules: Policy) -> float:
+    """How long no rank may make a step before something is wrong, seconds."""
+    usual = [one.usual_step_s for one in watched if one.usual_step_s is not None]
+    if len(usual) < len(watched) or any(one.phase in ("start", "checkpoint") for one in watched):
+        return max(rules.start_hang_after_s, rules.hang_after_s)
+    return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(usual))
+
+
+def slow_nodes(plan: Plan, seen: Collection[Seen], least_ratio: float) -> dict[str, float]:
+    """Node -> own compute time of its slowest rank over the median of the ranks of that stage on other nodes.
+
+    Time spent in waiting for others is in nobody's own time, so those whom a slow rank holds up are not slow.
+    """
+    own = {one.rank: one for one in seen if one.usual_own_s is not None and one.usual_step_s}
+    found: dict[str, float] = {}
+    for rank, one in own.items():
+        place = plan.ranks[rank]
+        peers = [
+            other.usual_own_s
+            for number, other in own.items()
+            if plan.ranks[number].node != place.node and plan.ranks[number].coord.pp == place.coord.pp
+        ]
+        usual = statistics.median(peers) if peers else 0.0
+        more = one.usual_own_s - usual
+        if usual > 0 and more > max(_LEAST_S, _SHARE * one.usual_step_s) and one.usual_own_s / usual >= least_ratio:
+            found[place.node] = max(found.get(place.node, 0.0), round(one.usual_own_s / usual, 2))
+    return found
+
+
+def _verdict(kind: str, plan: Plan, one: Seen, seen: Collection[Seen], how: str) -> Verdict:
+    place = plan.ranks[one.rank]
+    others = Counter(other.waiting for other in seen if other.rank != one.rank and other.waiting)
+    waits = f"did not enter {others.most_common(1)[0][0]}" if others and not one.waiting else None
+    phase = f"in {one.phase}" if one.phase not in ("", "start", "step") else "at work"
+    where = f"rank {one.rank} on {place.node} (gpu {place.gpu})"
+    if not one.step:
+        did = "had not begun to train"
+    else:
+        did = f"{waits or f'is {phase}'} of step {one.step}" + (f", {phase}" if waits and phase != "at work" else "")
+    return Verdict(kind, f"{where} {did}: {how}", one.rank, place.node, one.step - 1 if one.step else None)
+
+
+def _nobody(watched: Collection[Seen]) -> Verdict:
+    by_place: dict[str, list[int]] = {}
+    for one in sorted(watched, key=lambda one: one.rank):
+        by_place.setdefault(f"{one.waiting} of step {one.step}", []).append(one.rank)
+    where = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in list(by_place.items())[:4])
+    still, step = min(one.still_s for one in watched), min(one.step for one in watched)
+    text = f"every rank waits for another for {still:g} s ({where}): none is missing, what carries the exchange is"
+    return Verdict("collective_hung", text, step=step - 1 if step else None)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def gathered(by_node: Mapping[str, Collection[Seen]], plan: Plan) -> list[Seen]:
+    """What the agents have seen last, of ranks that are theirs."""
+    theirs = {rank.rank: rank.node for rank in plan.ranks}
+    return [one for node, seen in by_node.items() for one in seen if theirs.get(one.rank) == node]

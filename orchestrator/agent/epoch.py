@@ -1,0 +1,40 @@
+"""What a coordinator knows of the epoch that lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import Cause
+
+from . import policy
+from .diagnose import Verdict
+
+
+@dataclass
+class Epoch:
+    started: set[str] = field(default_factory=set)
+    stopped: set[str] = field(default_factory=set)
+    ends: list[policy.WorkerEnd] = field(default_factory=list)
+    lost: list[policy.NodeLoss] = field(default_factory=list)
+    stopping: bool = False
+    resize: str = ""  # why all were asked to save and stop, where the run goes on with other nodes
+    exclude: str = ""  # the node that they go on without
+    fault: Cause | None = None  # seen from outside: what the workers are ended for
+    deadline: float | None = None  # loop time at which even killed workers must be gone
+
+    def condemn(self, found: Verdict, folder: RunFolder, number: int) -> None:
+        """What was found is why this epoch ends."""
+        files = {}
+        if found.rank is not None:
+            paths = {"log": folder.rank_log(found.rank), "stack": folder.stack(number, found.rank)}
+            files = {name: str(path.relative_to(folder.path)) for name, path in paths.items()}
+        place = {"node": found.node, "rank": found.rank, "step": found.step}
+        self.fault = Cause(kind=found.kind, text=found.text, epoch=number, **place, **files)
+
+    def told_fault(self) -> Cause | None:
+        """The fault, with what its worker had said last."""
+        end = next((end for end in self.ends if self.fault and end.rank == self.fault.rank), None)
+        return structs.replace(self.fault, code=end.code, tail=list(end.tail)) if end else self.fault

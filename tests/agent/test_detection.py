@@ -1,0 +1,120 @@
+"""Faults of workers in whole local runs: found, the culprit named, its stack saved, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import read_state
+from tests.launch.parcels import kill_runs, submit, wait_end, wait_for
+from tests.plans import make_plan
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folder = tmp_path / "runs"
+    yield folder
+    kill_runs(folder)
+
+
+def start(runs, wishes: dict[str, object], *, nodes: int = 2, ranks: int = 4, **backend) -> RunFolder:
+    env = {"ORCH_TEST_MEET": "1"} | {f"ORCH_TEST_{word}": str(value) for word, value in wishes.items()}
+    plan = make_plan(dp=ranks, nodes=nodes)
+    fields = {"hang_after_s": 2.0, "max_restarts": 9} | backend
+    return submit(plan, runs, env=env, backend=fields)
+
+
+def events(folder: RunFolder, name: str) -> list[dict]:
+    paths = sorted((folder.path / "events").glob("*.jsonl"))
+    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
+
+
+@pytest.mark.slow
+def test_each_way_to_stand_still_is_told_from_the_others(runs):
+    """One run, a fault an epoch: what it was, who it was, and where it stood."""
+    faults = {
+        "worker_spinning": ("1:5:spin:0", 1, "node0", 4, "computes"),
+        "worker_stuck": ("2:6:stuck:1", 2, "node1", 5, "neither computing nor waiting, state S"),
+        "collective_hung": ("0:5:apart:2", None, None, 4, "every rank waits for another"),
+        "worker_frozen": ("3:7:stopped:3", 3, "node1", 6, "stopped by a signal (state T) for 2 s"),
+    }
+    held = "0:4:held:4"
+    hangs = ",".join([order for order, *_ in faults.values()] + [held])
+    folder = start(runs, {"HANG": hangs, "STEPS": 9})
+    state = wait_end(folder, 180)
+    assert (state.state, state.restarts, state.epoch) == ("done", 5, 5), state.reason
+    causes = [epoch.cause for epoch in state.epochs if epoch.cause]
+    for cause, (kind, (_, rank, node, step, text)) in zip(causes, faults.items(), strict=False):
+        assert (cause.kind, cause.rank, cause.node, cause.step) == (kind, rank, node, step), cause
+        assert text in cause.text
+    assert (causes[4].kind, causes[4].rank, causes[4].node) == ("worker_spinning", 0, "node0"), causes[4]
+    for cause, place in ((causes[0], "rank 1 on node0 (gpu 1)"), (causes[3], "rank 3 on node1 (gpu 1)")):
+        assert cause.text.startswith(f"{place} did not enter all-reduce (dp) of step {cause.step + 1}"), cause
+    assert causes[0].tail[-1] == f"orch: {causes[0].text}: killed"
+    assert state.restarts_by_cause == {kind: 1 for kind in faults} | {"worker_spinning": 2}
+    for cause, function in ((causes[0], "in hang"), (causes[1], "in hang"), (causes[4], "in hang")):
+        text = (folder.path / cause.stack).read_text()
+        assert text.startswith(cause.text) and function in text and "State:\t" not in text, text
+    assert "State: T (stopped)" in (folder.path / causes[3].stack).read_text()
+    assert len(list((folder.path / "stacks").glob("epoch-2-*"))) == 4, "where nobody is missing, all are asked"
+    assert {oct(path.stat().st_mode & 0o777) for path in (folder.path / "stacks").iterdir()} == {"0o600"}
+
+
+def test_a_run_that_only_starts_slowly_or_has_no_pulse_is_left_alone(runs):
+    """Before the second step of an epoch nobody knows how long one takes; who has no pulse is not judged at all."""
+    folder = start(runs, {"STEPS": 2, "STEP_S": 1.5, "SLOW": "1:2"}, hang_after_s=0.5, hang_after_steps=0.1)
+    quiet = submit(
+        make_plan(dp=2, nodes=1),
+        runs,
+        run_id="quiet",
+        env={"ORCH_TEST_STEPS": "3", "ORCH_TEST_STEP_S": "1.5"},
+        backend={"hang_after_s": 0.5, "hang_after_steps": 0.1},
+    )
+    for one in (folder, quiet):
+        state = wait_end(one, 60)
+        assert (state.state, state.restarts) == ("done", 0), state.reason
+
+
+def test_a_straggler_is_named_and_those_that_it_holds_up_are_not(runs):
+    folder = start(runs, {"STEPS": 1000, "STEP_S": 0.05, "SLOW": "3:3"})
+    state = wait_for(lambda: (s := read_state(folder)).slow and s, 60, "a straggler")
+    assert list(state.slow) == ["node1"] and state.slow["node1"] == pytest.approx(3, rel=0.01)
+    assert [(e["on"], e["ratio"]) for e in events(folder, "straggler")] == [("node1", pytest.approx(3, rel=0.01))]
+    from orchestrator.launch.local import LocalBackend
+
+    LocalBackend().cancel(folder, force=True)
+    wait_end(folder)
+
+
+def test_budgets_by_cause_and_what_a_worker_says_of_itself(runs):
+    says = "1:2:non_finite:0,0:3:non_finite:1"
+    folder = start(runs, {"STEPS": 5, "SAY": says}, max_restarts=0, max_restarts_by_cause={"non_finite": 1})
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.cause.kind) == ("failed", 65, "non_finite")
+    assert state.restarts_by_cause == {"non_finite": 1} and "max_restarts_by_cause.non_finite=1 used up" in state.reason
+    assert "non_finite at step 3" in state.cause.text
+
+
+def test_a_full_disk_stops_the_run_and_burns_no_restart(runs):
+    state = wait_end(start(runs, {"STEPS": 5, "SAY": "1:2:disk_full:0"}))
+    assert (state.state, state.exit_code, state.restarts) == ("stopped", 75, 0)
+    assert state.cause.kind == "disk_full" and state.reason.endswith("make room and resume")
+
+
+def test_a_step_that_fails_on_two_nodes_and_a_node_that_fails_at_other_steps(runs):
+    env = {"ORCH_TEST_DIE": "0:3:1:0,3:3:1:1", "ORCH_TEST_STEPS": "5"}
+    data = submit(make_plan(dp=4, nodes=2), runs, run_id="data", env=env, backend={"max_restarts": 9})
+    env = {"ORCH_TEST_DIE": "3:2:1:0,2:3:1:1,3:4:1:2", "ORCH_TEST_STEPS": "5"}
+    node = submit(make_plan(dp=4, nodes=2), runs, run_id="node", env=env, backend={"max_restarts": 9})
+    state = wait_end(data, 60)
+    assert (state.state, state.exit_code, state.restarts) == ("failed", 65, 1)
+    assert state.reason.endswith("the same step failed on node0 before: the data or the code")
+    state = wait_end(node, 60)
+    assert (state.state, state.exit_code, state.restarts) == ("failed", 74, 2)
+    assert state.reason.endswith("3 failures in a row on node1, at different steps") and "node1" in state.excluded
+    assert os.path.exists(node.path)

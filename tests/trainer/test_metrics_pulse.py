@@ -1,0 +1,59 @@
+"""The heartbeat of a worker: from a thread, beside a loop that does not move, and never in the way of reports."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import msgspec
+import pytest
+
+from orchestrator.plan.worker import PulseReport, Report
+from trainer.metrics.pulse import Doing, Pulse
+from trainer.metrics.report import Reporter
+
+
+@pytest.fixture
+def pipe():
+    read, write = os.pipe()
+    yield read, write
+    os.close(read)
+    os.close(write)
+
+
+def lines(fd: int, many: int) -> list:
+    """The next `many` reports from a pipe."""
+    raw = b""
+    while raw.count(b"\n") < many:
+        raw += os.read(fd, 1 << 16)
+    return [msgspec.json.decode(line, type=Report) for line in raw.splitlines()[:many]]
+
+
+def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
+    reporter = Reporter(pipe[1], rank=3, epoch=2)
+    pulse = Pulse(reporter, every_s=0.01)
+    pulse.start()
+    assert lines(pipe[0], 1) == [PulseReport(rank=3, epoch=2, step=0, phase="start")]
+    pulse.source = lambda: Doing(7, "forward", "all-reduce (tp)", 41)
+    wanted = PulseReport(rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41)
+    assert wanted in [report for _ in range(200) for report in lines(pipe[0], 1)][-100:]
+    pulse.stop()
+    thread = next((one for one in threading.enumerate() if one.name == "pulse"), None)
+    if thread:
+        thread.join(10)
+    assert not [one for one in threading.enumerate() if one.name == "pulse"]
+
+
+def test_a_pulse_waits_behind_no_report_and_tears_none(pipe):
+    reporter = Reporter(pipe[1], rank=0, epoch=0)
+    reporter.event("big", text="x" * 100_000)  # more than the pipe takes: the rest is in the backlog
+    held = len(reporter._backlog)
+    assert held
+    reporter.pulse(step=1, phase="data")
+    assert len(reporter._backlog) == held, "dropped, not queued"
+    raw = b""
+    while not raw.endswith(b"\n"):
+        raw += os.read(pipe[0], 1 << 16)
+        reporter.pulse(step=1, phase="data")
+    first = raw.splitlines()[0]
+    assert len(msgspec.json.decode(first, type=Report).fields["text"]) == 100_000
