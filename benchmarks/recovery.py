@@ -38,7 +38,7 @@ FAULTS = {
     "stop_coordinator": ("agent", "coordinator", signal.SIGSTOP),
     "drain_coordinator": ("agent", "coordinator", signal.SIGTERM),
 }
-NOTICED = ("node_lost", "coordinator_lost", "worker_ended", "worker_frozen", "notice")
+NOTICED = ("node_lost", "coordinator_lost", "worker_ended", "fault_detected", "notice")
 
 
 class Trial:

@@ -14,10 +14,10 @@ from typing import Literal
 from orchestrator.launch.state import Cause
 from orchestrator.plan.exits import Exit
 
-#: Ends that somebody outside may have brought about, which say nothing of data and code.
+#: Ends that somebody outside may have brought about, which say nothing of data, code and node.
 _OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, int(Exit.RESTART))
 _OF_CODE = ("worker_exit", "worker_spinning", "worker_stuck", "non_finite")
-_OF_NODE = ("worker_exit", "worker_frozen", "worker_spinning", "worker_stuck")
+_OF_NODE = ("worker_exit", "worker_spinning", "worker_stuck")
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ def blame(cause: Cause, past: Past) -> Blame:
 
 
 def _of_code(cause: Cause) -> bool:
-    return cause.kind in _OF_CODE and cause.step is not None and cause.code not in _OUTSIDE_OF.get(cause.kind, ())
+    return cause.kind in _OF_CODE and cause.step is not None and not _from_outside(cause)
 
 
 def _of_node(cause: Cause) -> bool:
-    return cause.kind in _OF_NODE and cause.node is not None and cause.code != Exit.RESTART
+    return cause.kind in _OF_NODE and cause.node is not None and not _from_outside(cause)
 
 
-#: A worker that hung was killed by its agent: there the signal says nothing.
-_OUTSIDE_OF = {"worker_exit": _OUTSIDE}
+def _from_outside(cause: Cause) -> bool:
+    """A worker that hung was killed by its own agent: there the signal says nothing."""
+    return cause.kind == "worker_exit" and cause.code in _OUTSIDE

@@ -1,0 +1,171 @@
+"""Who holds a run up, who is slow, and whom repeated faults speak against: the rules, without processes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from orchestrator.agent.blame import Past, blame
+from orchestrator.agent.diagnose import diagnose, patience_s, slow_nodes
+from orchestrator.agent.lookout import Lookout
+from orchestrator.agent.messages import Seen
+from orchestrator.agent.policy import Budget, EpochEnd, WorkerEnd, decide
+from orchestrator.agent.watch import NodeWatch
+from orchestrator.launch.request import Policy
+from orchestrator.launch.state import Cause
+from orchestrator.plan.worker import PulseReport, StepReport
+from tests.plans import make_plan
+
+PLAN = make_plan(dp=4, nodes=2)
+RULES = Policy(max_restarts=3, grace_s=5, heartbeat_timeout_s=10, join_timeout_s=30)
+USUAL = {"usual_step_s": 0.5, "silent_s": 0.5, "step_s": 40.0, "still_s": 40.0, "state": "S"}
+
+
+def waits(rank: int, **more) -> Seen:
+    return Seen(rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **more})
+
+
+def works(rank: int, **more) -> Seen:
+    return Seen(rank=rank, **{"step": 9, "phase": "backward", **USUAL, **more})
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind"),
+    [
+        (works(2, busy=0.98), "worker_spinning"),
+        (works(2, busy=0.1, state="R"), "worker_spinning"),  # the machine is full
+        (works(2), "worker_stuck"),
+        (waits(2, silent_s=39.0, state="D"), "worker_stuck"),  # it was waiting when it was last heard
+        (works(2, stopped_s=2.0, state="T", step_s=1.0, still_s=1.0), "worker_frozen"),  # needs no patience
+    ],
+)
+def test_the_one_that_the_others_wait_for(odd, kind):
+    found = diagnose(PLAN, [waits(0), waits(1), odd, waits(3)], RULES)
+    assert (found.kind, found.rank, found.node, found.step) == (kind, 2, "node1", 8)
+    assert found.text.startswith("rank 2 on node1 (gpu 0) ") and "of step 9" in found.text
+
+
+def test_nobody_is_blamed_for_a_wait_of_all():
+    found = diagnose(PLAN, [waits(0), waits(1), waits(2, waiting="send (pp)"), waits(3)], RULES)
+    assert (found.kind, found.rank, found.node) == ("collective_hung", None, None)
+    assert "rank 0, 1, 3 in all-reduce (dp) of step 9; rank 2 in send (pp) of step 9" in found.text
+
+
+@given(
+    st.lists(st.floats(0, 29), min_size=4, max_size=4),
+    st.floats(0.01, 2.9),
+    st.sampled_from(["forward", "checkpoint", "start"]),
+)
+def test_no_rank_is_judged_while_one_of_them_gets_on(ages, usual, phase):
+    """Whatever else they look like: within the patience nothing is wrong."""
+    seen = [works(r, step_s=age, still_s=age, usual_step_s=usual, phase=phase) for r, age in enumerate(ages)]
+    assert diagnose(PLAN, seen, RULES) is None
+    old = [structs.replace(one, step_s=1e4) for one in seen]
+    assert diagnose(PLAN, [*old[:3], seen[3]], RULES) is None
+    assert diagnose(PLAN, old, RULES) is not None
+
+
+def test_patience_grows_with_the_step_and_with_what_has_no_usual_length():
+    assert patience_s([works(0)], RULES) == 30.0
+    assert patience_s([works(0, usual_step_s=60.0)], RULES) == 600.0
+    assert patience_s([works(0, usual_step_s=None), works(1)], RULES) == 1800.0
+    assert patience_s([works(0), works(1, phase="checkpoint")], RULES) == 1800.0
+
+
+def test_programs_without_a_pulse_are_not_judged():
+    assert diagnose(PLAN, [waits(0), works(1, silent_s=None)], RULES) is None
+    assert diagnose(PLAN, [], RULES) is None
+
+
+def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
+    plan = make_plan(pp=2, dp=2, nodes=4)
+    stage = {rank.rank: rank.coord.pp for rank in plan.ranks}
+    own = {rank: 0.2 + 0.3 * stage[rank] for rank in range(4)}  # the last stage has more to do, and nobody is slow
+    seen = [Seen(rank=rank, usual_step_s=1.0, usual_own_s=own[rank]) for rank in range(4)]
+    assert slow_nodes(plan, seen, 1.5) == {}
+    slow = structs.replace(seen[0], usual_own_s=0.4)
+    assert slow_nodes(plan, [slow, *seen[1:]], 1.5) == {plan.ranks[0].node: 2.0}
+    assert slow_nodes(plan, [structs.replace(slow, usual_step_s=9.0), *seen[1:]], 1.5) == {}, "it costs nobody anything"
+
+
+def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
+    lookout, told = Lookout(RULES), []
+    lookout.begin_epoch(PLAN)
+    for second in range(20):
+        slow = 0.9 if second < 10 else 0.3
+        for node, ranks in (("node0", (0, 1)), ("node1", (2, 3))):
+            seen = [Seen(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3) for r in ranks]
+            lookout.hear(node, seen)
+        lookout.verdict(float(second))
+        if (news := lookout.slow()) is not None:
+            told.append((second, news))
+    assert told == [(4, {"node1": 3.0}), (10, {})]
+
+
+def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
+    import os
+
+    watch, pids = NodeWatch(), {3: os.getpid()}
+    pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
+    watch.on_pulse(pulse)
+    for _ in range(4):
+        watch.on_pulse(pulse)
+        (seen,) = watch.look(pids)
+    assert (seen.still_s, seen.step_s, seen.silent_s, seen.step) == (2.0, 2.0, 0.5, 5)
+    assert seen.phase == "forward?[31m" and len(seen.waiting) == 120, "a worker's word does not rule the terminal"
+    fields = {"samples": 1, "tokens": 1, "step_s": 0.5}
+    watch.on_step(StepReport(rank=3, epoch=0, step=5, **fields))
+    watch.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
+    (seen,) = watch.look(pids)
+    assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (7, "", None, 0.5, 0.5)
+
+
+# ------------------------------------------------------------------------------------------ faults that come again
+
+
+def failed(node: str, step: int | None, kind: str = "worker_exit", code: int = 1) -> Cause:
+    return Cause(kind=kind, text=f"rank on {node}", epoch=0, node=node, rank=0, code=code, step=step)
+
+
+@pytest.mark.parametrize(
+    ("past", "last", "guilty"),
+    [
+        ([failed("a", 7)], failed("b", 7), "data"),
+        ([failed("a", 7), failed("b", 3)], failed("c", 7), "data"),
+        ([failed("a", 7, code=-11)], failed("b", 7, code=-11), "data"),
+        ([failed("a", 7, code=-9)], failed("b", 7, code=-9), ""),  # somebody kills them
+        ([failed("a", 7)], failed("b", 7, code=-9), ""),
+        ([failed("a", None)], failed("b", None), ""),  # nothing is known of where
+        ([failed("a", 7)], failed("a", 7), ""),
+        ([failed("a", 7, "non_finite")], failed("a", 7, "non_finite"), "data"),
+        ([failed("a", 7, "non_finite")], failed("a", 8, "non_finite"), ""),  # a passing error of a machine
+        ([failed("a", 1), failed("a", 2)], failed("a", 3), "node"),
+        ([failed("a", 1), failed("a", 2, "worker_stuck", -9)], failed("a", 3, "worker_spinning", -9), "node"),
+        ([failed("a", 1), failed("b", 2)], failed("a", 3), ""),
+        ([failed("a", 2), failed("a", 2)], failed("a", 2), ""),  # the step may be at fault as well
+        ([failed("a", 1, code=-9), failed("a", 2, code=-9)], failed("a", 3, code=-9), ""),
+        ([failed("a", 1, "worker_frozen", -9)] * 3, failed("a", 3, "worker_frozen", -9), ""),
+        ([failed("a", 1), failed("a", 2, "node_lost")], failed("a", 3), ""),
+    ],
+)
+def test_what_repeats(past, last, guilty):
+    assert blame(last, Past(tuple(past), nodes=3, bad_node_after=3)).guilty == guilty
+    assert blame(last, Past(tuple(past), nodes=1, bad_node_after=3)).guilty in ("", guilty if guilty == "data" else "")
+    if guilty == "node":
+        assert not blame(last, Past(tuple(past), nodes=3, bad_node_after=0)).guilty
+
+
+def test_a_cause_with_a_budget_of_its_own_uses_up_no_other():
+    budget = Budget(max_restarts=1, limits={"worker_frozen": 2})
+    frozen, exit_ = (
+        EpochEnd(0, 1, (WorkerEnd(0, "a", -9, False, 0),), fault=fault)
+        for fault in (Cause(kind="worker_frozen", text="frozen", epoch=0, node="a", rank=0), None)
+    )
+    for end, again in ((frozen, True), (exit_, True), (frozen, True), (frozen, False), (exit_, False)):
+        decision = decide(end, budget)
+        assert decision.again == again
+        budget = decision.budget
+    assert (budget.used, dict(budget.by_cause)) == (3, {"worker_frozen": 2, "worker_exit": 1})
+    assert decide(frozen, budget).reason == "frozen; max_restarts_by_cause.worker_frozen=2 used up"
