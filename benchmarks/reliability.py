@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,8 @@ from orchestrator.drill.faults import KINDS, Shot  # noqa: E402
 from orchestrator.drill.local import LocalTargets  # noqa: E402
 from orchestrator.drill.trial import Range, Trial  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
+from orchestrator.goodput.facts import read_marks  # noqa: E402
+from orchestrator.goodput.ledger import ledger  # noqa: E402
 from orchestrator.launch.backend import get_backend  # noqa: E402
 from orchestrator.launch.request import from_bytes  # noqa: E402
 from orchestrator.launch.run_folder import RunFolder  # noqa: E402
@@ -42,13 +45,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "reliability.jsonl"
 POSITIONS = ("rank0", "coordinator", "other")
 NODES, HEARTBEAT_TIMEOUT_S, LIMIT_S, STEP_S = 3, 3.0, 90.0, 0.05
 TRAINER = ("bit_flip", "disk_full")  # faults that need real checkpoints
+BUDDY = ("kill_worker", "kill_node")  # also with the trainer, which keeps each step in the memory of two nodes
+WORKERS = {"host": "stand-ins", "cable": "stand-ins", "trainer": "trainer", "buddy": "trainer, copies in memory"}
 #: seconds that a fault lasts: longer than silence is borne
 FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
 LASTS_S = 5.0
 
 
 class OrchRun:
-    """One run that takes many shots. `kind`: "host" (spares), "cable" (network namespaces) or "trainer"."""
+    """One run that takes many shots. `kind`: "host" (spares), "cable" (network namespaces), "trainer", "buddy"."""
 
     def __init__(self, home: Path, kind: str):
         self.home, self.kind = home, kind
@@ -63,9 +68,9 @@ class OrchRun:
         else:
             words += ["backend.options.spare_nodes=1"]
         command = ["--in-place", "--", sys.executable, str(ROOT / "benchmarks" / "together.py")]
-        if kind == "trainer":
-            words += ["checkpoint.memory_every_steps=1"]
-        self.orch(*words, "--run-id", self.run_id, *([] if kind == "trainer" else command))
+        trains = kind in ("trainer", "buddy")
+        words += [f"checkpoint.memory_every_steps={int(kind == 'buddy')}"] if trains else []
+        self.orch(*words, "--run-id", self.run_id, *([] if trains else command))
         folder = RunFolder(home / "runs" / self.run_id)
         request = from_bytes(folder.request.read_bytes())
         self.range = Range(folder, get_backend("local"), request, LIMIT_S)
@@ -101,6 +106,18 @@ class OrchRun:
             except OrchError:
                 time.sleep(0.1)
 
+    def witnesses(self, since: float) -> dict:
+        """What else must hold: one writer an epoch, each sample once; and whether a damaged checkpoint was found."""
+        state = self.range.state()
+        marks = read_marks(self.range.folder, state.nodes)
+        began = Counter(mark.epoch for mark in marks if mark.name == "epoch_began")
+        book = ledger(self.range.steps(state))
+        return {
+            "two_writers": max(began.values(), default=0) > 1,
+            "samples_wrong": book.problems[:3],
+            "rejected": any(mark.name == "checkpoint_rejected" and mark.at >= since for mark in marks),
+        }
+
     def close(self) -> None:
         self.orch("cancel", "--force", self.run_id, check=False)
 
@@ -109,35 +126,35 @@ def kind_of(fault: str) -> str:
     return "cable" if fault == "partition" else "trainer" if fault in TRAINER else "host"
 
 
-def orch_trial(runs: dict[str, OrchRun], home: Path, fault: str, position: str, pick: float) -> dict:
-    """A row's next trial; a run that has failed is replaced for the one after it."""
-    kind = kind_of(fault)
+def orch_trial(runs: dict[str, OrchRun], home: Path, kind: str, fault: str, position: str, pick: float) -> dict:
+    """A row's next trial; a run that has failed is replaced for the one after it, one of another kind makes room."""
+    for other in runs.keys() - {kind}:
+        runs.pop(other).close()
     try:
         if kind not in runs:
             runs[kind] = OrchRun(home, kind)
-        trial = runs[kind].trial(fault, position, pick)
-        found = msgspec.to_builtins(trial)
+        found = msgspec.to_builtins(runs[kind].trial(fault, position, pick))
+        found |= runs[kind].witnesses(found["at"])
     except (OrchError, subprocess.CalledProcessError) as error:
         found = {"fault": fault, "position": position, "ok": False, "problem": str(error), "at": time.time()}
     if (not found["ok"] or fault == "notice") and kind in runs:  # a node that was told to leave does not come back
         runs.pop(kind).close()
-    return {**found, "workers": "the bundled trainer" if kind == "trainer" else "stand-ins"}
+    return found
 
 
 def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def rows(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """(system, fault, position) of everything that was asked for."""
-    faults = [name for name in (args.faults.split(",") if args.faults else KINDS)]
-    found = []
-    for system in args.systems.split(","):
-        for fault in faults:
-            if system == "torchrun" and kind_of(fault) != "host":
-                continue  # it has no checkpoints of its own, and its agents no network of theirs here
-            found += [(system, fault, position) for position in args.positions.split(",")]
-    return found
+def rows(args: argparse.Namespace) -> list[tuple[str, str, str, str]]:
+    """(system, kind of run, fault, position) of everything that was asked for, those of one kind together."""
+    faults = args.faults.split(",") if args.faults else list(KINDS)
+    kinds = [(kind, fault) for kind in ("host", "cable", "trainer") for fault in faults if kind_of(fault) == kind]
+    kinds += [("buddy", fault) for fault in faults if fault in BUDDY]
+    found = [("orch", kind, fault, position) for kind, fault in kinds for position in args.positions.split(",")]
+    # torchrun has no checkpoints of its own, and its agents here no network of theirs
+    found += [("torchrun", *row[1:]) for row in found if row[1] == "host"]
+    return [row for row in found if row[0] in args.systems.split(",")]
 
 
 def main() -> None:
@@ -163,19 +180,17 @@ def main() -> None:
         home = str(args.keep.absolute() if args.keep else temporary)
         try:
             for number in range(args.trials):
-                for system, fault, position in rows(args):
-                    have = [
-                        r
-                        for r in read(args.out)
-                        if (r["system"], r["fault"], r["position"]) == (system, fault, position)
-                    ]
-                    if len(have) > number or time.monotonic() > end:
+                for system, kind, fault, position in rows(args):
+                    row = {"system": system, "fault": fault, "position": position, "workers": WORKERS[kind]}
+                    have = sum(1 for line in read(args.out) if row.items() <= line.items())
+                    if have > number or time.monotonic() > end:
                         continue
                     if system == "orch":
-                        found = orch_trial(runs, Path(home), fault, position, (number * 0.37) % 1)
+                        found = orch_trial(runs, Path(home), kind, fault, position, (number * 0.37) % 1)
                     else:
                         found = torchrun_trial(Path(home), fault, position, FOR_S.get(fault, LASTS_S), LIMIT_S)
-                    found |= {"system": system, "commit": commit.stdout.strip(), "machine": machine}
+                    found |= row
+                    found |= {"commit": commit.stdout.strip(), "machine": machine}
                     found["load"] = round(os.getloadavg()[0], 1)
                     with args.out.open("a") as file:
                         file.write(json.dumps(found) + "\n")

@@ -11,10 +11,13 @@ BEGIN, END = "<!-- trials -->", "<!-- /trials -->"
 
 
 def table(lines: list[dict]) -> str:
-    groups: dict[tuple[str, str], dict[str, list[dict]]] = {}
+    groups: dict[tuple[str, str, str], dict[str, list[dict]]] = {}
     for line in lines:
-        groups.setdefault((line["fault"], line["position"]), {}).setdefault(line["system"], []).append(line)
+        groups.setdefault((line["workers"], line["fault"], line["position"]), {}).setdefault(line["system"], []).append(
+            line
+        )
     head = [
+        "ranks",
         "fault",
         "victim",
         "orch",
@@ -25,10 +28,18 @@ def table(lines: list[dict]) -> str:
         "steps p50 / p95",
         "lost",
     ]
-    text = ["| " + " | ".join(head) + " |", "|" + "|".join("---" if i < 2 else "--:" for i in range(len(head))) + "|"]
-    for (fault, position), systems in sorted(groups.items()):
+    text = ["| " + " | ".join(head) + " |", "|" + "|".join("---" if i < 3 else "--:" for i in range(len(head))) + "|"]
+    for (workers, fault, position), systems in sorted(groups.items()):
         ours, theirs = systems.get("orch", []), systems.get("torchrun", [])
-        cells = [fault, position, _rate(ours), _pair(ours, "noticed_s"), _pair(ours, "stepping_s"), _lost(ours)]
+        cells = [
+            workers,
+            fault,
+            position,
+            _rate(ours),
+            _pair(ours, "noticed_s"),
+            _pair(ours, "stepping_s"),
+            _lost(ours),
+        ]
         cells += [_rate(theirs), _pair(theirs, "stepping_s"), _lost(theirs)]
         text.append("| " + " | ".join(cells) + " |")
     ours = [line for line in lines if line["system"] == "orch"]
@@ -39,6 +50,14 @@ def table(lines: list[dict]) -> str:
     loads = sorted(line["load"] for line in lines)
     if loads:
         text += [f"Commits (trials): {commits}. Load average {loads[0]} to {loads[-1]}, median {quantile(loads, 0.5)}."]
+    wrong = [line for line in ours if line.get("two_writers") or line.get("samples_wrong")]
+    text += [f"Of the trials under orch, {len(wrong)} had two writers of an epoch, or a sample not trained on once."]
+    flips = [line for line in ours if line["fault"] == "bit_flip" and line["ok"]]
+    if flips:
+        found = sum(bool(line.get("rejected")) for line in flips)
+        text += [
+            f"Of {len(flips)} flipped bits {found} were met at a resume, and named; a newer save had hidden the others."
+        ]
     bad = Counter(
         f"{line['system']}, {line['fault']}, {line['position']}: {line['problem']}" for line in lines if not line["ok"]
     )

@@ -22,7 +22,7 @@ from .local import LocalTargets
 _LOOK_S = 0.05
 _STEADY_STEPS = 2  # of a life, before it is hit
 #: Events that tell of a fault that need not end an epoch, beside those that tell of its end.
-_TOLD = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "node_slow", "worker_slow", "straggler")
+_TOLD = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "straggler")
 
 
 class Trial(msgspec.Struct, kw_only=True):

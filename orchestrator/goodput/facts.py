@@ -14,7 +14,7 @@ from orchestrator.launch.state import Cause, RunState
 from orchestrator.launch.untrusted import UNREADABLE
 
 #: Events that say that an epoch is over, whoever saw it first. `epoch_stops` is the coordinator's, for every reason.
-NOTICED = ("epoch_stops", "node_lost", "coordinator_lost", "worker_frozen", "notice", "growing", "worker_ended")
+NOTICED = ("epoch_stops", "node_lost", "coordinator_lost", "fault_detected", "notice", "growing", "worker_ended")
 
 
 class Step(NamedTuple):

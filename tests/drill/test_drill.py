@@ -60,7 +60,7 @@ def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
     lines = (folder.path / "drills.jsonl").read_bytes().splitlines()
     assert [json.loads(line) for line in lines] == trials
     kinds = [epoch.cause.kind for epoch in read_state(folder).epochs if epoch.cause]
-    assert kinds.count("worker_exit") >= 2 and {"node_lost", "coordinator_lost"} & set(kinds)
+    assert kinds[:2] == ["worker_exit", "worker_frozen"] and {"node_lost", "coordinator_lost"} & set(kinds)
     assert cancel(folder).state == "cancelled"
     told = ledger(LeadReader(folder).read(read_state(folder).nodes))
     assert told.problems == [] and uneven(told.entries, 12) == [] and told.samples > 0
