@@ -157,8 +157,8 @@ class ModelSpec(Frozen):
 class ParallelSpec(Frozen):
     """All degrees. world = tp * cp * ep * pp * dp.
 
-    `auto` (parallel=auto) searches what is left out of tp, cp, ep, pp, dp, zero, vpp, schedule, micro_batch_size and
-    train.recompute; what is given is kept. Without it, what is left out is as said beside each.
+    `auto` (parallel=auto) searches what is left out of tp, cp, ep, pp, dp, zero, vpp, sp, cp_method, schedule,
+    micro_batch_size and train.recompute; what is given is kept. Without it, what is left out is as said beside each.
     """
 
     auto: bool = False
@@ -172,7 +172,7 @@ class ParallelSpec(Frozen):
     sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
     schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
     schedule_file: Path | None = None  # a table of your own, CSV or JSON: one row of actions a pipeline rank
-    cp_method: CpMethod = "zigzag"
+    cp_method: CpMethod | None = None  # None: zigzag
     zero_group: Natural = 0  # ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
     micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
     stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost

@@ -37,7 +37,7 @@ def _run(seeker: Search, near: float) -> Answer:
         return answer
     given = [
         f"{name}={getattr(config.parallel, name)}"
-        for name in ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "schedule", "micro_batch_size")
+        for name in ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "sp", "cp_method", "schedule", "micro_batch_size")
         if getattr(config.parallel, name) is not None
     ]
     with_what = f" with {', '.join(given)}" if given else ""

@@ -6,6 +6,7 @@ Each group takes the longer of its FLOPs at the reachable rate and its bytes at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -90,7 +91,7 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
     experts = params.experts / parallel.ep if is_moe_layer(model, layer) else 0
     weight_bytes = (params.attention + params.ffn + experts) / tp * width
     matmul = max((flops.attention_gemm + flops.ffn_gemm) * tokens / tp / rate.matmul, weight_bytes / rate.memory)
-    core = flops.attention_core * tokens / tp / rate.attention
+    core = flops.attention_core * tokens / tp / rate.attention * _slowest_core(model, parallel)
     # read and write: two norms and two residual sums over hidden; rotary over queries and keys; the activation
     ffn = model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden if experts else model.ffn_hidden
     row = model.hidden / (tp if parallel.sp else 1)
@@ -100,6 +101,13 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
     selective = (4 * row + columns) * moved + KERNELS_AGAIN * rate.launch_s
     columns = _columns(model, flops, tokens / tp / rate.matmul)
     return LayerSeconds(matmul + core + elementwise, core, selective + (core if parallel.cp > 1 else 0.0), columns)
+
+
+def _slowest_core(model: Model, parallel: Parallel) -> float:
+    """Of the rank with most attention, over the mean: a contiguous last part of the sequence sees all that came before,
+    while parts from both ends of it (zig-zag) see the same on every rank.
+    """
+    return 2 - 1 / parallel.cp if model.causal and parallel.cp_method == "ring" else 1.0
 
 
 def _columns(model: Model, flops: LayerFlops, seconds_per_flop: float) -> tuple[float, float]:
@@ -112,12 +120,18 @@ def _columns(model: Model, flops: LayerFlops, seconds_per_flop: float) -> tuple[
 NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, (0.0, 0.0))
 
 
-def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[StageSeconds]:
-    """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
-    kinds = [
+def kinds_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[LayerSeconds]:
+    """Of a layer of each kind, as `samples_of_kinds`."""
+    return [
         NO_LAYER if layer is None else layer_seconds(model, layer, parallel, train, rate)
         for layer in samples_of_kinds(model)
     ]
+
+
+def stage_seconds(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
+) -> list[StageSeconds]:
+    """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
     result, start = [], 0
     for stage, count in enumerate(parallel.stage_layers):
         counts = dense_and_moe(model, start, start + count)
@@ -135,11 +149,11 @@ def stage_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -
     return result
 
 
-def beside_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> dict[Beside, float]:
+def beside_seconds(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
+) -> dict[Beside, float]:
     """Seconds of the matrix products that communication runs beside; of two kinds of layers the shorter one."""
-    kinds = [layer for layer in samples_of_kinds(model) if layer is not None]
-    columns = [layer_seconds(model, layer, parallel, train, rate).columns for layer in kinds]
-    attention, mlp = (min(one[part] for one in columns) for part in (0, 1))
+    attention, mlp = map(min, zip(*(kind.columns for kind in kinds if kind is not NO_LAYER), strict=True))
     return {"": 0.0, "attention": attention, "mlp": mlp, "head": _head_seconds(model, parallel, train, rate)}
 
 

@@ -35,7 +35,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         sp=par.tp > 1 if par.sp is None else par.sp,
         schedule=TABLE if par.schedule_file else par.schedule,
         schedule_rows=_schedule_rows(par),
-        cp_method=par.cp_method,
+        cp_method=par.cp_method or "zigzag",
         zero_group=par.zero_group,
         allow_tp_across_nvlink=par.allow_tp_across_nvlink,
         micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples),
@@ -95,7 +95,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         global_batch_samples=case.global_batch_samples,
         global_batch_tokens=case.global_batch_samples * case.seq_len,
         bucket_bytes=round(par.bucket_mib * MIB),
-        cp_method=par.cp_method,
+        cp_method=case.cp_method,
         zero_group=par.zero_group,
         schedule_rows=case.schedule_rows,
     )

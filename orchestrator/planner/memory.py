@@ -86,7 +86,7 @@ def passing(model: Model, parallel: Parallel, train: Train) -> float:
 
 def _whole(model: Model, parallel: Parallel) -> float:
     """Parameters of an average rank before data parallelism shards them."""
-    return parameter_count(model) / (parallel.tp * parallel.pp)
+    return (model.parameters or parameter_count(model)) / (parallel.tp * parallel.pp)
 
 
 def accounts(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
 
 from . import collective
-from .compute import Rates, StageSeconds, beside_seconds, optimizer_seconds, stage_seconds
+from .compute import Rates, StageSeconds, beside_seconds, kinds_seconds, optimizer_seconds, stage_seconds
 from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, rank_stages, span_seconds
 from .traffic import Beside, Traffic, rank_parameters
@@ -27,7 +27,8 @@ class Work(Struct, frozen=True):
 
 
 def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Work:
-    stages = stage_seconds(model, parallel, train, rate)
+    kinds = kinds_seconds(model, parallel, train, rate)
+    stages = stage_seconds(model, parallel, train, rate, kinds)
     by_rank = [[stages[stage] for stage in held] for held in rank_stages(parallel)]
     ranks = rank_seconds(parallel, [stage.both for stage in stages])
     slowest = by_rank[ranks.index(max(ranks))]
@@ -44,7 +45,7 @@ def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Wo
             "backward": sum(stage.backward for stage in slowest),  # of the last micro-batch
             "compute": m * ranks[by_rank.index(slowest)],
         },
-        beside=beside_seconds(model, parallel, train, rate),
+        beside=beside_seconds(model, parallel, train, rate, kinds),
         optimizer_s=optimizer_seconds(most, shards, rate),
     )
 

@@ -9,6 +9,7 @@ sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2P
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -114,12 +115,8 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
         add("tp", operation, hidden_bytes, count * m, beside=beside)
     add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, last * m)  # two numbers a token and rank, for the loss
 
-    kv_heads_here = max(1, model.kv_heads // parallel.tp)
-    key_values = 2 * kv_heads_here * model.head_dim * tokens * width
-    # keys and values go round in forward, they and their gradients in backward
-    ring_steps = (parallel.cp - 1) * layers * m
-    add("cp", "p2p", key_values, ring_steps * (1 + again.core), "attention")
-    add("cp", "p2p", 2 * key_values, ring_steps, "attention")
+    for operation, size, count, window in context_operations(model, parallel, train, again):
+        add("cp", operation, size, count * layers * m, window)
 
     if model.moe is not None:
         moe_layers = sum(dense_and_moe(model, part.start, part.stop)[1] for part in stages) / copies
@@ -150,6 +147,35 @@ def tensor_operations(parallel: Parallel, again: Repeats) -> list[tuple[Operatio
     if not splits(parallel):
         found += [("all_gather", part, 1.0 - again.gather) for part in beside]
     return found
+
+
+def context_operations(
+    model: Model, parallel: Parallel, train: Train, again: Repeats
+) -> list[tuple[Operation, float, float, Window]]:
+    """(operation, bytes, count, window) of one layer and micro-batch, forward and backward.
+
+    Zig-zag and contiguous ring: keys and values go round beside attention, in backward with their fp32 gradients, which
+    go all the way home. All-gather (Llama 3): before attention and again in backward, a reduce-scatter behind it.
+    Ulysses: queries, keys and values for heads, and results for sequence, each way.
+    """
+    cp, width = parallel.cp, WIDTH[train.precision]
+    if cp == 1:
+        return []
+    tokens = parallel.micro_batch_size * train.seq_len / cp
+    heads, kv_heads = model.heads // parallel.tp, max(1, model.kv_heads // parallel.tp)
+    key_values = 2 * kv_heads * model.head_dim * tokens
+    if parallel.cp_method == "allgather":
+        gathers = ("all_gather", key_values * width * cp, 2 + again.core, "none")
+        return [gathers, ("reduce_scatter", key_values * 4 * cp, 1.0, "none")]
+    if parallel.cp_method == "ulysses":
+        exchanged = (heads + 2 * lcm(kv_heads, cp)) * model.head_dim * tokens * width
+        result = heads * model.head_dim * tokens * width
+        return [("all_to_all", size, 2 + again.core, "none") for size in (exchanged, result)]
+    return [
+        ("p2p", key_values * width, (cp - 1) * (1 + again.core), "attention"),
+        ("p2p", key_values * width, cp - 1, "attention"),
+        ("p2p", key_values * 4, cp, "attention"),
+    ]
 
 
 def vocabulary_operations(parallel: Parallel, first: float, last: float) -> list[tuple[Operation, Beside, float]]:

@@ -71,7 +71,16 @@ def test_ring_attention_passes_keys_and_values_and_their_gradients():
     plan = make_plan(cp=4, micro_batches=1, seq_len=16, dp=1)
     m = plan.model
     key_values = 2 * m.kv_heads * m.head_dim * (16 / 4) * 4
-    assert sent(traffic(plan), "cp") == pytest.approx(m.layers * 3 * (key_values + 2 * key_values))
+    assert sent(traffic(plan), "cp") == pytest.approx(m.layers * (3 + 3 + 4) * key_values)  # gradients go all the way
+
+
+@pytest.mark.parametrize(("method", "sends"), [("allgather", 3 + 3 + 3), ("ulysses", 2 * (4 + 2 * 4 + 4) / 4 * 3 / 4)])
+def test_other_ways_of_context_parallelism_gather_or_exchange(method, sends):
+    """In keys and values of a rank: two gathers and the gradients' way back; or heads for sequence, there and back."""
+    plan = make_plan(cp=4, micro_batches=1, seq_len=16, dp=1, cp_method=method, model=tiny_model(heads=4, kv_heads=2))
+    m = plan.model
+    key_values = 2 * m.kv_heads * m.head_dim * (16 / 4) * 4
+    assert sent(traffic(plan), "cp") == pytest.approx(m.layers * sends * key_values)
 
 
 def test_experts_exchange_and_shard_over_their_own_group():

@@ -20,6 +20,7 @@ class BestPaths:
         self.share = 1.0 / float(fabric.rate[1:].max())  # over one GPU's share of the NICs, nothing else in the way
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
         self._rings: dict[tuple[int, int, int], Path] = {}
+        self._chains: dict[tuple[int, int, bool], Path] = {}
         self.latency = [float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))]  # of this tier or above
 
     def mates(self, tp: int, tier: int = 0) -> int:
@@ -64,6 +65,12 @@ class BestPaths:
 
     def chain(self, members: int, tp: int, near: bool = True) -> Path:
         """Point to point with the next member, over one's own NIC where it stands elsewhere. `near`: it need not."""
+        key = members, tp, near
+        if key not in self._chains:
+            self._chains[key] = self._chain(*key)
+        return self._chains[key]
+
+    def _chain(self, members: int, tp: int, near: bool) -> Path:
         if members == 1:
             return NOWHERE
         if members > self.mates(tp) or not near:

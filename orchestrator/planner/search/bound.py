@@ -4,17 +4,18 @@ Every term is the cost model's own (`pieces`) with two exchanges, both downwards
 have in any nesting order, and a pipeline span that no order of work can beat. So no choice costs less than its bound,
 and on a regular cluster most cost just that.
 
-`SpotBound`: how ranks and batch are cut up. `BranchBound`: recomputation chosen too. `RowBound`: also the way stages
-lie on ranks; what is left is the schedule's name (what is in flight) and ZeRO, which bound a whole choice.
+`SpotBound`: how ranks and batch are cut up, in one form or a family of forms. `BranchBound`: recomputation chosen too.
+`RowBound`: also the way stages lie on ranks; what is left is the schedule's name (what is in flight) and ZeRO, which
+bound a whole choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import structs
 
-from orchestrator.plan.document import Parallel
+from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.planner import collective, memory
 from orchestrator.planner.activations import heads_at_once
 from orchestrator.planner.compute import optimizer_seconds
@@ -33,16 +34,21 @@ ENDLESS = float("inf")
 
 
 class SpotBound:
-    def __init__(self, spot: Spot, piece: Piece, pipes: Pipes, best: BestPaths):
-        self.spot, self.piece, self.pipes = spot, piece, pipes
+    def __init__(
+        self, spot: Spot, piece: Piece, pipes: Pipes, best: BestPaths, ways: Sequence[CpMethod], along: bool = False
+    ):
+        """ways: of context parallelism that are open; along: sequence parallelism is open too."""
+        self.spot, self.piece, self.pipes, self.ways, self.along = spot, piece, pipes, ways, along
         self.nestings = list(self._nestings(best))
+        self.sharded: list[Sharded] = []
+        self._gradients: dict[str | None, float] = {}
 
     def branches(self, recomputes: Iterable[str], zeros: Iterable[int], par: Parallel) -> Iterator[BranchBound]:
         """`par`: any layout of the same job."""
-        names = ("tp", "cp", "ep", "pp", "dp", "sp", "micro_batch_size", "micro_batches")
-        par = structs.replace(par, **{name: getattr(self.spot, name) for name in names})
-        sharded = [Sharded(self, structs.replace(par, zero=zero)) for zero in zeros]
-        return (BranchBound(self, recompute, sharded) for recompute in recomputes)
+        if not self.sharded:
+            par = structs.replace(par, **self.spot._asdict())
+            self.sharded = [Sharded(self, structs.replace(par, zero=zero)) for zero in zeros]
+        return (BranchBound(self, recompute) for recompute in recomputes)
 
     def least_seconds(self, recompute: str | None = None) -> float:
         """No choice takes less, whatever it recomputes or as this: work of the slowest rank, or of the last to start,
@@ -53,11 +59,19 @@ class SpotBound:
         work = mode.work_s / spot.pp  # of the average rank; where layers are alike some rank has the rounded-up number
         if not piece.mixed:
             work = max(work, -(-(piece.dense + piece.moe) // spot.pp) * mode.slowest_s)
-        inner = pipes.least * min(mode.tensor_s) + (min(map(sum, piece.vocabulary_s)) if spot.pp == 1 else 0.0)
+        if self.along:
+            inner = pipes.least * min(*mode.tensor_s, piece.other_along[0])
+        else:
+            inner = pipes.least * min(mode.tensor_s) + (min(map(sum, piece.vocabulary_s)) if spot.pp == 1 else 0.0)
         if spot.cp > 1:
             window = 3 * pipes.most * piece.most_core
-            for once, count in zip(piece.context_s, (1 + mode.repeats.core, 1.0), strict=True):
-                inner += max(0.0, once * count * (spot.cp - 1) * pipes.least - window)
+            shown = ENDLESS
+            for way in self.ways:
+                own = 0.0
+                for once, count, hides in piece.context(way, recompute or "none"):
+                    own += max(0.0, once * count * pipes.least - window * hides)
+                shown = min(shown, own)
+            inner += shown
         transfer, busy = self.nestings[0][0], m * (work + inner)
         span = min(
             max(
@@ -72,12 +86,18 @@ class SpotBound:
 
     def gradients(self, recompute: str | None) -> float:
         """Seconds of dense parameters that no ZeRO stage hides, at least."""
+        if recompute not in self._gradients:
+            self._gradients[recompute] = self._shown(recompute)
+        return self._gradients[recompute]
+
+    def _shown(self, recompute: str | None) -> float:
         piece, spot, m = self.piece, self.spot, self.spot.micro_batches
         members = spot.cp * spot.ep * spot.dp
         if members == 1:
             return 0.0
         # what they hide behind, at most: a micro-batch forward and backward; what is repeated adds to that
-        both = self.pipes.most * piece.mode(recompute or "full").slowest_s + 3 * piece.head_s
+        slowest = piece.slowest(recompute) + (4 * piece.other_along[1] if self.along else 0.0)
+        both = self.pipes.most * slowest + 3 * piece.head_s
         seconds = min(dense.seconds_per_byte for _, dense, _ in self.nestings) * (members - 1) / members
         seconds *= piece.busiest_params(spot.pp, self.pipes.least)
         weight, gradient = (width * seconds for width in piece.widths)
@@ -124,8 +144,8 @@ class Sharded:
 
 
 class BranchBound:
-    def __init__(self, base: SpotBound, recompute: str, sharded: list[Sharded]):
-        self.base, self.spot, self.piece, self.sharded = base, base.spot, base.piece, sharded
+    def __init__(self, base: SpotBound, recompute: str):
+        self.base, self.spot, self.piece, self.sharded = base, base.spot, base.piece, base.sharded
         self.recompute, self.mode = recompute, base.piece.mode(recompute)
         self.gradients = base.gradients(recompute)
 
@@ -134,7 +154,7 @@ class BranchBound:
         piece, pp = self.piece, self.spot.pp
         plain, experts = piece.average_params(pp)
         states = min(one.beside + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
-        kept = min(size for size in self.mode.held if size)
+        kept = min(one.held for one in piece.kept(self.recompute) if one.held)
         return (states + min(self.spot.micro_batches, pp) * self.base.pipes.least * kept) * ROUNDING
 
     def least_seconds(self) -> float:
@@ -144,8 +164,8 @@ class BranchBound:
 class RowBound:
     """A branch with stages on ranks (`shape`) and backward in one piece or two (`split`)."""
 
-    def __init__(self, branch: BranchBound, shape: Shape, split: bool, vpp: int):
-        self.branch, self.shape, self.vpp = branch, shape, vpp
+    def __init__(self, branch: BranchBound, shape: Shape, split: bool, vpp: int, ways: Sequence[CpMethod]):
+        self.branch, self.shape, self.split, self.vpp, self.ways = branch, shape, split, vpp, ways
         self.held = vpp * shape.copies  # stages of a rank
         piece, mode, spot, m = branch.piece, branch.mode, branch.spot, branch.spot.micro_batches
         self.fill = fill = piece.fill(shape)
@@ -154,17 +174,19 @@ class RowBound:
         inner += min(first * passing + last * leaving for passing, leaving in fill.ends)
         if spot.cp > 1:
             core = max(rank.dense * piece.layer_s[0].core + rank.moe * piece.layer_s[1].core for rank in shape.ranks)
-            inner += self._context((spot.cp - 1) * fill.layers * m, m * 3 * core) / m
+            inner += min(
+                sum(
+                    _exposed(once, count * fill.layers * m, m * 3 * core * hides)
+                    for once, count, hides in piece.context(way, branch.recompute)
+                )
+                / m
+                for way in ways
+            )
         self.backward = self.both = 0.0  # of the slowest rank: what gradients, and gathered weights, hide behind
         self.span = self._span(inner, split)
         self.transfers = m * shape.sends + 2 * (spot.pp - 1)
         #: with the nearer nesting, the ZeRO stage that shows least, and the optimizer still to come
         self.least_s = (self.span + branch.base.nestings[0][0] * self.transfers + branch.gradients) * ROUNDING
-
-    def _context(self, steps: float, window: float) -> float:
-        once, more = self.branch.piece.context_s
-        again = 1 + self.branch.mode.repeats.core
-        return _exposed(once, steps * again, window) + _exposed(more, steps, window)
 
     def _span(self, inner: float, split: bool) -> float:
         """First forward to last backward. A rank cannot start before a micro-batch has come through all stages ahead,
@@ -201,7 +223,7 @@ class RowBound:
 
     def _kept(self, rank: RankShape, schedule: str) -> float:
         branch, spot, piece = self.branch, self.branch.spot, self.branch.piece
-        (dense, moe), (dense_live, moe_live) = branch.mode.held, branch.mode.live
+        (dense, dense_live), (moe, moe_live) = ((one.held, one.live) for one in piece.kept(branch.recompute))
         inner, last = piece.stage_bytes
         held = rank.dense * dense + rank.moe * moe + (self.held - rank.head) * inner + rank.head * last
         live = max(dense_live if rank.dense else 0.0, moe_live if rank.moe else 0.0)

@@ -1,19 +1,21 @@
-"""What a layer costs on one GPU: once for all spots that cut layers and micro-batches alike (tp, cp, ep, batch, sp).
+"""What a layer costs on one GPU: once for all spots that cut layers and micro-batches alike (tp, cp, ep, batch, form).
 
 Every number is the cost model's own (`compute`, `traffic`, `memory`), with the cheapest path that an axis can have.
+Ways of context parallelism that share the work evenly differ in what they send alone: they share a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 from msgspec import structs
 
-from orchestrator.plan.document import Parallel
+from orchestrator.plan.document import CpMethod, Model, Parallel
 from orchestrator.planner import activations, collective
 from orchestrator.planner.collective import Operation
-from orchestrator.planner.compute import NO_LAYER, beside_seconds, layer_seconds, loss_seconds
+from orchestrator.planner.compute import beside_seconds, kinds_seconds, loss_seconds
 from orchestrator.planner.model_math import (
     dense_and_moe,
     dense_on_rank,
@@ -27,6 +29,7 @@ from orchestrator.planner.traffic import (
     WIDTH,
     Beside,
     Repeats,
+    context_operations,
     repeats,
     tensor_operations,
     vocabulary_operations,
@@ -39,8 +42,6 @@ from .shapes import RankShape, Shape
 class Mode(NamedTuple):
     """A way to recompute. Of pairs the first number is of a dense layer, the second of a mixture."""
 
-    held: tuple[float, float]  # bytes for backward
-    live: tuple[float, float]  # more, while the layer runs again
     again: tuple[float, float]  # seconds of forward that backward repeats
     repeats: Repeats
     tensor_s: tuple[float, float]  # tensor-parallel communication of a layer, forward and backward; backward is split
@@ -50,6 +51,28 @@ class Mode(NamedTuple):
 
 
 NOTHING = activations.Kept(0.0, 0.0)
+
+
+class Params(NamedTuple):
+    """Parameters on one rank, as `traffic.rank_parameters`."""
+
+    dense: tuple[int, int]  # of a layer, by kind
+    experts: int  # of a mixture
+    first: int
+    last: int
+    single_last: int  # where the last stage is the first one
+
+
+def params_of(model: Model, tp: int, ep: int) -> Params:
+    dense, moe = samples_of_kinds(model)
+    table = -(-model.vocab // tp) * model.hidden
+    return Params(
+        dense=tuple(0 if layer is None else dense_on_rank(model, layer, tp) for layer in (dense, moe)),
+        experts=0 if moe is None else layer_params(model, moe).experts // (tp * ep),
+        first=table + embedding_params(model)[1],
+        last=norm_params(model) + table,
+        single_last=norm_params(model) + (0 if model.tied_embeddings else table),
+    )
 
 
 class Fill(NamedTuple):
@@ -66,50 +89,38 @@ class Fill(NamedTuple):
 class Piece:
     """Seconds, parameters and bytes of one layer of either kind (dense, mixture) and micro-batch on one GPU."""
 
-    def __init__(self, par: Parallel, ground: Ground, best: BestPaths):
-        """`par`: only its tp, cp, ep, sp and micro-batch are read."""
+    def __init__(self, par: Parallel, ground: Ground, best: BestPaths, params: Params):
+        """`par`: only its tp, cp, ep, sp, cp_method and micro-batch are read."""
         model, train = ground.model, ground.train
-        self.par, self.ground = par, ground
+        par = structs.replace(par, schedule="1f1b")  # one that splits backward keeps no less
+        self.par, self.ground, self.best, self.params = par, ground, best, params
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.kinds = samples_of_kinds(model)
-        self.layer_s = [
-            NO_LAYER if layer is None else layer_seconds(model, layer, par, train, ground.rate) for layer in self.kinds
-        ]
+        self.layer_s = kinds_seconds(model, par, train, ground.rate)
         self.head_s = loss_seconds(model, par, train, ground.rate)
         self.widths = WIDTH[train.precision], WIDTH[train.grad_dtype]
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
         there = [one for one, layer in zip(self.layer_s, self.kinds, strict=True) if layer is not None]
-        self.fastest_forward = min(one.forward for one in there)
+        self.fastest_forward, self.slowest_forward = (of(one.forward for one in there) for of in (min, max))
         self.most_core = max(one.core for one in there)
-        par = structs.replace(par, schedule="1f1b")  # one that splits backward keeps no less
         self.kernels = activations.kernels_of(ground.cluster, model, par)
         self.boundary = activations.boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
         self.loss_bytes = activations.loss_bytes(model, par, train)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
         self._modes: dict[str, Mode] = {}
+        self._kept: dict[str, list[activations.Kept]] = {}
+        self._contexts: dict[tuple[CpMethod, str], list[tuple[float, float, bool]]] = {}
         self._fills: dict[tuple[str, int, int], Fill] = {}
-        self._parameters()
         self._operations(best)
-
-    def _parameters(self) -> None:
-        """Of one layer on one rank, as `traffic.rank_parameters`."""
-        model, tp, ep = self.ground.model, self.par.tp, self.par.ep
-        own = [None if layer is None else layer_params(model, layer) for layer in self.kinds]
-        self.dense_params = [0 if layer is None else dense_on_rank(model, layer, tp) for layer in self.kinds]
-        self.expert_params = own[1].experts // (tp * ep) if own[1] else 0
-        table = -(-model.vocab // tp) * model.hidden
-        self.first_params = table + embedding_params(model)[1]
-        self.last_params = norm_params(model) + table
-        self.single_last_params = norm_params(model) + (0 if model.tied_embeddings else table)
 
     def _operations(self, best: BestPaths) -> None:
         par, model, width = self.par, self.ground.model, self.widths[0]
         hidden = self.tokens * model.hidden * width
         tensor, names = best.tensor(par.tp), ("all_reduce", "all_gather", "reduce_scatter")
         self.tensor_s = {name: collective.seconds(name, hidden, par.tp, tensor) for name in names}
-        self.beside = beside_seconds(model, par, self.ground.train, self.ground.rate)
+        self.beside = beside_seconds(model, par, self.ground.train, self.ground.rate, self.layer_s)
         self.pars = par, structs.replace(par, schedule="zb_h1")  # backward in one piece, and in two
         loss = collective.seconds("all_gather", self.tokens * 2 * 4 * par.tp, par.tp, tensor)
         #: of the first and of the last stage
@@ -117,36 +128,64 @@ class Piece:
             (self._exposed(vocabulary_operations(one, 1, 0)), self._exposed(vocabulary_operations(one, 0, 1)) + loss)
             for one in self.pars
         ]
-        keys = 2 * max(1, model.kv_heads // par.tp) * model.head_dim * self.tokens * width
-        ring = best.chain(par.cp, par.tp)
-        self.context_s = [collective.seconds("p2p", size, par.cp, ring) for size in (keys, 2 * keys)]
         routed = self.boundary * model.moe.top_k if model.moe else 0.0
         exchange = best.exchange(par.ep, par.tp)
         self.expert_s = collective.seconds("all_to_all", routed, par.ep, exchange) if routed else 0.0
 
+    @cached_property
+    def other_along(self) -> tuple[float, float]:
+        """(least tensor-parallel communication of a layer, by how much its forward may take longer) if sequence
+        parallelism were the other way."""
+        model, train, par = self.ground.model, self.ground.train, structs.replace(self.par, sp=not self.par.sp)
+        moved = WIDTH[train.precision] * self.tokens / self.ground.rate.memory
+        nothing = repeats(par, structs.replace(train, recompute="none"))
+        return self._exposed(tensor_operations(par, nothing)), 10 * model.hidden * (1 - 1 / par.tp) * moved
+
     def _exposed(self, operations: Iterable[tuple[Operation, Beside, float]]) -> float:
         return sum(count * max(0.0, self.tensor_s[name] - self.beside[beside]) for name, beside, count in operations)
+
+    def context(self, way: CpMethod, recompute: str) -> list[tuple[float, float, bool]]:
+        """(seconds once, count, whether it hides beside attention) of a layer and micro-batch."""
+        if (way, recompute) not in self._contexts:
+            self._contexts[way, recompute] = self._context(way, self.mode(recompute).repeats)
+        return self._contexts[way, recompute]
+
+    def _context(self, way: CpMethod, again: Repeats) -> list[tuple[float, float, bool]]:
+        par, best, cp = structs.replace(self.par, cp_method=way), self.best, self.par.cp
+        roads = {"p2p": best.chain, "all_to_all": best.exchange, "all_gather": best.ring, "reduce_scatter": best.ring}
+        return [
+            (collective.seconds(name, size, cp, roads[name](cp, par.tp)), count, window == "attention")
+            for name, size, count, window in context_operations(self.ground.model, par, self.ground.train, again)
+        ]
 
     def mode(self, recompute: str) -> Mode:
         if recompute not in self._modes:
             self._modes[recompute] = self._mode(recompute)
         return self._modes[recompute]
 
+    def kept(self, recompute: str) -> list[activations.Kept]:
+        """Bytes of a layer, by kind."""
+        if recompute not in self._kept:
+            model, train = self.ground.model, structs.replace(self.ground.train, recompute=recompute)
+            self._kept[recompute] = [
+                NOTHING
+                if layer is None
+                else activations.layer_kept(model, layer, self.tokens, self.par, train, self.kernels, recompute)
+                for layer in self.kinds
+            ]
+        return self._kept[recompute]
+
+    def slowest(self, recompute: str | None) -> float:
+        """Seconds of a layer, forward and backward; None: whatever is recomputed."""
+        return 4 * self.slowest_forward if recompute is None else self.mode(recompute).slowest_s
+
     def _mode(self, recompute: str) -> Mode:
-        model, train = self.ground.model, structs.replace(self.ground.train, recompute=recompute)
-        kept = [
-            NOTHING
-            if layer is None
-            else activations.layer_kept(model, layer, self.tokens, self.par, train, self.kernels, recompute)
-            for layer in self.kinds
-        ]
+        train = structs.replace(self.ground.train, recompute=recompute)
         again = [{"none": 0.0, "selective": one.selective, "full": one.forward}[recompute] for one in self.layer_s]
         work = [3 * one.forward + more for one, more in zip(self.layer_s, again, strict=True)]
         there = [one for one, layer in zip(work, self.kinds, strict=True) if layer is not None]
         times = repeats(self.par, train)
         return Mode(
-            held=(kept[0].held, kept[1].held),
-            live=(kept[0].live, kept[1].live),
             again=(again[0], again[1]),
             repeats=times,
             tensor_s=tuple(self._exposed(tensor_operations(one, times)) for one in self.pars),
@@ -159,16 +198,16 @@ class Piece:
 
     def average_params(self, pp: int) -> tuple[float, float]:
         """(dense, expert) parameters of an average pipeline rank."""
-        layers = self.dense * self.dense_params[0] + self.moe * self.dense_params[1]
-        ends = self.first_params + (self.single_last_params if pp == 1 else self.last_params)
-        return (layers + ends) / pp, self.moe * self.expert_params / pp
+        layers = self.dense * self.params.dense[0] + self.moe * self.params.dense[1]
+        ends = self.params.first + (self.params.single_last if pp == 1 else self.params.last)
+        return (layers + ends) / pp, self.moe * self.params.experts / pp
 
     def busiest_params(self, pp: int, layers: float) -> float:
         """Dense parameters of the fullest rank, at least; `layers`: it has no fewer. Experts may fill another rank."""
         if not self.moe:
             return self.average_params(pp)[0]
         return layers * min(
-            size for size, layer in zip(self.dense_params, self.kinds, strict=True) if layer is not None
+            size for size, layer in zip(self.params.dense, self.kinds, strict=True) if layer is not None
         )
 
     def fill(self, shape: Shape) -> Fill:
@@ -193,6 +232,6 @@ class Piece:
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
         """(dense, expert) parameters of a pipeline rank, as `traffic.rank_parameters`."""
-        dense = rank.dense * self.dense_params[0] + rank.moe * self.dense_params[1] + rank.table * self.first_params
-        last = self.single_last_params if single else self.last_params
-        return dense + rank.head * last, rank.moe * self.expert_params
+        dense = rank.dense * self.params.dense[0] + rank.moe * self.params.dense[1] + rank.table * self.params.first
+        last = self.params.single_last if single else self.params.last
+        return dense + rank.head * last, rank.moe * self.params.experts

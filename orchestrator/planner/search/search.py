@@ -28,11 +28,11 @@ from orchestrator.planner.waiting import SPLIT
 
 from .best_paths import BestPaths
 from .bound import BranchBound, RowBound, SpotBound
-from .pieces import Piece
+from .pieces import Params, Piece, params_of
 from .shapes import Pipes, Shape, pipes_of, shape_of
-from .space import RECOMPUTE, Choice, Space, Spot
+from .space import METHODS, RECOMPUTE, Choice, Form, Space, Spot
 
-SPOT, BRANCH, ROW, CHOICE, FOUND = range(5)  # kinds of nodes; of equal bounds the coarser is opened first
+FAMILY, SPOT, BRANCH, ROW, CHOICE, FOUND = range(6)  # kinds of nodes; of equal bounds the coarser is opened first
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 NEAR = 0.05  # layouts that take this much longer than the fastest are still worth a line when they need less memory
 
@@ -71,6 +71,7 @@ def preference(choice: Choice) -> tuple:
     return (
         *(RECOMPUTE.index(choice.recompute) if choice.recompute in RECOMPUTE else 9, choice.zero),
         *(rank != order, choice.vpp, rank, spot.ep, spot.cp, spot.tp, spot.pp, spot.micro_batch_size),
+        *(spot.tp > 1 and not spot.sp, METHODS.index(spot.cp_method)),
     )
 
 
@@ -83,12 +84,14 @@ class Search:
         self.capacity = cluster.gpu.memory_bytes
         self._shapes: dict[tuple[str, int, int], Shape] = {}
         self._pieces: dict[tuple, Piece] = {}
+        self._params: dict[tuple[int, int], Params] = {}
+        self._forms: dict[tuple[int, int], tuple[int, list[list[Form]]]] = {}
         self._all_pipes: dict[int, Pipes] = {}
         self.legal = self.costed = 0
 
     def run(self, near: float = NEAR) -> Answer:
         """Raises OrchError where the configuration contradicts itself. An empty front: nothing legal fits."""
-        heap = [(bound.least_seconds(), SPOT, (number,), bound) for number, bound in enumerate(self.spots())]
+        heap = [(base.least_seconds(), FAMILY, (n,), (base, forms)) for n, (base, forms) in enumerate(self.families())]
         heapq.heapify(heap)
         serial, front = len(heap), []
         while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
@@ -105,26 +108,52 @@ class Search:
 
     # -------------------------------------------------------------------------------------- bounds
 
-    def spots(self) -> Iterator[SpotBound]:
-        """Every spot that has a choice; counts those."""
-        for spot in self.space.spots():
-            count = self.space.count(spot)
+    def families(self) -> Iterator[tuple[SpotBound, list[list[Form]]]]:
+        """What bounds each family of spots that has a choice, and the forms that differ in work; counts choices."""
+        for first in self.space.families():
+            count = self.space.count(first)
             if count:
-                self.legal += count
-                yield SpotBound(spot, self._piece(spot), self._pipes(spot.pp), self.best)
+                key = first.tp, first.cp
+                if key not in self._forms:
+                    found = self.space.forms(*key)
+                    self._forms[key] = len(found), worth(found)
+                many, forms = self._forms[key]
+                self.legal += count * many
+                yield self.base(first, forms), forms
+
+    def base(self, spot: Spot, forms: list[list[Form]]) -> SpotBound:
+        """Of a spot in one of some forms: the first has the least work and the least to keep."""
+        sp, way = forms[0][0]
+        first = spot._replace(sp=sp, cp_method=way)
+        ways = forms[0] if len(forms) == 1 else dict.fromkeys((False, one) for form in forms for _, one in form)
+        along = any(form[0][0] != sp for form in forms)
+        return SpotBound(first, self._piece(first), self._pipes(first.pp), self.best, [one for _, one in ways], along)
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[tuple[float, int, tuple, Any]]:
         """What lies below a node and may need no more than `most` bytes: (seconds at least, state, key, item)."""
-        if state == SPOT:
-            space = self.space
-            for branch in item.branches(space.recompute, space.zeros(item.spot), self.par):
-                if branch.least_bytes() <= most:
-                    yield branch.least_seconds(), BRANCH, (), branch
+        if state == FAMILY:
+            base, forms = item
+            branches = self._branches(base, most)
+            if len(forms) == 1:
+                yield from ((branch.least_seconds(), BRANCH, (), branch) for branch in branches)
+            elif next(branches, None):
+                for form in forms:
+                    own = self.base(base.spot, [form])
+                    own.sharded = base.sharded  # does not depend on the form
+                    yield own.least_seconds(), SPOT, (), own
+        elif state == SPOT:
+            yield from ((branch.least_seconds(), BRANCH, (), branch) for branch in self._branches(item, most))
         elif state == BRANCH:
             for row, names in self.rows(item):
                 yield row.least_s, ROW, (), (row, names)
         elif state == ROW:
             row, names = item
+            if len(row.ways) > 1:
+                for way in row.ways:
+                    own = RowBound(row.branch, row.shape, row.split, row.vpp, [way])
+                    yield own.least_s, ROW, (), (own, names)
+                return
+            spot = row.branch.spot._replace(cp_method=row.ways[0])
             for schedule in names:
                 kept, shards = row.kept(schedule), self.space.shards(row.branch.spot, schedule)
                 for sharded in row.branch.sharded:
@@ -132,7 +161,7 @@ class Search:
                         continue
                     size = row.bytes_of(kept, sharded)
                     if size <= most:
-                        choice = Choice(row.branch.spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)
+                        choice = Choice(spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)
                         yield row.seconds_of(sharded), CHOICE, (), (choice, size)
         else:
             choice, size = item
@@ -140,11 +169,15 @@ class Search:
             if found is not None:
                 yield found.step_s, FOUND, (found.memory.total, preference(choice)), found
 
+    def _branches(self, base: SpotBound, most: int) -> Iterator[BranchBound]:
+        branches = base.branches(self.space.recompute, self.space.zeros(base.spot), self.par)
+        return (branch for branch in branches if branch.least_bytes() <= most)
+
     def rows(self, branch: BranchBound) -> Iterator[tuple[RowBound, list[str]]]:
         """Every way that stages lie on ranks, with the schedules that run it."""
         pp = branch.spot.pp
         for (place, split, vpp), names in _alike(self.space.schedules(pp, branch.spot.micro_batches)).items():
-            yield RowBound(branch, self._shape(place, names[0], pp, vpp), split, vpp), names
+            yield RowBound(branch, self._shape(place, names[0], pp, vpp), split, vpp, branch.base.ways), names
 
     def _pipes(self, pp: int) -> Pipes:
         """Of all schedules, also those that some number of micro-batches cannot run."""
@@ -165,12 +198,16 @@ class Search:
         return make_case(config, self.ground.cluster, self.ground.model)
 
     def _piece(self, spot: Spot) -> Piece:
-        names = ("tp", "cp", "ep", "sp", "micro_batch_size")
-        key = tuple(getattr(spot, name) for name in names)
-        if key not in self._pieces:
-            par = structs.replace(self.par, **dict(zip(names, key, strict=True)))
-            self._pieces[key] = Piece(par, self.ground, self.best)
-        return self._pieces[key]
+        key = spot.tp, spot.cp, spot.ep, spot.sp, spot.micro_batch_size, spot.cp_method == "ring"
+        found = self._pieces.get(key)
+        if found is None:
+            cut = spot.tp, spot.ep
+            if cut not in self._params:
+                self._params[cut] = params_of(self.ground.model, *cut)
+            names = ("tp", "cp", "ep", "sp", "micro_batch_size", "cp_method")
+            par = structs.replace(self.par, **{name: getattr(spot, name) for name in names})
+            found = self._pieces[key] = Piece(par, self.ground, self.best, self._params[cut])
+        return found
 
     def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> Shape:
         key = place, pp, vpp
@@ -199,6 +236,18 @@ class Search:
         if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
             return None  # an order that was given puts it there
         return Found(choice, solution, worst, config)
+
+
+def worth(forms: list[Form]) -> list[list[Form]]:
+    """Those that may be best, by what they compute: a contiguous ring (its last rank has most work) apart.
+
+    Where zig-zag can run, a contiguous ring never pays: it sends the same and takes longer.
+    """
+    found: dict[tuple[bool, bool], list[Form]] = {}
+    for sp, way in forms:
+        found.setdefault((way == "ring", not sp), []).append((sp, way))
+    zigzag = any(way == "zigzag" for _, way in forms)
+    return [form for (ring, _), form in sorted(found.items()) if not (ring and zigzag)]
 
 
 def _alike(schedules: dict[str, list[int]]) -> dict[tuple[str, bool, int], list[str]]:

@@ -1,13 +1,14 @@
 """What `parallel=auto` may choose: every legal layout of a configuration, in two parts.
 
 A `Spot` is how the ranks are cut up: tp, cp, ep, pp, dp and the micro-batch. A `Choice` adds what each spot leaves
-open: recomputation, ZeRO, pipeline schedule and virtual stages. What the configuration gives is kept. Sequence
-parallelism follows tensor parallelism unless it is given.
+open: recomputation, ZeRO, pipeline schedule and virtual stages. What the configuration gives is kept. Spots that differ
+only in form (sequence parallelism, the way of context parallelism) are a family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 from msgspec import structs
@@ -15,6 +16,7 @@ from msgspec import structs
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.document import CpMethod
 from orchestrator.plan.legal import sharding
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.planner import legality
@@ -24,10 +26,17 @@ from orchestrator.planner.legality import Case
 from orchestrator.planner.solve import Ground
 
 RECOMPUTE = ("none", "selective", "full")
+#: The plainer the earlier, where nothing else decides.
+METHODS: tuple[CpMethod, ...] = ("zigzag", "ring", "allgather", "ulysses")
+#: Rules about the form of a spot.
+_FORM = ("sequence", "ulysses")
 #: Rules that only a whole choice can break.
-_LATER = ("virtual_stages", "zero_group", "schedule", "sharding")
+_LATER = ("virtual_stages", "zero_group", "schedule", "sharding", *_FORM)
 #: Rules about tp alone: asked once for each.
 _TENSOR = ("heads", "kv_heads", "ffn", "nvlink")
+
+
+Form = tuple[bool, CpMethod]  # sequence parallelism, way of context parallelism
 
 
 class Spot(NamedTuple):
@@ -39,6 +48,7 @@ class Spot(NamedTuple):
     micro_batch_size: int
     micro_batches: int
     sp: bool
+    cp_method: CpMethod
 
 
 class Choice(NamedTuple):
@@ -65,13 +75,14 @@ class Space:
         self.config, self.ground, self.par = config, ground, par
         self.samples = global_batch(config)
         self.gpus = len(ground.cluster.node_names) * ground.cluster.gpus_per_node
+        self._known_forms: dict[tuple[int, int], list[Form]] = {}
+        self._zeros: dict[tuple[str, int, int], int] = {}
         self._counts: dict[tuple[int, int, int], int] = {}
         self._schedules: dict[tuple[int, int | None], dict[str, list[int]]] = {}
         given = config.train.recompute
         self.recompute = RECOMPUTE if given is None else (given,)
         self.base = Case(
             **{"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vpp": 1, "zero": 0, "sp": False, "schedule": None},
-            cp_method=par.cp_method,
             zero_group=par.zero_group,
             allow_tp_across_nvlink=par.allow_tp_across_nvlink,
             micro_batch_size=1,
@@ -85,6 +96,11 @@ class Space:
 
     def spots(self) -> Iterator[Spot]:
         """Every way to cut up the ranks and the batch that keeps the rules, in a fixed order."""
+        for first in self.families():
+            yield from (first._replace(sp=sp, cp_method=way) for sp, way in self.forms(first.tp, first.cp))
+
+    def families(self) -> Iterator[Spot]:
+        """The first of each family."""
         moe, layers = self.ground.model.moe, self.ground.model.layers
         for tp in self._degrees("tp", self.gpus, self.ground.model.heads):
             for cp in self._degrees("cp", self.gpus // tp, self.config.train.seq_len):
@@ -107,14 +123,32 @@ class Space:
         share, rest = divmod(self.samples, dp * ep)
         if rest or not share:
             return
-        sp = tp > 1 and self.par.sp is not False
+        forms = self.forms(tp, cp)
+        if not forms:
+            return
         sizes = _divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
-        case = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp, "sp": sp}
+        case = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp}
         if share % sizes[0] or not self._keeps(case | {"micro_batch_size": sizes[0]}):
             return
         for size in sizes:
             if share % size == 0:
-                yield Spot(tp, cp, ep, pp, dp, size, share // size, sp)
+                yield Spot(tp, cp, ep, pp, dp, size, share // size, *forms[0])
+
+    def forms(self, tp: int, cp: int) -> list[Form]:
+        """Those that are open and keep their rules, plainest first."""
+        key = tp, cp
+        if key not in self._known_forms:
+            along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
+            ways = METHODS if self.par.cp_method is None and cp > 1 else [self.par.cp_method or "zigzag"]
+            self._known_forms[key] = [
+                (sp, method)
+                for sp, method in product(along, ways)
+                if not any(
+                    legality.RULES[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
+                    for rule in _FORM
+                )
+            ]
+        return self._known_forms[key]
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
         """Whether the degrees keep every rule that they can be judged by (alone, an axis cannot fill the cluster)."""
@@ -182,10 +216,16 @@ class Space:
         key = spot.pp, spot.micro_batches, replicas if self.par.zero_group else min(replicas, 2)
         if key not in self._counts:
             self._counts[key] = len(self.recompute) * sum(
-                len(vpps) * sum(map(self.shards(spot, schedule), self.zeros(spot)))
-                for schedule, vpps in self.schedules(*key[:2]).items()
+                len(vpps) * self._sharded(spot, schedule, key[2]) for schedule, vpps in self.schedules(*key[:2]).items()
             )
         return self._counts[key]
+
+    def _sharded(self, spot: Spot, schedule: str, replicas: int) -> int:
+        """ZeRO stages that go with a schedule."""
+        key = schedule, spot.pp, replicas
+        if key not in self._zeros:
+            self._zeros[key] = sum(map(self.shards(spot, schedule), self.zeros(spot)))
+        return self._zeros[key]
 
     def fixed(self, choice: Choice) -> Config:
         """The configuration with everything open filled in by a choice."""
@@ -193,7 +233,7 @@ class Space:
         parallel: ParallelSpec = structs.replace(
             self.par,
             auto=False,
-            **{name: getattr(spot, name) for name in ("tp", "cp", "ep", "pp", "dp", "sp", "micro_batch_size")},
+            **{name: getattr(spot, name) for name in Spot._fields if name != "micro_batches"},
             **{name: getattr(choice, name) for name in ("zero", "schedule", "vpp")},
         )
         train = structs.replace(self.config.train, recompute=choice.recompute)

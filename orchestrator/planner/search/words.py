@@ -18,4 +18,6 @@ def words(found: Found) -> list[str]:
     told = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
     if par.schedule not in ("1f1b", "interleaved"):
         told.append(f"parallel.schedule={par.schedule}")
+    if choice.spot.cp > 1 and choice.spot.cp_method != "zigzag":
+        told.append(f"parallel.cp_method={choice.spot.cp_method}")
     return [*told, f"train.recompute={choice.recompute}"]
