@@ -14,7 +14,7 @@ from typing import NoReturn
 from orchestrator.plan import Exit, PlanError, load_plan
 from orchestrator.plan.worker import WorkerEnv
 
-from .errors import TrainerError, exit_code, is_peer_loss
+from .errors import TrainerError, cause_of, exit_code, is_peer_loss
 from .metrics.pulse import Pulse
 from .metrics.report import Reporter
 from .notice import Notice
@@ -59,8 +59,8 @@ def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
     name = "stopped" if code == Exit.RESTART and isinstance(error, TrainerError) else "failed"
     with contextlib.suppress(OSError):
         print(f"trainer: rank {env.rank} on {env.node}: {text}", file=sys.stderr, flush=True)
-    cause = {"cause": error.cause} if isinstance(error, TrainerError) and error.cause else {}
-    reporter.event(name, error=text, exit=int(code), **cause)
+    cause = cause_of(error)
+    reporter.event(name, error=text, exit=int(code), **({"cause": cause} if cause else {}))
     return code
 
 

@@ -7,7 +7,13 @@ errors into exit codes.
 
 from __future__ import annotations
 
+import errno
+import os
+
 from orchestrator.plan import Exit, PlanError
+
+#: Of OSErrors that mean a full disk: the device's end, or the user's share of it.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TrainerError(Exception):
@@ -45,6 +51,11 @@ class SaveError(TrainerError):
     """A checkpoint that could not be written (disk full, permissions): the state on disk is the previous one."""
 
     exit = Exit.USER
+
+    @property
+    def cause(self) -> str:
+        # it has come from another rank as text
+        return "disk_full" if any(os.strerror(number) in str(self) for number in NO_ROOM) else ""
 
 
 class DeviceError(TrainerError):
@@ -114,6 +125,13 @@ def is_peer_loss(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(fragment in text for fragment in PEER_LOST_TEXTS)
+
+
+def cause_of(error: BaseException) -> str:
+    """Of `orchestrator.launch.state.WORKER_CAUSES`, "" where the exit code says all."""
+    if isinstance(error, TrainerError):
+        return error.cause
+    return "disk_full" if isinstance(error, OSError) and error.errno in NO_ROOM else ""
 
 
 def exit_code(error: BaseException) -> Exit:

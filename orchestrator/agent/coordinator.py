@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import msgspec
 
+from orchestrator.launch.node_memory import remember
 from orchestrator.launch.request import Policy, used_nodes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import Cause
@@ -128,6 +130,7 @@ class Coordinator:
             self._note("node_excluded", on=node, reason=decision.reason)
             self._group.excluded[node] = decision.reason
             self._record.exclude(node, decision.reason)
+            remember(self._folder, node, decision.reason, self._rules.remember_bad_nodes_h, time.time())
 
     async def _replanned(self, decision: policy.Decision) -> policy.Decision:
         """The decision, with the next epoch's plan in force where that is another one."""
@@ -198,6 +201,7 @@ class Coordinator:
             new_steps=self._furthest > before,
             elastic=self._elastic,
             resize=now.resize,
+            slow=now.slow,
             fault=now.told_fault(),
         )
 

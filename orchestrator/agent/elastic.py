@@ -8,12 +8,15 @@ rank are parked spares; and a healthy run is stopped at a step boundary when a l
 from __future__ import annotations
 
 import asyncio
+import time
 
 from msgspec import json, structs
 
 from orchestrator.launch.claims import Deposed
+from orchestrator.launch.node_memory import remembered
 from orchestrator.launch.request import used_nodes
 from orchestrator.launch.run_folder import write_private
+from orchestrator.launch.state import Cause
 from orchestrator.plan import Exit, Plan
 
 from . import policy
@@ -111,7 +114,8 @@ class ElasticCoordinator(Coordinator):
         if moved:
             gone |= self._record.take_over()
             self._note_taken_over()
-        awaited = {*self._sizes.nodes, *known} - gone | {self._node}
+        self._leave_out(set(self._sizes.nodes))
+        awaited = {*self._sizes.nodes, *known} - gone - self._group.excluded.keys() | {self._node}
         longest = max(_SETTLE_S, self._rules.heartbeat_timeout_s) if moved else self._rules.join_timeout_s
         last = loop.time() + min(longest, self._rules.join_timeout_s)
         end = min(last, loop.time() + _SETTLE_S) if moved else last
@@ -141,6 +145,19 @@ class ElasticCoordinator(Coordinator):
         self._note("nodes_joined", nodes=len(self._group.members), coordinator_moved=moved)
         decision = await self._go_on(policy.Decision(True, "restarting", "", self._budget))
         return None if decision.again else decision
+
+    def _leave_out(self, nodes: set[str]) -> None:
+        """What the user's node memory says of the nodes that were started, where enough others are left."""
+        bad = {node: why for node, why in remembered(self._folder, time.time()).items() if node != self._node}
+        if not bad:
+            return
+        if len(nodes - bad.keys()) < self._sizes.least:
+            self._note("bad_nodes_used", nodes=sorted(bad), reason="too few would be left without them")
+            return
+        self._group.excluded.update(bad)
+        for node, why in bad.items():
+            self._send_away(node, Exit.NODE, why)
+            self._note("node_left_out", on=node, reason=why)
 
     def _note_taken_over(self) -> None:
         """The end that the last coordinator could not note."""
@@ -256,6 +273,15 @@ class ElasticCoordinator(Coordinator):
         now.resize = now.resize or f"a node leaves ({notice.reason})"
         grace = self._failure_grace if notice.force else self._rules.grace_s
         self._stop_all(now, now.resize, notice.signal, grace, force=notice.force)
+
+    def _slow(self, now: Epoch, nodes: dict[str, float]) -> None:
+        super()._slow(now, nodes)
+        spares = len(self._group.members) - len(self._seats)
+        if nodes and spares and self._rules.on_straggler == "exclude" and not now.stopping:
+            node, ratio = max(nodes.items(), key=lambda item: item[1])
+            now.resize = f"{node} is slow: its own compute time is {ratio:g} times the median of its peers'"
+            now.slow = Cause(kind="straggler", text=now.resize, epoch=self.epoch, node=node, step=self._reported)
+            self._stop_all(now, now.resize, "SIGTERM", self._rules.grace_s)
 
     def _stop_all(self, now: Epoch, *arguments: object, **named: object) -> None:
         if not now.stopping:

@@ -21,7 +21,7 @@ class Epoch:
     lost: list[policy.NodeLoss] = field(default_factory=list)
     stopping: bool = False
     resize: str = ""  # why all were asked to save and stop, where the run goes on with other nodes
-    exclude: str = ""  # the node that they go on without
+    slow: Cause | None = None  # of that: the node that they go on without
     fault: Cause | None = None  # seen from outside: what the workers are ended for
     deadline: float | None = None  # loop time at which even killed workers must be gone
 

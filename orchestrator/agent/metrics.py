@@ -36,6 +36,7 @@ _COUNTERS = {
     "orch_faults": "Failures, by kind and by who noticed.",
     "orch_restarts": "Times that all workers were started again, by reason.",
     "orch_replans": "Times that the run went on with other nodes, by how it changed.",
+    "orch_checkpoint_failures": "Saves that could not be made; training went on.",
     "orch_reports_dropped": "Reports that workers dropped because their pipe was full.",
     "orch_reports_unreadable": "Lines on report pipes that were no reports.",
 }
@@ -185,6 +186,8 @@ class NodeMetrics(Collector):
             self.add("orch_reports_dropped", dropped)
 
     def on_event(self, report: EventReport, at: float) -> None:
+        if report.name == "checkpoint_failed":
+            self.add("orch_checkpoint_failures", 1)
         if report.name == "checkpoint_saved":
             self.set("orch_last_durable_checkpoint_timestamp_seconds", at)
             self.set("orch_last_durable_checkpoint_step", report.step)

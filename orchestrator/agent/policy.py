@@ -64,6 +64,7 @@ class EpochEnd:
     new_steps: bool = False  # a step beyond all earlier epochs was completed
     elastic: bool = False  # the run can go on with other nodes
     resize: str = ""  # why all were asked to save and stop: nodes have come, or will leave
+    slow: Cause | None = None  # of a resize: the straggler that makes room for a spare
     fault: Cause | None = None  # what the workers were ended for, where that was seen from outside
 
 
@@ -161,6 +162,8 @@ def decide(end: EpochEnd, budget: Budget, past: Past = NOTHING) -> Decision:
         return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None if saved else cause)
 
     if end.fault is None and end.resize and (first is None or first.asked or first.code == Exit.RESTART):
+        if end.slow:
+            return _without(end.slow, end.resize, budget)
         return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
 
     if first is None and end.fault is None:  # nobody failed, yet not all ended: only a lost node or a request does that

@@ -14,6 +14,7 @@ file come with it, and descriptors can travel along.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -134,12 +135,12 @@ class Warden:
             os.chdir(cwd)  # a relative program is relative to where it runs
             if shutil.which(argv[0], path=environment.get("PATH", os.defpath)) is None:
                 problem = f"program {argv[0]!r} is not on PATH or not executable"
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        log = _open_log(order["log"])
         try:
-            if order.get("banner"):
-                os.write(log, order["banner"].encode(errors="replace"))
+            lines = [order.get("banner"), f"orch: {problem}\n" if problem else ""]
+            with contextlib.suppress(OSError):  # a log that is full stops no worker
+                os.write(log, "".join(filter(None, lines)).encode(errors="replace"))
             if problem:
-                os.write(log, f"orch: {problem}\n".encode(errors="replace"))
                 self._tell(exit=rank, code=int(Exit.USAGE))
                 self._sweep = True
                 self._reap()  # says "empty" where nothing else lives
@@ -229,6 +230,16 @@ class Warden:
             left = kill_descendants(spare=self._nurse)
             self._sweep = False
             self._tell(empty=True, survivors=left)
+
+
+def _open_log(path: str) -> int:
+    """A worker's log; where there is no room for one, a worker without a log."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _become_worker(warden: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:

@@ -11,6 +11,7 @@ from orchestrator.report.goodput import strip
 from orchestrator.report.style import GRAY, GREEN, RED, YELLOW, Style, seconds, si, three
 
 from .live import Live, NodeLive
+from .node_memory import BadNode
 from .request import LaunchRequest
 from .state import Cause, RunState
 
@@ -151,6 +152,17 @@ def list_page(rows: list[tuple[RunState, Live]], now: float, style: Style) -> st
             cells[1] = style.paint(cells[1], COLOUR.get(row[1]))
             lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def nodes_page(nodes: list[BadNode], now: float, style: Style) -> str:
+    """What the user's node memory holds."""
+    if not nodes:
+        return "no node is left out"
+    table = [("node", "cluster", "left out for", "run", "why")]
+    table += [(one.node, one.cluster, seconds(one.until - now), one.run, one.why) for one in nodes]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([style.paint(lines[0], GRAY), *lines[1:]])
 
 
 def _known(**values: float | None) -> list[str]:

@@ -180,6 +180,11 @@ class SlurmBackend:
             found.append((wish, self.state(wish.folder), job.id if job else None))
         return add_dependencies(options, found)
 
+    def without(self, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+        """`backend.options` with nodes that Slurm must not give."""
+        known = options.get("exclude", [])
+        return {**options, "exclude": [*([known] if isinstance(known, str) else known), *nodes]}
+
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Ask for a save by SIGTERM to the steps; a job that has not started, or by force, is simply ended."""
         job = self._find(folder)

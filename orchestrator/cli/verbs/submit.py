@@ -88,6 +88,9 @@ def prepare(
             raise OrchError(f"--after: the backend {backend.name} has no queue in which a run could wait", Exit.USAGE)
         options = backend.after(config.backend.options, wishes)
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
+    if hasattr(backend, "without") and (bad := _remembered(config, home)):
+        options = backend.without(config.backend.options, bad)
+        config = structs.replace(config, backend=structs.replace(config.backend, options=options))
     if member:
         run_id = member if args.run_id else f"{_name(config)}{member}"
     else:
@@ -96,6 +99,19 @@ def prepare(
     return backend, make_offers(
         config, bool(args.command), lambda at, plan, sizes: make_parcel(args, at, plan, backend, home, sizes)
     )
+
+
+def _remembered(config: Config, home: Path) -> list[str]:
+    """Nodes of the cluster that earlier runs of this user have found bad."""
+    import sys
+    import time
+
+    from orchestrator.launch.node_memory import NodeMemory
+
+    nodes = [one.node for one in NodeMemory(home).read(time.time(), config.cluster.name)]
+    if nodes:
+        print(f"orch: without {', '.join(nodes)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
+    return nodes
 
 
 def check_memory(args: argparse.Namespace, offer: Offer) -> None:

@@ -1,0 +1,44 @@
+"""`orch nodes`: nodes that runs have left out, which the next ones do without until they are forgotten."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+HELP = "nodes that were found bad and are left out for a while; --forget one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="NAME", help="only of this cluster")
+    parser.add_argument("--forget", metavar="NODE", action="append", default=[], help="use it again; repeatable")
+    parser.add_argument("--forget-all", action="store_true", help="use all of them again")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+    import time
+
+    import msgspec
+
+    from orchestrator.cli.terminal import style
+    from orchestrator.launch.node_memory import NodeMemory
+    from orchestrator.launch.pages import nodes_page
+    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.suggest import did_you_mean
+
+    memory, now = NodeMemory(home_folder(os.environ)), time.time()
+    if args.forget or args.forget_all:
+        known = {one.node for one in memory.read(now, args.cluster)}
+        for name in args.forget:
+            if name not in known:
+                raise OrchError(f"no node {name!r} is remembered; {did_you_mean(name, known)}", Exit.USAGE)
+        names = known if args.forget_all else set(args.forget)
+        memory.forget(now, lambda one: one.node in names and args.cluster in (None, one.cluster))
+    left = memory.read(now, args.cluster)
+    if args.json:
+        print(msgspec.json.encode({"nodes": left}).decode())
+    else:
+        print(nodes_page(left, now, style()))
+    return Exit.DONE
