@@ -5,7 +5,7 @@ is a signal), SAVE=1 (answer SIGTERM by saving and leaving with 75), DEAF=1 (ign
 grandchild in a session of its own), GARBAGE=1, LEARN=1 (losses that show any step that was lost or done twice), HOLD=1
 (wait before the last step until the run folder has a file `go`), MEET=1 (have a pulse, and meet all others at each
 step), HANG="rank:step:how:epoch" (how: spin, stuck, held, stopped, or apart: all meet, and nobody gets away),
-SLOW="rank:factor" (own compute time), SAY="rank:step:cause:epoch" (fail, and say of what).
+SLOW="rank or node:factor" (own compute time), SAY="rank:step:cause:epoch" (fail, and say of what).
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def main() -> int:
                 return code
         own_s = float(wish("STEP_S", "0.02"))
         for order in filter(None, wish("SLOW").split(",")):
-            rank, factor = order.split(":")
-            own_s *= float(factor) if int(rank) == RANK else 1
+            who, factor = order.split(":")
+            own_s *= float(factor) if who in (str(RANK), os.environ["ORCH_NODE"]) else 1
         for order in filter(None, wish("SAY").split(",")):
             rank, at_step, cause, epoch = order.split(":")
             if (int(rank), int(at_step), int(epoch)) == (RANK, step, EPOCH):

@@ -1,0 +1,76 @@
+"""Nodes that fail again and again, or are slow, are left out: by this run, by whoever coordinates it, by the next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from orchestrator.launch.local import LocalBackend
+from orchestrator.launch.node_memory import NodeMemory
+from orchestrator.launch.request import compose_environment, from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from tests.agent.test_elastic import cancel, events, kill, running, sized
+from tests.launch.parcels import kill_runs, make_parcel
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folder = tmp_path / "runs"
+    yield folder
+    kill_runs(folder)
+
+
+def start(runs, run_id: str, sizes: tuple[int, ...], wishes: dict[str, str], spares: int = 0, **rules) -> RunFolder:
+    env = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
+    env |= {f"ORCH_TEST_{word}": value for word, value in wishes.items()}
+    backend = {"max_restarts": 9, "options": {"spare_nodes": spares}} | rules
+    plans = {nodes: sized(nodes) for nodes in sizes}
+    parcel = make_parcel(plans[max(sizes)], runs, run_id=run_id, env=env, backend=backend, sizes=plans)
+    LocalBackend().submit(parcel, os.environ)
+    return RunFolder(runs / run_id)
+
+
+def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
+    folder = start(runs, "first", (3, 2, 1), {"DIE": "2:5:1:0,2:9:1:1,2:13:1:2"})
+    state = running(folder, "node0", "node1", after=2)
+    cause = state.epochs[2].cause
+    assert (cause.kind, cause.node, cause.step, state.restarts) == ("worker_exit", "node2", 12, 2)
+    assert "3 failures in a row on node2, at different steps" in state.excluded["node2"]
+
+    kill(folder, state.writer)  # the next one knows it too
+    (left,) = {"node0", "node1"} - {state.writer}
+    state = running(folder, left, after=state.epoch)
+    assert "node2" in state.excluded and state.writer == left
+    request = from_bytes(folder.request.read_bytes())
+    argv = next(agent.argv for agent in request.agents if agent.node == "node2")
+    argv = [*(word for word in argv if word != "--lifeline"), "--elastic"]
+    environment = compose_environment(request.environment, os.environ)
+    again = subprocess.run(argv, env=environment, cwd=folder.path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 74 and "node node2 is excluded" in again.stderr, again.stderr
+    assert cancel(folder).state == "cancelled"
+
+    (bad,) = NodeMemory(runs.parent).read(state.updated_at)
+    assert (bad.node, bad.run, bad.cluster) == ("node2", "first", request.cluster)
+    assert NodeMemory(runs.parent).read(state.updated_at + 25 * 3600) == []
+    second = start(runs, "second", (3, 2, 1), {})
+    state = running(second, "node0", "node1")
+    assert [event["on"] for event in events(second, "node_left_out")] == ["node2"]
+    assert cancel(second).state == "cancelled"
+    third = start(runs, "third", (3,), {})  # it cannot do without
+    running(third, "node0", "node1", "node2")
+    assert events(third, "bad_nodes_used")
+    assert cancel(third).state == "cancelled"
+
+
+def test_a_straggler_makes_room_for_a_spare(runs):
+    folder = start(runs, "slow", (3,), {"SLOW": "node2:3"}, spares=1, on_straggler="exclude")
+    first = running(folder, "node0", "node1", "node2")
+    state = running(folder, "node0", "node1", "spare-0", after=first.epoch)
+    cause = next(epoch.cause for epoch in state.epochs if epoch.cause)
+    assert (cause.kind, cause.node) == ("straggler", "node2") and "3 times the median of its peers" in cause.text
+    assert state.restarts == 0 and "node2" in state.excluded
+    assert cancel(folder).state == "cancelled"

@@ -1,0 +1,88 @@
+"""The user's memory of bad nodes: it expires, it can be told to forget, and nothing that happens to it is an error."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from orchestrator.cli.main import main
+from orchestrator.launch.node_memory import BadNode, NodeMemory
+from orchestrator.plan.exits import Exit
+
+
+def bad(node: str, at: float = 1000.0, hours: float = 1.0, cluster: str = "c") -> BadNode:
+    return BadNode(cluster=cluster, node=node, why="it fell over", run="r1", at=at, until=at + 3600 * hours)
+
+
+@pytest.fixture
+def memory(tmp_path) -> NodeMemory:
+    return NodeMemory(tmp_path / "home")
+
+
+def test_what_is_added_is_there_until_it_expires(memory):
+    assert memory.read(0) == []
+    memory.add(bad("n1"))
+    memory.add(bad("n2", at=2000, hours=2, cluster="d"))
+    memory.add(bad("n1", at=1500))  # again: for longer
+    assert [(one.node, one.at) for one in memory.read(2000)] == [("n1", 1500), ("n2", 2000)]
+    assert [one.node for one in memory.read(2000, "d")] == ["n2"]
+    assert [one.node for one in memory.read(1500 + 3600)] == ["n2"] and memory.read(1e9) == []
+    assert oct(memory.file.stat().st_mode & 0o777) == "0o600" and oct(memory.file.parent.stat().st_mode)[-3:] == "700"
+
+
+def test_runs_that_end_together_lose_nothing(memory):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: memory.add(bad(f"n{number}")), range(40)))
+    assert {one.node for one in memory.read(1000)} == {f"n{number}" for number in range(40)}
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"schema":"orch.nodes/9","nodes":[]}', b"\xff\xfe", b"[" * 9999])
+def test_a_damaged_file_is_an_empty_one(memory, raw):
+    memory.add(bad("n1"))
+    memory.file.write_bytes(raw)
+    assert memory.read(1000) == []
+    memory.add(bad("n2"))
+    assert [one.node for one in memory.read(1000)] == ["n2"]
+
+
+def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
+    import time
+
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    memory, now = NodeMemory(tmp_path / "home"), time.time()
+    assert main(["nodes"]) == 0 and capsys.readouterr().out == "no node is left out\n"
+    for node, cluster in (("n1", "c"), ("n2", "c"), ("n3", "d")):
+        memory.add(bad(node, at=now, cluster=cluster))
+    assert main(["nodes", "--cluster", "c"]) == 0
+    page = capsys.readouterr().out
+    assert "n1" in page and "n3" not in page and "it fell over" in page and "r1" in page
+    assert main(["nodes", "--forget", "n"]) == Exit.USAGE
+    assert "no node 'n' is remembered" in capsys.readouterr().err
+    assert main(["nodes", "--forget", "n1", "--json"]) == 0
+    assert [one["node"] for one in json.loads(capsys.readouterr().out)["nodes"]] == ["n2", "n3"]
+    assert main(["nodes", "--forget-all", "--cluster", "d"]) == 0
+    assert [one.node for one in memory.read(now)] == ["n2"]
+
+
+def test_a_submission_to_slurm_leaves_them_out_and_says_so(tmp_path, monkeypatch, capsys):
+    import time
+
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    words = [
+        "submit",
+        "--dry-run",
+        "--json",
+        "backend=slurm",
+        "cluster=h100x64",
+        "model=llama3_70b",
+        "parallel=tp8_pp4",
+    ]
+    words += ["backend.options.exclude=[n7]", "--in-place"]
+    NodeMemory(tmp_path / "home").add(bad("n5", at=time.time(), cluster="h100x64"))
+    NodeMemory(tmp_path / "home").add(bad("n6", at=time.time(), cluster="elsewhere"))
+    assert main(words) == 0
+    seen = capsys.readouterr()
+    assert json.loads(seen.out)["backend_options"]["exclude"] == ["n7", "n5"]
+    assert "orch: without n5, found bad by earlier runs (orch nodes)" in seen.err
