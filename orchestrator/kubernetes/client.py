@@ -107,9 +107,11 @@ class Cluster:
             )
         return answer.value
 
-    def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
-        raw = json.dumps(change).encode()
-        return self._json("PATCH", self._path(kind, name), {}, raw, "application/merge-patch+json")
+    def patch_status(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
+        """Into the status, conditions by their type."""
+        raw = json.dumps({"status": change}).encode()
+        path = self._path(kind, name) + "/status"
+        return self._json("PATCH", path, {}, raw, "application/strategic-merge-patch+json")
 
     def get(self, kind: str, name: str) -> dict | None:
         with _answer(404) as answer:

@@ -133,7 +133,7 @@ def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
     for pod in stuck_pods(pods, now):
         name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "?")
         taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-        return f"pod {name} hangs on node {node}, which is gone: `{taint}`, or `kubectl delete pod {name} --force`"
+        return f"pod {name} hangs on node {node}, which is gone: once the machine is off, `{taint}`"
     return ""
 
 

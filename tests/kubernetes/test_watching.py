@@ -119,10 +119,10 @@ def test_a_pod_that_hangs_on_a_dead_node_is_recognised_with_the_remedy():
 
 
 class Nodes:
-    """A cluster of nodes that are ready or not, and a user who may delete pods, or may not."""
+    """A cluster of nodes that are ready or not, and a user who may end pods, or may not."""
 
-    def __init__(self, may_delete: bool = True, **ready: str):
-        self.may_delete, self.deleted = may_delete, []
+    def __init__(self, may: bool = True, **ready: str):
+        self.may, self.done = may, []
         self.nodes = [
             {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": status}]}}
             for name, status in ready.items()
@@ -131,10 +131,13 @@ class Nodes:
     def list(self, kind: str, absent_ok: bool) -> list[dict]:
         return self.nodes
 
+    def patch_status(self, kind: str, name: str, change: dict) -> None:
+        if not self.may:
+            raise OrchError("u may not patch pods/status", Exit.SECURITY)
+        self.done.append((name, change["phase"], change["conditions"][0]["type"]))
+
     def delete(self, kind: str, name: str, grace_s: int) -> None:
-        if not self.may_delete:
-            raise OrchError("u may not delete pods", Exit.SECURITY)
-        self.deleted.append((kind, name, grace_s))
+        self.done.append((name, grace_s))
 
 
 def test_a_pod_that_hangs_is_let_go_where_its_node_is_gone_and_the_user_may():
@@ -142,11 +145,11 @@ def test_a_pod_that_hangs_is_let_go_where_its_node_is_gone_and_the_user_may():
     run = seen(job(), [pod(0), pod(1, **at)])
     cluster = Nodes(n0="True", n1="Unknown")
     assert "r-1-x of node n1" in let_go(cluster, run, NOW)
-    assert cluster.deleted == [("Pod", "r-1-x", 0)]
+    assert cluster.done == [("r-1-x", "Failed", "DisruptionTarget"), ("r-1-x", 0)]
     assert let_go(Nodes(n0="True"), run, NOW)  # its node is no longer in the list at all
     assert not let_go(Nodes(n0="True", n1="True"), run, NOW)  # the node lives: it is only slow
     assert not let_go(Nodes(), run, NOW)  # nodes cannot be read: nothing is known of them
-    assert not let_go(Nodes(may_delete=False, n0="True", n1="False"), run, NOW)
+    assert not let_go(Nodes(may=False, n0="True", n1="False"), run, NOW)
     alone = seen(job(), [pod(0, **at)])
     assert not let_go(Nodes(n1="True", n0="False"), alone, NOW)  # no peer would stop it, should it still run
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")
