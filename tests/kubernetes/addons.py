@@ -1,4 +1,4 @@
-"""What may be added to a bed: simulated nodes (KWOK), Kueue, JobSet. Controllers run as processes of the bed."""
+"""What may be added to a bed: simulated nodes, Kueue, JobSet. Controllers run as processes of the bed."""
 
 from __future__ import annotations
 
@@ -19,64 +19,11 @@ _CONVERTED = ("clusterqueues", "localqueues", "cohorts", "workloads", "multikueu
 _WATCHED = {"jobs", "jobsets", "clusterqueues", "resourceflavors", "workloads", "cohorts"}
 
 
-def kwok(bed: Bed) -> None:
-    """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine."""
-    stages = module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize" / "stage"
-    files = [
-        path
-        for folder in ("node/fast", "node/heartbeat-with-lease", "pod/fast")
-        for path in sorted((stages / folder).glob("*.yaml"))
-        if path.name != "kustomization.yaml"
-    ]
-    texts = [path.read_text() for path in files if path.name != "pod-complete.yaml"]
-    (bed.home / "kwok.yaml").write_text("\n---\n".join([*texts, json.dumps(_finishing())]))
-    bed.daemon(
-        "kwok",
-        program("kwok"),
-        f"--kubeconfig={bed.home}/admin.kubeconfig",
-        f"--config={bed.home}/kwok.yaml",
-        "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
-        "--node-lease-duration-seconds=40",
-        "--server-address=127.0.0.1:10247",
-    )
-    make_simulated(bed, bed.shape.simulated)
-
-
-#: Annotation of simulated pods that end well, some seconds after they started; all others run on.
-FINISHES = "orch.test/finishes"
-
-
-def _finishing() -> dict[str, Any]:
-    wanted = [
-        {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"},
-        {"key": ".status.phase", "operator": "In", "values": ["Running"]},
-        {"key": f'.metadata.annotations["{FINISHES}"]', "operator": "Exists"},
-    ]
-    at = "startedAt: {{ Now | Quote }}, finishedAt: {{ Now | Quote }}"
-    ended = f"state: {{terminated: {{exitCode: 0, reason: Completed, {at}}}}}"
-    container = f"{{name: agent, image: x, ready: false, restartCount: 0, started: false, {ended}}}"
-    return {
-        "apiVersion": "kwok.x-k8s.io/v1alpha1",
-        "kind": "Stage",
-        "metadata": {"name": "pod-finishes"},
-        "spec": {
-            "resourceRef": {"apiGroup": "v1", "kind": "Pod"},
-            "selector": {"matchExpressions": wanted},
-            "delay": {"durationMilliseconds": 4000},
-            "next": {"statusTemplate": f"phase: Succeeded\ncontainerStatuses: [{container}]\n"},
-        },
-    }
-
-
-def make_simulated(bed: Bed, count: int) -> None:
-    argv = [sys.executable, "-m", "tests.kubernetes.simulate", str(count)]
-    bed.run(*argv, cwd=ROOT, timeout=300)
-
-    def ready() -> bool:
-        text = bed.kubectl("get", "nodes", "-l", "orch.test/kind=simulated", "--no-headers", check=False, timeout=120)
-        return sum(" Ready " in line for line in text.splitlines()) >= count
-
-    bed.wait(ready, 180, f"{count} simulated nodes", "kwok")
+def simulated(bed: Bed) -> None:
+    """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine, and who plays kubelet."""
+    argv = [sys.executable, "-m", "tests.kubernetes.simulate"]
+    bed.run(*argv, "make", str(bed.shape.simulated), cwd=ROOT, timeout=300)
+    bed.daemon("simulate", argv[0], *argv[1:], "serve", env={"PYTHONPATH": str(ROOT)})
 
 
 # ------------------------------------------------------------------------------------------ Kueue

@@ -36,7 +36,7 @@ class BedError(RuntimeError):
 @dataclass(frozen=True)
 class Shape:
     nodes: int = 0  # real ones, with kubelet and containers
-    simulated: int = 0  # without
+    simulated: int = 0  # without; there is nobody to miss their heartbeats, so not beside real ones
     kueue: bool = False
     jobset: bool = False
     api_only: bool = False  # nothing acts on what the API server holds
@@ -44,7 +44,6 @@ class Shape:
     @property
     def programs(self) -> tuple[str, ...]:
         more = ("kubelet", "kube-proxy", "coredns") if self.nodes else ()
-        more += ("kwok",) if self.simulated else ()
         if self.api_only:
             return ("kube-apiserver", "kubectl")
         return (*CORE, *more, *(("kueue",) if self.kueue else ()), *(("jobset",) if self.jobset else ()))
@@ -85,7 +84,7 @@ class Bed:
         for index in range(self.shape.nodes):
             nodes.start(self, index)
         if self.shape.simulated:
-            addons.kwok(self)
+            addons.simulated(self)
         if self.shape.kueue:
             addons.kueue(self)
         if self.shape.jobset:
@@ -228,7 +227,11 @@ class Bed:
         self.start_apiserver()
         if self.shape.api_only:
             return
-        self.daemon("kube-controller-manager", program("kube-controller-manager"), *conf.manager_flags(self.home))
+        self.daemon(
+            "kube-controller-manager",
+            program("kube-controller-manager"),
+            *conf.manager_flags(self.home, not self.shape.simulated),
+        )
         self.daemon(
             "kube-scheduler", program("kube-scheduler"), f"--config={self.home}/scheduler.yaml", "--secure-port=0"
         )
@@ -297,7 +300,7 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) != ["start"]:
         print("start or stop", file=sys.stderr)
         return 64
-    bed = Bed(Shape(nodes=2, simulated=16, kueue=True, jobset=True), home)
+    bed = Bed(Shape(nodes=2, kueue=True, jobset=True), home)
     try:
         bed.start()
     except BaseException:

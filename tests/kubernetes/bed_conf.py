@@ -160,12 +160,13 @@ def apiserver_flags(home: Path) -> list[str]:
     ]
 
 
-def manager_flags(home: Path) -> list[str]:
+def manager_flags(home: Path, nodes_have_kubelets: bool = True) -> list[str]:
+    others = "" if nodes_have_kubelets else ",-node-lifecycle-controller"
     return [
         f"--kubeconfig={home}/admin.kubeconfig",
         f"--service-account-private-key-file={home}/pki/sa.key",
         f"--root-ca-file={home}/pki/apiserver.crt",
-        "--controllers=*,-nodeipam,-cloud-node-lifecycle",
+        f"--controllers=*,-nodeipam,-cloud-node-lifecycle{others}",
         "--leader-elect=false",
         "--kube-api-qps=500",
         "--kube-api-burst=1000",

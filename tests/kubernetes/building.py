@@ -30,7 +30,6 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     "coredns": ("coredns", "github.com/coredns/coredns"),
     "helm": ("helm", "helm.sh/helm/v4/cmd/helm"),
     "kubeconform": ("kubeconform", "github.com/yannh/kubeconform/cmd/kubeconform"),
-    "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok"),
     "kueue": ("kueue", "sigs.k8s.io/kueue/cmd/kueue"),
     "jobset": ("jobset", "sigs.k8s.io/jobset"),
 }

@@ -34,8 +34,15 @@ def real_bed() -> Iterator[Bed]:
 
 
 @pytest.fixture(scope="session")
-def big_bed() -> Iterator[Bed]:
-    """A thousand simulated nodes of 8 GPUs with Kueue: four under a leaf, sixteen leaves under a spine."""
+def wide_bed() -> Iterator[Bed]:
+    """A thousand simulated nodes of 8 GPUs: four under a leaf, sixteen leaves under a spine."""
+    with bring_up(Shape(simulated=1000)) as bed:
+        yield bed
+
+
+@pytest.fixture(scope="session")
+def queued_bed() -> Iterator[Bed]:
+    """The same with Kueue: a queue for 24 nodes and one for all others."""
     with bring_up(Shape(simulated=1000, kueue=True)) as bed:
         levels = ("orch.test/spine", "orch.test/leaf", "kubernetes.io/hostname")
         for name, gpus in (("large", 7808), ("small", 192)):

@@ -1,15 +1,25 @@
-"""`python -m tests.kubernetes.simulate COUNT`, inside a bed: simulated nodes by the thousand, made in seconds."""
+"""`python -m tests.kubernetes.simulate make COUNT | serve`, inside a bed: nodes by the thousand, without machines.
+
+Nodes are objects; scheduler, quota and queues take them as any others. `serve` plays all their kubelets: pods bound to
+them run at once, end well some seconds later when their annotation says so, and go when they are deleted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
-from orchestrator.kubernetes.client import PATHS, Cluster
+from orchestrator.errors import OrchError
+from orchestrator.kubernetes.client import Cluster
 
 NODES_PER_LEAF, LEAVES_PER_SPINE = 4, 16
 POOL = 24  # of the last nodes are a pool of their own: room for three runs of eight
+FINISHES = "orch.test/finishes"  # annotation of pods that end well
+LIFE_S, LOOK_S = 4.0, 1.0
 
 
 def node(index: int, count: int) -> dict[str, Any]:
@@ -21,7 +31,6 @@ def node(index: int, count: int) -> dict[str, Any]:
         "kind": "Node",
         "metadata": {
             "name": name,
-            "annotations": {"kwok.x-k8s.io/node": "fake", "node.alpha.kubernetes.io/ttl": "0"},
             "labels": {
                 "kubernetes.io/hostname": name,
                 "kubernetes.io/os": "linux",
@@ -33,17 +42,64 @@ def node(index: int, count: int) -> dict[str, Any]:
                 "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
             },
         },
-        "status": {"capacity": amounts, "allocatable": amounts},
+        "status": {
+            "capacity": amounts,
+            "allocatable": amounts,
+            "conditions": [{"type": "Ready", "status": "True", "reason": "Simulated"}],
+        },
     }
 
 
-def main(count: int) -> None:
-    assert PATHS["Node"]
-    cluster = Cluster()
+def make(cluster: Cluster, count: int) -> None:
     cluster.version()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda index: cluster.create(node(index, count)), range(count)))
 
 
+# ------------------------------------------------------------------------------------------ kubelets
+
+
+def serve(cluster: Cluster) -> None:
+    started: dict[str, float] = {}
+    with ThreadPoolExecutor(8) as pool:
+        while True:
+            with contextlib.suppress(OrchError):
+                pods = [p for p in cluster.list("AllPods") if p["spec"].get("nodeName", "").startswith("sim-")]
+                list(pool.map(lambda pod: attend(cluster, pod, started), pods))
+            time.sleep(LOOK_S)
+
+
+def attend(cluster: Cluster, pod: dict[str, Any], started: dict[str, float]) -> None:
+    """One look of a kubelet at one pod."""
+    here = Cluster(None, pod["metadata"]["namespace"]) if pod["metadata"]["namespace"] != cluster.namespace else cluster
+    name, uid, phase = pod["metadata"]["name"], pod["metadata"]["uid"], pod["status"].get("phase")
+    with contextlib.suppress(OrchError):  # deleted or changed in between
+        if pod["metadata"].get("deletionTimestamp"):
+            if phase in ("Pending", "Running"):
+                here.patch_status("Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}}))
+            here.delete("Pod", name, grace_s=0)
+        elif phase == "Pending":
+            started[uid] = time.monotonic()
+            here.patch_status("Pod", name, _status(pod, "Running", {"running": {"startedAt": _now()}}))
+        elif FINISHES in (pod["metadata"].get("annotations") or {}) and phase == "Running":
+            if time.monotonic() < started.setdefault(uid, time.monotonic()) + LIFE_S:
+                return
+            here.patch_status("Pod", name, _status(pod, "Succeeded", {"terminated": {"exitCode": 0}}))
+
+
+def _status(pod: dict[str, Any], phase: str, state: dict[str, Any]) -> dict[str, Any]:
+    ready = phase == "Running"
+    container = {"restartCount": 0, "image": "none", "imageID": "", "ready": ready, "started": ready, "state": state}
+    return {
+        "phase": phase,
+        "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": _now()}],
+        "containerStatuses": [{**container, "name": c["name"]} for c in pod["spec"]["containers"]],
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    make(Cluster(), int(sys.argv[2])) if sys.argv[1] == "make" else serve(Cluster())

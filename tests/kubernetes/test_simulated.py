@@ -16,9 +16,9 @@ from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.topology.kubernetes import Profile, parse_nodes
 from orchestrator.topology.model import Topology
 
-from . import addons
 from .bed import Bed
 from .runs import Orch, Run
+from .simulate import FINISHES
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}
@@ -36,15 +36,23 @@ levels:
 """
 
 
+@pytest.fixture(params=["alone", "kueue"])
+def queue(request) -> str | None:
+    """Which of Kueue's queues, or that there is no Kueue."""
+    return "large" if request.param == "kueue" else None
+
+
 @pytest.fixture
-def orch(big_bed, tmp_path) -> Orch:
-    return Orch(big_bed, tmp_path, "default", {"image": "orch.test/none:1", "levels": LEVELS})
+def orch(request, queue, tmp_path) -> Orch:
+    bed = request.getfixturevalue("queued_bed" if queue else "wide_bed")
+    options = {"image": "orch.test/none:1", "levels": LEVELS, **({"queue": queue} if queue else {})}
+    return Orch(bed, tmp_path, "default", options)
 
 
-@pytest.fixture(scope="module")
-def topology(big_bed) -> Topology:
+@pytest.fixture
+def topology(orch) -> Topology:
     """As an administrator would see it: written from the API server's nodes, not from what the run was told."""
-    text = big_bed.kubectl("get", "nodes", "-l", "orch.test/kind=simulated", "-o", "json", timeout=120)
+    text = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
     return parse_nodes(text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())}))
 
 
@@ -94,37 +102,30 @@ def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int
 # ------------------------------------------------------------------------------------------ placed
 
 
-def test_with_kueue_pipelines_are_whole_and_indices_in_plan_order(orch, ended, topology):
-    run = ended(orch.submit(*MAIN, options={"queue": "large"}))
-    nodes = bound(orch, run, 8)
-    assert split_slices(nodes, topology) == 0
-    found = seated(run, nodes, topology)
-    assert split_pipelines(found.plan, topology) == 0
-    assert [rank.node for rank in found.plan.ranks] == [node for node in nodes for _ in range(8)]
-    assert run.state().state in ("starting", "running")
-
-
-def test_without_kueue_pipelines_are_whole_too(orch, ended, topology):
+def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
+    """With Kueue the pods' indices are in plan order, too; without it index 0 puts the ranks where their pods came."""
     run = ended(orch.submit(*MAIN))
     nodes = bound(orch, run, 8)
     assert len(set(nodes)) == 8
-    assert split_pipelines(seated(run, nodes, topology).plan, topology) == 0
+    found = seated(run, nodes, topology)
+    assert split_pipelines(found.plan, topology) == 0
+    if queue:
+        assert split_slices(nodes, topology) == 0
+        assert [rank.node for rank in found.plan.ranks] == [node for node in nodes for _ in range(8)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"queue": "large"}, {}], ids=["kueue", "alone"])
-def test_five_hundred_and_twelve_nodes_in_one_run(orch, ended, topology, options):
-    (orch.home / "large" / "cluster").mkdir(parents=True)
-    (orch.home / "large" / "cluster" / "h100x4096.yaml").write_text(LARGE)
-    words = orch.submission(options)
-    place = words[words.index("--config-dir") + 1]
-    (Path(place) / "cluster").symlink_to(orch.home / "large" / "cluster")
+def test_five_hundred_and_twelve_nodes_in_one_run(orch, queue, ended, topology):
+    words = orch.submission()
+    conf = Path(words[words.index("--config-dir") + 1], "cluster")
+    conf.mkdir()
+    (conf / "h100x4096.yaml").write_text(LARGE)
     done = orch(*words, "+cluster=h100x4096", "parallel=tp8_pp4_zero1", timeout=300)
     run = ended(Run(orch, json.loads(done.stdout)["run_dir"]))
     nodes = bound(orch, run, 512, 600)
     assert len(set(nodes)) == 512
     assert split_pipelines(seated(run, nodes, topology).plan, topology) == 0
-    if options:
+    if queue:
         assert split_slices(nodes, topology) == 0
 
 
@@ -139,13 +140,12 @@ def finished(job: dict) -> bool:
     return any(c["type"] == "Complete" and c["status"] == "True" for c in job["status"].get("conditions", ()))
 
 
-@pytest.mark.parametrize("queue", ["small", None], ids=["kueue", "alone"])
 def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
     """24 nodes, ten runs of eight. Without a queue a submission that finds no room says so (76), and is tried again."""
     bed, together, halves = orch.bed, [], []
     bed.kubectl("delete", "jobs", "-l", "orch.test/race=ten", "--wait=true", timeout=120)
-    options = {"labels": {"orch.test/race": "ten"}, "annotations": {addons.FINISHES: "yes"}}
-    options |= {"queue": queue} if queue else {"node_selector": {"orch.test/pool": "small"}}
+    options = {"labels": {"orch.test/race": "ten"}, "annotations": {FINISHES: "yes"}}
+    options |= {"queue": "small"} if queue else {"node_selector": {"orch.test/pool": "small"}}
     over = threading.Event()
 
     def submit(index: int) -> int:
