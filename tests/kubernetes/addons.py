@@ -21,9 +21,9 @@ _WATCHED = {"jobs", "jobsets", "clusterqueues", "resourceflavors", "workloads", 
 
 def simulated(bed: Bed) -> None:
     """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine, and who plays kubelet."""
-    argv = [sys.executable, "-m", "tests.kubernetes.simulate"]
-    bed.run(*argv, "make", str(bed.shape.simulated), cwd=ROOT, timeout=300)
-    bed.daemon("simulate", argv[0], *argv[1:], "serve", env={"PYTHONPATH": str(ROOT)})
+    argv, env = [sys.executable, "-m", "tests.kubernetes.simulate"], {"PYTHONPATH": str(ROOT)}
+    bed.run(*argv, "make", str(bed.shape.simulated), env=env, timeout=300)
+    bed.daemon("simulate", argv[0], *argv[1:], "serve", env=env)
 
 
 # ------------------------------------------------------------------------------------------ Kueue

@@ -161,16 +161,16 @@ def apiserver_flags(home: Path) -> list[str]:
 
 
 def manager_flags(home: Path, nodes_have_kubelets: bool = True) -> list[str]:
-    others = "" if nodes_have_kubelets else ",-node-lifecycle-controller"
+    silence = "12s" if nodes_have_kubelets else "24h"  # after which a node is given up
     return [
         f"--kubeconfig={home}/admin.kubeconfig",
         f"--service-account-private-key-file={home}/pki/sa.key",
         f"--root-ca-file={home}/pki/apiserver.crt",
-        f"--controllers=*,-nodeipam,-cloud-node-lifecycle{others}",
+        "--controllers=*,-nodeipam,-cloud-node-lifecycle",
         "--leader-elect=false",
         "--kube-api-qps=500",
         "--kube-api-burst=1000",
-        "--node-monitor-grace-period=12s",
+        f"--node-monitor-grace-period={silence}",
         "--node-monitor-period=2s",
         "--secure-port=0",
     ]

@@ -71,8 +71,7 @@ def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
 def test_an_elastic_run_is_resized_and_goes_on(orch, undisturbed):
     """From four pods to two: half the replicas, the same global batch, from the checkpoint that the four wrote."""
     run = orch.submit(*TINY, *SHORT, "nodes=2..4")
-    run.step(5)
-    assert "legal are 2, 4" in orch("resize", run.id, "3", code=int(Exit.CONFIG)).stderr
+    run.step(3)
     orch("resize", run.id, "2", timeout=300)
     run.wait("done", seconds=400)
     assert len(run.plan["ranks"]) == 4
