@@ -24,6 +24,9 @@ from .options import KubernetesOptions
 
 KUEUE = "kueue.x-k8s.io"
 HOST = "kubernetes.io/hostname"
+#: The scheduler scores no more nodes than it needs to: preferences hold among this many that fit, at least
+#: (kube-scheduler, minFeasibleNodesToFind). Beyond it, pods may be kept on chosen nodes only by what they require.
+SCORED = 100
 
 
 class Chosen(Struct, frozen=True):
@@ -32,6 +35,7 @@ class Chosen(Struct, frozen=True):
     nodes: tuple[str, ...]  # in topology order
     label: str = ""  # of the tightest switch above all of them; "" when there is none
     values: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()  # without such a switch: where else pods may go, should one of the nodes be lost
 
 
 def kueue_labels(options: KubernetesOptions) -> dict[str, str]:
@@ -100,7 +104,22 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
     unit = whole_unit(plan, max(sizes, default=block_size(plan)))
     whole = in_whole_units(fitting, topology, unit)
     nodes = choose_nodes(whole if len(whole) >= wanted else fitting, topology, wanted)
-    return Chosen(tuple(nodes), *_common(nodes, topology, labels))
+    label, values = _common(nodes, topology, labels)
+    return Chosen(tuple(nodes), label, values, () if label else _spares(nodes, fitting, topology))
+
+
+def _spares(nodes: Sequence[str], fitting: Sequence[str], topology: Topology) -> tuple[str, ...]:
+    """Of the other free nodes a few, those first that lie under the chosen ones' innermost switches."""
+    chosen = set(nodes)
+    near = {
+        node
+        for tier in topology.tiers[:1]
+        for members in tier.switches.values()
+        if not chosen.isdisjoint(members)
+        for node in members
+    }
+    others = sorted((node for node in fitting if node not in chosen), key=lambda node: node not in near)
+    return tuple(others[: max(2, len(nodes) // 16)])
 
 
 def in_whole_units(free: Sequence[str], topology: Topology, unit: int) -> list[str]:
@@ -115,17 +134,18 @@ def in_whole_units(free: Sequence[str], topology: Topology, unit: int) -> list[s
 
 
 def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """(label, switches) of the innermost tier with a label on which few switches hold them all."""
+    """(label, switches) of the innermost tier with a label on which one switch, not too large, holds them all."""
     for tier in topology.tiers:
         above = [name for name, members in tier.switches.items() if not set(nodes).isdisjoint(members)]
         covered = sum(len(set(nodes) & set(tier.switches[name])) for name in above)
-        if len(above) == 1 and covered == len(nodes) and tier.name in labels:
+        whole = len(above) == 1 and covered == len(nodes)
+        if whole and tier.name in labels and len(tier.switches[above[0]]) <= SCORED:
             return labels[tier.name], tuple(above)
     return "", ()
 
 
 def node_affinity(chosen: Chosen) -> dict[str, Any]:
-    """The chosen nodes first, others under the same switch where one of them is lost, never further away."""
+    """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares."""
     hosts = {"key": HOST, "operator": "In", "values": list(chosen.nodes)}
     found: dict[str, Any] = {
         "preferredDuringSchedulingIgnoredDuringExecution": [
@@ -133,7 +153,9 @@ def node_affinity(chosen: Chosen) -> dict[str, Any]:
         ]
     }
     if chosen.label:
-        same = {"key": chosen.label, "operator": "In", "values": list(chosen.values)}
-        terms = {"nodeSelectorTerms": [{"matchExpressions": [same]}]}
-        found["requiredDuringSchedulingIgnoredDuringExecution"] = terms
+        within = {"key": chosen.label, "operator": "In", "values": list(chosen.values)}
+    else:
+        within = {"key": HOST, "operator": "In", "values": [*chosen.nodes, *chosen.spares]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [within]}]}
+    found["requiredDuringSchedulingIgnoredDuringExecution"] = terms
     return {"nodeAffinity": found}

@@ -33,6 +33,7 @@ nodes: 512
 levels:
   - {name: leaf, nodes_per_switch: 4, gbit_per_s: 400, latency_us: 9.6, source: "the simulated nodes' shape"}
   - {name: spine, nodes_per_switch: 64, gbit_per_s: 400, latency_us: 10.1, source: "the simulated nodes' shape"}
+  - {name: core, nodes_per_switch: 512, gbit_per_s: 400, latency_us: 10.6, source: "one more switch each way"}
 """
 
 

@@ -12,7 +12,7 @@ from orchestrator.kubernetes.complaints import complaint, unreachable
 from orchestrator.kubernetes.lost import let_go
 from orchestrator.kubernetes.names import RUN, SUBMISSION
 from orchestrator.kubernetes.phases import Seen, meaning, nodes_of
-from orchestrator.kubernetes.placing import choose, in_whole_units
+from orchestrator.kubernetes.placing import choose, in_whole_units, node_affinity
 from orchestrator.kubernetes.record import verdict
 from orchestrator.kubernetes.sending import send
 from orchestrator.launch.state import SCHEMA, RunState
@@ -273,6 +273,19 @@ def test_whole_pipelines_are_chosen_from_what_is_free():
     for members in LEAVES.values():
         assert len(set(members) & set(chosen)) % 2 == 0
     assert len(in_whole_units(CLUSTER.free, CLUSTER, 2)) == 16
+
+
+def test_pods_may_go_to_chosen_nodes_and_few_others():
+    """A preference alone is lost where the scheduler looks at a part of the nodes only, as it does above a hundred."""
+    plan = make_plan(tp=2, pp=2, dp=3, nodes=6)
+    chosen = choose(plan, CLUSTER, {})
+    assert len(chosen.spares) == 2
+    assert not {*chosen.nodes, *BUSY} & set(chosen.spares)
+    affinity = node_affinity(chosen)["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == [*chosen.nodes, *chosen.spares]
+    (wish,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert wish["preference"]["matchExpressions"][0]["values"] == list(chosen.nodes)
 
 
 def test_all_nodes_or_none():
