@@ -1,0 +1,72 @@
+"""What an elastic run becomes in one life of its job and the next, without a Slurm: placed, and judged at its end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from orchestrator.launch.deliver import delivered
+from orchestrator.launch.request import from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.state import Cause, EpochState, read_state, write_state
+from orchestrator.plan import Exit, load_plan
+from orchestrator.planner.elastic import next_plan, seats
+from orchestrator.planner.replan import replan
+from orchestrator.slurm import task
+from orchestrator.slurm.place import place
+from orchestrator.slurm.record import submitted_request
+from tests.launch.parcels import make_parcel
+from tests.plans import make_plan
+
+SIZES = (4, 2)
+
+
+def submitted(nodes: int):
+    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=4 // nodes)
+    return replan(plan, plan.cluster)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    plans = {nodes: submitted(nodes) for nodes in SIZES}
+    with delivered(make_parcel(plans[4], tmp_path / "runs", sizes=plans), "slurm") as folder:
+        (folder.path / "slurm").mkdir(mode=0o700)
+        return folder
+
+
+def live(folder: RunFolder, life: int, *nodes: str):
+    """A life of the job on these nodes, the first two under one switch."""
+    told = "".join(f"{i} {node} spine.leaf{i // 2}.{node}\n" for i, node in enumerate(nodes))
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(life), "SLURM_JOB_NODELIST": ",".join(nodes)}
+    return place(folder, told, environ), from_bytes(folder.request.read_bytes())
+
+
+def test_a_life_becomes_what_its_nodes_can_hold_and_the_next_is_asked_anew(folder):
+    placement, request = live(folder, 0, "a1", "a2", "b1")
+    assert request.sizes == [2] and [agent.node for agent in request.agents] == ["a1", "a2", "b1"], "one is a spare"
+    assert placement.nodes == ["a1", "a2"] == seats(load_plan(folder.plan)), "those that lie together"
+    sizes = {2: load_plan(folder.sized_plan(2))}
+    assert set(sizes[2].cluster.node_names) == {"a1", "a2", "b1"}
+    again = next_plan(load_plan(folder.plan), sizes, ["a1", "b1"])
+    assert seats(again) == ["a1", "b1"] and len(again.cluster.levels[0].switches) == 2, "the spare's switch is known"
+
+    placement, request = live(folder, 1, "c1", "c2", "d1", "d2")
+    assert request.sizes == [4, 2] and placement.nodes == ["c1", "c2", "d1", "d2"]
+    assert submitted_request(folder).sizes == [4, 2]
+    smaller = next_plan(load_plan(folder.plan), {n: load_plan(folder.sized_plan(n)) for n in SIZES}, ["c1", "d1", "d2"])
+    assert seats(smaller) == ["d1", "d2"], "those that lie together"
+
+
+def test_nodes_that_an_epoch_went_on_without_are_left_out_of_the_next_life(folder):
+    def sick(epoch: int, node: str, code: int = int(Exit.NODE)) -> EpochState:
+        cause = Cause(kind="worker_exit", text=node, epoch=epoch, node=node, code=code)
+        return EpochState(epoch=epoch, started_at=0.0, cause=cause)
+
+    old = msgspec.structs.replace(read_state(folder), epoch=0, epochs=[sick(0, "n9")])
+    write_state(folder, old)  # of a life before a resume, which gives every node another chance
+    live(folder, 1, "n1", "n2", "n3", "n4")
+    ended = {"state": "stopped", "exit_code": int(Exit.RESTART), "reason": "saved"}
+    epochs = [*old.epochs, sick(1, "n3"), sick(2, "n2", code=1)]
+    write_state(folder, msgspec.structs.replace(read_state(folder), **ended, epochs=epochs))
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", "0"]) == Exit.RESTART
+    assert (folder.path / "slurm" / "exclude").read_text() == "n3\n"
