@@ -30,15 +30,6 @@ def test_tasks_see_their_node_switch_and_gpus(cluster):
     assert seen == [f"n{i}/spine.{leaf}.n{i}/0,1,2,3,4,5,6,7" for i in range(first, first + 4)]
 
 
-@pytest.mark.slow
-def test_a_killed_node_goes_down_and_comes_back(cluster):
-    cluster.kill_node("n5")
-    cluster.wait(lambda: "down" in cluster.run("sinfo", "-h", "-n", "n5", "-p", "main", "-o", "%T"), 60, "down node")
-    assert cluster.idle() == 7
-    cluster.start_node("n5")
-    cluster.wait(lambda: cluster.idle() == 8, 30, "node back")
-
-
 def test_two_clusters_at_once_and_nothing_left_behind():
     with bring_up(SMALL) as one, bring_up(SMALL) as two:
         for cluster in (one, two):

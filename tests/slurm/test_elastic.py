@@ -101,6 +101,7 @@ def went_on(run: Run, epochs: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.full  # sizes and losses of the real trainer are proven without a Slurm too
 def test_training_goes_on_at_another_size(orch):
     """The real trainer: 4 workers, saved by a cancel; 2 workers after the resume, since no more nodes are free.
     Beside it the same job that has 2 workers all along: the global batch is the same, so the losses are.
