@@ -75,6 +75,7 @@ def _body(job: JobScript) -> list[str]:
         _on_all(["srun", *steps, options.shell, "-c", PROBE], elastic) + ' > "$life.nodes" || finish 74',
         f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
         "code=$?; [ $code = 0 ] || finish $code",
+        '[ ! -e "$run/slurm/over" ] || leave 0 ", the run had ended before"',
         '[ -z "$noticed" ] || finish 75',
         "",
         "# One agent a node. The shell waits in a way that lets a notice through.",

@@ -68,7 +68,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _place(folder: RunFolder, nodes: Path) -> int:
     from .place import place
+    from .record import COMES_BACK
 
+    state = read_state(folder)
+    if os.environ.get("SLURM_RESTART_COUNT") and state.is_final and state.exit_code not in COMES_BACK:
+        # Slurm brings a job back whose script was on a lost node, also when the others have ended the run meanwhile
+        Path(folder.path, "slurm", "over").touch(0o600)
+        return state.exit_code or 0
     placement = place(folder, nodes.read_text(), os.environ)
     print(f"orch: {placement.summary}", file=sys.stderr)
     return 0

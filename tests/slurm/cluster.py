@@ -178,12 +178,6 @@ class Cluster:
                 if time.monotonic() > end:  # a controller without time does not answer
                     raise
 
-    def step_managers(self, job: str) -> list[int]:
-        """Pids of the slurmstepds that a job still has, its batch script's among them."""
-        ids = self.run("squeue", "-h", "-j", job, "-t", "all", "-o", "%A", check=False).split()
-        titles = tuple(f"slurmstepd: [{id_}.".encode() for id_ in ids)
-        return [pid for pid in self.processes() if processes.title(pid).startswith(titles)]
-
     def account_of(self, job: str) -> str:
         """What Slurm says and has done of a job, for the message of a test that waited in vain."""
         log = (self.home / "log" / "slurmctld.log").read_text(errors="replace").splitlines()

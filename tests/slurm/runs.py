@@ -78,6 +78,7 @@ class Run:
     def __init__(self, orch: Orch, folder: str, script: str = ""):
         self.orch, self.folder, self.script = orch, Path(folder), script
         self.id = self.folder.name
+        self._waits_since: float | None = None  # monotonic; for its next life, with nothing left of the last
 
     @property
     def job(self) -> str:
@@ -139,14 +140,15 @@ class Run:
     def hasten(self) -> None:
         """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left.
 
-        Those two minutes have a reason: Slurm 22.05 takes the word of an old batch step that ends late for the word of
-        the new one, if that has started on the same node, and the job has failed. So its step managers must be gone.
+        Those two minutes have a reason: a node refuses a credential of the very second in which it has revoked the last
+        one of that job ("Job credential revoked"), and Slurm 22.05 takes that for a failure of the job.
         """
         cluster = self.orch.cluster
         state = cluster.job_state(self.job)
         assert state not in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"), f"{state}\n{self.logs()}"
-        settled = "completing" not in cluster.run("sinfo", "-h", "-p", "main", "-o", "%T", check=False)
-        if state == "PENDING" and settled and not cluster.step_managers(self.job):
+        waits = state == "PENDING" and "completing" not in cluster.run("sinfo", "-h", "-p", "main", "-o", "%T")
+        self._waits_since = (self._waits_since or time.monotonic()) if waits else None
+        if waits and time.monotonic() - self._waits_since > 2:
             cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
 
     def finish(self) -> RunState:

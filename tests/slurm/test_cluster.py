@@ -1,4 +1,4 @@
-"""The test cluster itself: that it is a real Slurm, that its nodes can be lost, and that it leaves nothing behind."""
+"""The test cluster itself: that it is a real Slurm, and that it leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -15,14 +15,17 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
 def test_lost_nodes_are_replaced(orch: Orch):
-    """One run loses a node, another the node of its script and coordinator, where Slurm itself requeues the job."""
+    """One run loses a node, another the node of its script and coordinator, where Slurm itself requeues the job. That
+    one is elastic: until Slurm has noticed, the agent that is left goes on alone.
+    """
     one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), wishes=LONG)
-    other = orch.submit(*two_nodes(), wishes=LONG)
+    other = orch.submit(*(word for word in two_nodes() if word != "cluster.nodes=2"), "nodes=1..2", wishes=LONG)
     one.step(3)
     other.step(3)
     lost, first = one.placement["nodes"][1], other.placement["nodes"][0]
     orch.cluster.kill_node(lost)
     orch.cluster.kill_node(first)
+    other.until("goes on alone", lambda: other.state().epoch == 1 and other.state().state == "running")
     for run in (one, other):
         run.requeued()
     down = ("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
@@ -30,6 +33,7 @@ def test_lost_nodes_are_replaced(orch: Orch):
     for run, node in ((one, lost), (other, first)):
         assert run.finish().exit_code == 0 and node not in run.placement["nodes"]
     assert one.start_of(1) > 0, "the workers that were left had saved"
+    assert other.state().epoch == 2 and len(other.placement["nodes"]) == 2, "and is whole again"
     causes = [epoch.cause for epoch in one.state().epochs if epoch.cause]
     assert [(cause.kind, cause.node) for cause in causes] == [("node_lost", lost)]
 

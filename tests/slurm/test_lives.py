@@ -57,6 +57,20 @@ def test_a_life_becomes_what_its_nodes_can_hold_and_the_next_is_asked_anew(folde
     assert seats(smaller) == ["d1", "d2"], "those that lie together"
 
 
+@pytest.mark.parametrize(("phase", "code", "over"), [("done", 0, True), ("failed", 1, True), ("stopped", 75, False)])
+def test_a_job_that_slurm_brings_back_after_the_end_of_its_run_does_nothing(folder, monkeypatch, phase, code, over):
+    """Its script's node was lost, and the agents that were left have come to the end meanwhile."""
+    live(folder, 0, "n1", "n2", "n3", "n4")
+    ended = msgspec.structs.replace(read_state(folder), state=phase, exit_code=code, reason="x")
+    write_state(folder, ended)
+    told = folder.path / "nodes"
+    told.write_text("0 m1 m1\n1 m2 m2\n")
+    for name, value in {"JOB_ID": "7", "RESTART_COUNT": "1", "JOB_NODELIST": "m[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert task.main(["place", "--run-dir", str(folder.path), "--nodes", str(told)]) == (code if over else 0)
+    assert (folder.path / "slurm" / "over").exists() == over == (read_state(folder) == ended)
+
+
 def test_nodes_that_an_epoch_went_on_without_are_left_out_of_the_next_life(folder):
     def sick(epoch: int, node: str, code: int = int(Exit.NODE)) -> EpochState:
         cause = Cause(kind="worker_exit", text=node, epoch=epoch, node=node, code=code)
