@@ -102,8 +102,10 @@ def _body(job: JobScript) -> list[str]:
         *(check_text(line, "backend.options.setup") for line in options.setup),
         "",
         *_LIFE,
+        *(_STAND_IN if elastic else ()),
         "",
         'mkdir -p "$run/slurm" || exit 70',
+        *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
         "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
         *one_life,
     ]
@@ -208,6 +210,13 @@ finish() {{
   trap - TERM
   sleep 300
 }}""".splitlines()  # the last line waits to be ended by the requeue
+
+
+#: `stand_in` comes in by this door when this script's node is lost.
+_STAND_IN = """\
+export ORCH_SCRIPT_NODE="${ORCH_SCRIPT_NODE:-$SLURMD_NODENAME}"
+[ "${1-}" != finish ] || finish "$2"
+""".splitlines()
 
 
 #: A node is lost, the others are still ours (--no-kill): the agents go on among themselves, and `srun` stays for them.

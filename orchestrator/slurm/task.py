@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,6 +27,9 @@ from orchestrator.launch.request import LaunchRequest, from_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import Cause, RunState, read_state, write_state
 from orchestrator.plan import Exit, PlanError, load_plan, meaning
+
+if TYPE_CHECKING:
+    from .stand_in import StandIn
 
 _TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
 
@@ -107,10 +112,28 @@ def _agent(folder: RunFolder) -> int:
         argv += ["--gpus", str(len(granted.split(",")))]
     if not request.sizes:
         return int(agent_main(argv))
+    stand_in = _stand_in(folder, node, request)
     code = int(agent_main([*argv, "--elastic"]))
     if read_state(folder).is_final:  # the script waits for those that are left, but not for ever
         Path(folder.path, "slurm", "ended").touch(0o600)
+        if stand_in:
+            stand_in.until_over()
     return code
+
+
+def _stand_in(folder: RunFolder, node: str, request: LaunchRequest) -> StandIn | None:
+    """None on the script's own node, and inside a container without Slurm's commands."""
+    from .options import read_options
+    from .place import own_job
+    from .stand_in import StandIn
+
+    script_node = os.environ.get("ORCH_SCRIPT_NODE", node)
+    if node == script_node or not shutil.which("scontrol"):
+        return None
+    options = read_options(request.backend_options)
+    stand_in = StandIn(folder, node, script_node, own_job(os.environ), options, dict(os.environ))
+    stand_in.start()
+    return stand_in
 
 
 def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:

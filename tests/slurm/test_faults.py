@@ -8,24 +8,23 @@ import signal
 
 import pytest
 
-from .runs import LONG, Orch
+from orchestrator.plan.exits import Exit
+
+from .runs import LONG, Orch, Run
 from .test_runs import two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
 def test_lost_nodes_are_replaced(orch: Orch):
-    """One run loses a node, another the node of its script and coordinator, where Slurm itself requeues the job. That
-    one is elastic: until Slurm has noticed, the agent that is left goes on alone.
-    """
+    """One run loses a node; a second the node of its script and coordinator, where Slurm itself requeues the job."""
     one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), wishes=LONG)
-    other = orch.submit(*(word for word in two_nodes() if word != "cluster.nodes=2"), "nodes=1..2", wishes=LONG)
+    other = orch.submit(*two_nodes(), wishes=LONG)
     one.step(3)
     other.step(3)
     lost, first = one.placement["nodes"][1], other.placement["nodes"][0]
     orch.cluster.kill_node(lost)
     orch.cluster.kill_node(first)
-    other.until("goes on alone", lambda: other.state().epoch == 1 and other.state().state == "running")
     for run in (one, other):
         run.requeued()
     down = ("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
@@ -33,9 +32,37 @@ def test_lost_nodes_are_replaced(orch: Orch):
     for run, node in ((one, lost), (other, first)):
         assert run.finish().exit_code == 0 and node not in run.placement["nodes"]
     assert one.start_of(1) > 0, "the workers that were left had saved"
-    assert other.state().epoch == 2 and len(other.placement["nodes"]) == 2, "and is whole again"
     causes = [epoch.cause for epoch in one.state().epochs if epoch.cause]
     assert [(cause.kind, cause.node) for cause in causes] == [("node_lost", lost)]
+
+
+def test_elastic_runs_outlive_their_scripts(orch: Orch):
+    """The node of the script and of the coordinator is lost: the agent that is left goes on alone. Then it is the one
+    that hears a cancel, ends the job, or brings it back for its full size.
+    """
+    elastic = [word for word in two_nodes() if word != "cluster.nodes=2"]
+    runs = [orch.submit(*elastic, "nodes=1..2", wishes=LONG) for _ in range(3)]
+    for run in runs:
+        run.step(3)
+    for run in runs:
+        orch.cluster.kill_node(run.placement["nodes"][0])
+    for run in runs:
+        run.until("goes on alone", lambda run=run: alone(run))
+    done, cancelled, requeued = runs
+    done.release()
+    orch.cluster.run("scancel", "--signal=TERM", requeued.job)
+    requeued.requeued()
+    orch("cancel", cancelled.id, code=None)
+    assert cancelled.wait("cancelled").exit_code == Exit.RESTART and min(cancelled.saved()[:2]) > 0
+    assert done.wait("done").exit_code == 0
+    assert requeued.finish().exit_code == 0 and len(requeued.placement["nodes"]) == 2 and requeued.restarts >= 1
+    over = ("squeue", "-h", "-o", "%i")
+    done.until("no job is left", lambda: not orch.cluster.run(*over).strip())
+
+
+def alone(run: Run) -> bool:
+    state = run.state()
+    return state.state == "running" and state.epoch > 0 and len({rank["node"] for rank in run.plan["ranks"]}) == 1
 
 
 def test_a_sick_node_is_left_out(orch: Orch):

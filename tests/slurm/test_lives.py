@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from datetime import datetime
+
 import msgspec
 import pytest
 
 from orchestrator.launch.deliver import delivered
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import Cause, EpochState, read_state, write_state
+from orchestrator.launch.state import Cause, EpochState, NodeState, read_state, write_state
 from orchestrator.plan import Exit, load_plan
 from orchestrator.planner.elastic import next_plan, seats
 from orchestrator.planner.replan import replan
 from orchestrator.slurm import task
+from orchestrator.slurm.options import SlurmOptions
 from orchestrator.slurm.place import place
 from orchestrator.slurm.record import submitted_request
+from orchestrator.slurm.stand_in import StandIn
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 
@@ -84,3 +89,60 @@ def test_nodes_that_an_epoch_went_on_without_are_left_out_of_the_next_life(folde
     write_state(folder, msgspec.structs.replace(read_state(folder), **ended, epochs=epochs))
     assert task.main(["outcome", "--run-dir", str(folder.path), "--code", "0"]) == Exit.RESTART
     assert (folder.path / "slurm" / "exclude").read_text() == "n3\n"
+
+
+# ------------------------------------------------------------------------------------------ the script's node is lost
+
+NOON = datetime(2026, 11, 21, 12)
+
+
+class Told:
+    """Slurm as a stand-in sees it: what it says of the job, and what it was told to do."""
+
+    def __init__(self, nodes: str = "n[2-4]", end: str = "2026-11-21T13:00:00", state: str = "RUNNING"):
+        self.answer = f"JobId=7 JobState={state} EndTime={end} NodeList={nodes} BatchHost=n1\n"
+        self.signals: list[tuple[str, ...]] = []
+
+    def run(self, argv):
+        return self.answer
+
+    def cancel(self, job, *flags):
+        self.signals.append(flags)
+
+
+@pytest.fixture
+def stand_in(folder):
+    """On n2, which has the coordinator; n1, the script's node, is lost. Its script is one that writes down its end."""
+    live(folder, 0, "n1", "n2", "n3", "n4")
+    nodes = {name: NodeState(state="lost" if name == "n1" else "running") for name in ("n1", "n2", "n3", "n4")}
+    write_state(folder, msgspec.structs.replace(read_state(folder), state="running", writer="n2", nodes=nodes))
+    (folder.path / "slurm" / "script").write_text(f'echo "$@" > {folder.path}/finished\n')
+    return StandIn(folder, "n2", "n1", "7", SlurmOptions(notice_s=600), os.environ)
+
+
+@pytest.mark.parametrize(
+    ("told", "signals"),
+    [
+        (Told(), 0),
+        (Told(end="2026-11-21T12:09:00"), 1),  # nobody else hears the notice
+        (Told(end="Unknown"), 0),
+        (Told(nodes="n[1-4]", end="2026-11-21T12:09:00"), 0),  # Slurm has not given the node up: the script may live
+    ],
+)
+def test_the_notice_before_the_time_limit_is_given_once(stand_in, told, signals):
+    stand_in._slurm = told
+    assert not stand_in.look(NOON) and not stand_in.look(NOON)
+    assert told.signals == [("--signal=TERM",)] * signals
+
+
+def test_who_stands_in_and_until_when(stand_in, folder):
+    stand_in._slurm = told = Told()
+    folder.cancel.touch()
+    assert not stand_in.look(NOON) and told.signals == [("--signal=TERM",)]
+    state = msgspec.structs.replace(read_state(folder), state="cancelled", exit_code=75)
+    write_state(folder, msgspec.structs.replace(state, writer="n3"))
+    assert stand_in.look(NOON) and not (folder.path / "finished").exists(), "the coordinator has moved: not ours"
+    write_state(folder, state)
+    assert stand_in.look(NOON) and (folder.path / "finished").read_text() == "finish 75\n" and told.signals[1:] == [()]
+    stand_in._slurm = ended = Told(state="COMPLETING")
+    assert stand_in.look(NOON) and not ended.signals
