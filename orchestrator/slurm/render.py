@@ -6,6 +6,7 @@ script itself only passes notices on and decides whether to come back. `docs/slu
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -163,7 +164,7 @@ def _container_flags(job: JobScript) -> Sequence[str]:
 #: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times. A requeue and what the
 #: next life must avoid are said in one breath, since the requeue ends the script; and how many nodes it needs, since a
 #: job that kept the rest of its nodes would ask for no more than those. A script that does not come back leaves `over`
-#: behind, for whoever asks while Slurm does not answer.
+#: behind, for whoever asks while Slurm does not answer; where Slurm ends this life, what comes next is Slurm's to say.
 _LIFE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
@@ -182,6 +183,7 @@ trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
 leave() {{ say "code $1$2"; : > "$run/slurm/over"; exit "$1"; }}
+obey() {{ say "code $1, ended by Slurm$2"; exit "$1"; }}
 requeue() {{
   {{
     echo "requeue $job"
@@ -198,12 +200,13 @@ finish() {{
       echo "$job $times $1" >> "$run/slurm/faults"
       [ "$(wc -l < "$run/slurm/faults")" -le "$most_faults" ] || leave $1 ", after $most_faults of its kind: no more"
       ;;
+    {128 + signal.SIGTERM}) obey $1 "" ;;
     *) leave $1 "" ;;
   esac
   if [ -e "$run/cancel.json" ]; then retry scancel "$job"; leave $1 ", cancelled"; fi
   [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
   state=$(retry squeue --noheader --jobs="$job" --format=%T)
-  [ "$state" = RUNNING ] || leave $1 ", ended by Slurm ($state)"
+  [ "$state" = RUNNING ] || obey $1 " ($state)"
   without=$(cat "$run/slurm/exclude" 2>/dev/null)
   say "code $1, comes back${{without:+ without $without}}"
   retry requeue || leave $1 ", and the requeue failed"
