@@ -6,6 +6,7 @@ and completion answer in about the time that Python needs to start.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the process exit code. Errors are one line on stderr, and JSON with `--json`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(COLLECT)
+    atexit.register(gc.freeze)  # the system takes back all memory at once: nothing is to be looked through at the end
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +40,8 @@ class Remembered:
         hold what nobody should read."""
         if config.backend.env:
             return
+        import tempfile  # not for those who only read
+
         with contextlib.suppress(OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor, scratch = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".partial")

@@ -79,6 +79,7 @@ class Cluster(Frozen):
     rails: int  # NIC i of every node is on rail i % rails
     levels: list[SwitchLevel]
     measured: Measured | None = None
+    left_out: dict[str, int] = {}  # nodes of `cluster.topology_file` that no rank may use -> how many, by what they are
 
 
 # ---------------------------------------------------------------------------------------------- model

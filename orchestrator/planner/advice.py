@@ -13,6 +13,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None) -> list
     its step seconds."""
     found = [
         _memory(plan),
+        _left_out(plan),
         _tp_outside(plan, inside_nvlink),
         _bubble(plan),
         _sequence_length(plan),
@@ -40,6 +41,16 @@ def _memory(plan: Plan) -> str | None:
         f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of {memory.capacity / GIB:.1f} GiB;"
         f" the largest part is {largest} with {parts[largest] / GIB:.1f} GiB: {change}"
     )
+
+
+def _left_out(plan: Plan) -> str | None:
+    """Nodes of another kind: what they cost is what they might have computed."""
+    kinds = {kind: count for kind, count in plan.cluster.left_out.items() if kind != "out of service"}
+    if not kinds:
+        return None
+    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    have = f"{plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
+    return f"a job runs on nodes of one kind, here {len(plan.cluster.node_names)} with {have}; left out: {told}"
 
 
 def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:

@@ -132,10 +132,11 @@ def stage_seconds(
     model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
 ) -> list[StageSeconds]:
     """Compute time of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recompute."""
-    result, start = [], 0
+    result, start, (dense, moe) = [], 0, kinds
     for stage, count in enumerate(parallel.stage_layers):
-        counts = dense_and_moe(model, start, start + count)
-        forward, core, selective = (sum(n * kind[i] for n, kind in zip(counts, kinds, strict=True)) for i in range(3))
+        few, many = dense_and_moe(model, start, start + count)
+        forward, core = few * dense.forward + many * moe.forward, few * dense.core + many * moe.core
+        selective = few * dense.selective + many * moe.selective
         start += count
         again = {"none": 0.0, "selective": selective, "full": forward}.get(train.recompute)
         if again is None:  # budget: mode by mode

@@ -7,8 +7,11 @@ importer that lists its switches itself.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from orchestrator.config.schema import ClusterSpec, LevelSpec
 from orchestrator.errors import OrchError
@@ -16,7 +19,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 
 if TYPE_CHECKING:
-    from orchestrator.topology.model import Topology
+    from orchestrator.topology.model import Machine, Topology
 
 NVLINK = "nvlink"
 SELF = "self"
@@ -89,19 +92,32 @@ def _imported(spec: ClusterSpec, base: Cluster) -> Cluster:
         topology = _live(live, spec.topology_file.removeprefix(live))
     else:
         topology = read(FilePath(spec.topology_file), name=spec.topology_name)
-    model = spec.gpu.name.split("-")[0].lower()
-    fitting = [
-        node
-        for node in topology.free
-        if (machine := topology.machines.get(node)) is None
-        or ((not machine.gpus or machine.gpus >= spec.gpus_per_node) and model in (machine.gpu.lower() or model))
-    ]
+    nodes = topology.nodes
+    why = {node: reason for node in nodes if (reason := _unfit(spec, topology.machines.get(node)))}
+    fitting, left_out = [node for node in nodes if node not in why], dict(sorted(Counter(why.values()).items()))
     if not fitting:
-        kind = f"{spec.gpus_per_node} {spec.gpu.name}"
-        raise OrchError(f"{spec.topology_file}: of {len(topology.nodes)} nodes none is free with {kind}", Exit.CAPACITY)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+        raise OrchError(
+            f"{spec.topology_file}: of {len(nodes)} nodes none is free with {spec.gpus_per_node} {spec.gpu.name}; there"
+            f" are: {kinds}. Another entry of cluster= may describe them",
+            Exit.CAPACITY,
+        )
     if live:
         fitting = choose_nodes(fitting, topology, spec.nodes)
-    return fit(base, fitting, topology, name=spec.name)
+    return structs.replace(fit(base, fitting, topology, name=spec.name), left_out=left_out)
+
+
+def _unfit(spec: ClusterSpec, machine: Machine | None) -> str | None:
+    """What a machine is, where it cannot stand for one of the entry's: ranks are the same everywhere, so a job runs on
+    nodes of one kind. What is not known is taken to fit; of more GPUs than the entry has, the first ones are used.
+    """
+    if machine is None:
+        return None
+    if not machine.free:
+        return "out of service"
+    fewer = machine.gpus and machine.gpus < spec.gpus_per_node
+    other = machine.gpu and spec.gpu.name.split("-")[0].lower() not in machine.gpu.lower()
+    return f"with {machine.gpus or 'some'} {machine.gpu or 'GPUs'}" if fewer or other else None
 
 
 def _live(prefix: str, which: str) -> Topology:

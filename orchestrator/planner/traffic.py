@@ -63,11 +63,12 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
         else:
             experts = layer_params(model, layer).experts // (parallel.tp * parallel.ep)
             kinds.append((dense_on_rank(model, layer, parallel.tp), experts))
+    (dense, dense_experts), (moe, moe_experts) = kinds
     stages, start = [], 0
     for count in parallel.stage_layers:
-        counts = dense_and_moe(model, start, start + count)
+        few, many = dense_and_moe(model, start, start + count)
         start += count
-        stages.append([sum(n * kind[part] for n, kind in zip(counts, kinds, strict=True)) for part in (0, 1)])
+        stages.append([few * dense + many * moe, few * dense_experts + many * moe_experts])
     table, positions = embedding_params(model)
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
     stages[0][0] += table + positions

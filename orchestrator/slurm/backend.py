@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import cached_property
@@ -109,7 +109,7 @@ class SlurmBackend:
         sizes = ", ".join(str(size) for size in parcels[0].request.sizes)
         return Choice(index, [*lines, f"taken: {starts[index].nodes} nodes, of the sizes {sizes}"])
 
-    def starts(self, parcels: Sequence[Parcel], environ: Mapping[str, str]) -> list[str]:
+    def starts(self, parcels: Iterable[Parcel], environ: Mapping[str, str]) -> list[str]:
         """When each would start, for a plan's page. OrchError soon when there is no Slurm here, or it does not answer.
 
         A long list is cut off where the largest sizes have been asked for.

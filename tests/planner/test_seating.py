@@ -233,7 +233,10 @@ def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
     lines = [f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(["h100", "a100", "h100"])]
     file.write_text("\n".join([*lines, "NodeName=n9 State=IDLE+DRAIN Gres=gpu:h100:8 CPUTot=1 Reason=ECC"]))
     spec = configs.cluster(8, 8, topology_file=str(file))
-    assert build_cluster(spec).node_names == ["n0", "n2"]
-    file.write_text(lines[1])
-    with pytest.raises(OrchError, match="none is free"):
+    cluster = build_cluster(spec)
+    assert cluster.node_names == ["n0", "n2"] and cluster.left_out == {"out of service": 1, "with 8 a100": 1}
+    plan = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=8))
+    assert "a job runs on nodes of one kind, here 2 with 8 H100-SXM5-80GB; left out: 1 with 8 a100" in plan.warnings
+    file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
+    with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
         build_cluster(spec)

@@ -85,9 +85,10 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
 def _starts(sizes: Sizes, config: Config) -> list[str]:
     """What the scheduler says of the start of each size; nothing where it is not here. Never an error, and quick."""
     import os
-    import shutil
 
-    if config.backend.name != "local" and not any(map(shutil.which, ("sbatch", "kubectl"))):
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    asked = any(os.access(os.path.join(folder, name), os.X_OK) for folder in folders for name in ("sbatch", "kubectl"))
+    if config.backend.name != "local" and not asked:
         return []  # no scheduler within reach: its modules are not even imported
 
     from orchestrator.launch.backend import BACKENDS, get_backend
@@ -100,7 +101,8 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
 
     here = argparse.Namespace(command=None, env=[], run_id="plan", in_place=True)
     try:
-        parcels = [submit.make_parcel(here, at, plan, backend, home_folder(os.environ)) for _, at, plan in sizes.legal]
+        home = home_folder(os.environ)  # nothing is put together before the scheduler has answered
+        parcels = (submit.make_parcel(here, at, plan, backend, home) for _, at, plan in sizes.legal)
         return backend.starts(parcels, os.environ)
     except OrchError:
         return []

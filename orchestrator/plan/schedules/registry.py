@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -45,6 +44,8 @@ def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
     """None, or one line: which number the schedule cannot take, and the nearest that it can."""
     entry = SCHEDULES.get(name)
     if entry is None:
+        import difflib  # a few milliseconds that only this line needs
+
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         return f"no schedule {name!r}{hint} Choices: {', '.join(SCHEDULES)}"

@@ -44,26 +44,28 @@ def makespan(
     ahead = [rule.ahead(rank, pp, vpp) for rank in range(pp)]
     behind = None if rule.behind is None else [rule.behind(rank, pp, vpp) for rank in range(pp)]
     backward = backward_input if behind else [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
-    free = [0.0] * pp
     forwards, backwards = ([[0.0] * total for _ in range(pp)] for _ in range(2))  # when each unit is done
     forward_chunk, backward_chunk = units
+    free, lines = [0.0] * pp, []
+    for rank in range(pp):  # what a rank reads again and again; `shift`: where a micro-batch goes on to another chunk
+        near, far = (forwards[rank - 1], 0 if rank else pp), (backwards[(rank + 1) % pp], 0 if rank < pp - 1 else pp)
+        stages = slice(rank, None, pp)
+        lines.append(
+            (rank, ahead[rank], forwards[rank], *near, backwards[rank], *far, forward[stages], backward[stages])
+        )
     for turn in range(-ahead[0], total + (behind[-1] - pp + 1 if behind else 0)):
-        for rank in range(pp):
+        for rank, early, done, come, shift, back, gone, skip, seconds, again in lines:
             unit, now = turn + rank, free[rank]
-            first = unit + ahead[rank]
+            first = unit + early
             if 0 <= first < total and (chunk := forward_chunk[first]) >= 0:
-                if rank or chunk:
-                    come = forwards[rank - 1][first if rank else first - pp]
-                    if come > now:
-                        now = come
-                forwards[rank][first] = now = now + forward[chunk * pp + rank]
+                if (not shift or chunk) and come[first - shift] > now:
+                    now = come[first - shift]
+                done[first] = now = now + seconds[chunk]
             if 0 <= unit < total and (chunk := backward_chunk[unit]) >= 0:
-                if rank < pp - 1 or chunk < vpp - 1:
-                    come = backwards[rank + 1][unit] if rank < pp - 1 else backwards[0][unit - pp]
-                    if come > now:
-                        now = come
-                backwards[rank][unit] = now = now + backward[chunk * pp + rank]
-            if behind and 0 <= (unit := unit - behind[rank]) < total:
+                if (not skip or chunk < vpp - 1) and gone[unit - skip] > now:
+                    now = gone[unit - skip]
+                back[unit] = now = now + again[chunk]
+            if behind and 0 <= unit - behind[rank] < total:
                 now += backward_weight[rank]
             free[rank] = now
     return max(free)
