@@ -85,3 +85,11 @@ def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) 
     if takes == "node" and spare_nodes < 1:
         return f"{fault} takes a node, and this run is at its smallest size"
     return ""
+
+
+def restarts_left(fault: str, most: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]) -> int:
+    """Of the budget that the fault will be charged to: its cause's own, else the shared one (docs/protocol.md)."""
+    cause = "worker_frozen" if fault == "stop_worker" else "worker_exit"
+    if cause in limits:
+        return limits[cause] - by_cause.get(cause, 0)
+    return most - (used - sum(by_cause.get(kind, 0) for kind in limits))

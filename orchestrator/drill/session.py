@@ -10,27 +10,27 @@ import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.backend import get_backend
-from orchestrator.launch.request import from_bytes
+from orchestrator.launch.request import LaunchRequest, from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan.exits import Exit
 from orchestrator.report.style import GRAY, GREEN, RED, Style, seconds
 from orchestrator.suggest import did_you_mean
 
-from .faults import KINDS, POSITIONS, Shot, refusal
-from .local import LocalTargets
-from .trial import Range, Trial
+from .faults import KINDS, POSITIONS, Shot, refusal, restarts_left
+from .trial import Range, Targets, Trial
 
 
-def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s: float) -> tuple[Range, LocalTargets]:
+def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s: float) -> tuple[Range, Targets]:
     """Refuses what can be known before the first shot: OrchError 64 or 76; 78 where the run is somebody else's."""
     owner = folder.path.stat().st_uid
     if owner != os.geteuid():
         text = f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner may drill it"
         raise OrchError(text, Exit.SECURITY)
     state = read_state(folder)
-    if state.backend != "local":
-        raise OrchError(_elsewhere(state.backend, folder.run_id), Exit.USAGE)
+    if state.backend not in ("local", "slurm"):
+        text = f"run {folder.run_id} is of the backend {state.backend}: orch drill does not reach its nodes"
+        raise OrchError(f"{text} (kubectl delete pod --grace-period=0 is a lost node, with one a notice)", Exit.USAGE)
     backend = get_backend(state.backend)
     state = backend.state(folder)
     if state.is_final:
@@ -38,9 +38,10 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     if position not in POSITIONS and position not in state.nodes:
         raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
     request = from_bytes(folder.request.read_bytes())
-    targets = LocalTargets(folder, request)
+    targets = targets_of(state.backend, folder, request)
     for fault in faults:
-        never = refusal(fault, restarts_left=state.max_restarts, elastic=bool(request.sizes), spare_nodes=1)
+        budget = restarts_left(fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {})
+        never = refusal(fault, restarts_left=budget, elastic=bool(request.sizes), spare_nodes=1)
         if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node"):
             raise OrchError(never or f"{fault} takes a node, and this run has one size", Exit.USAGE)
         if fault != "bit_flip":  # there may be checkpoints by then
@@ -48,18 +49,19 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     return Range(folder, backend, request, limit_s), targets
 
 
-def _elsewhere(backend: str, run_id: str) -> str:
-    own = {
-        "slurm": "scancel --signal=TERM <job> is a notice, scontrol update NodeName=<node> State=DOWN a lost node",
-        "kubernetes": "kubectl delete pod --grace-period=0 is a lost node, with a grace period a notice",
-    }.get(backend, "")
-    text = f"run {run_id} is of the backend {backend}: orch drill reaches processes of this machine only"
-    return text + (f" ({own})" if own else "")
+def targets_of(backend: str, folder: RunFolder, request: LaunchRequest) -> Targets:
+    if backend == "slurm":
+        from .slurm import SlurmTargets
+
+        return SlurmTargets(folder)
+    from .local import LocalTargets
+
+    return LocalTargets(folder, request)
 
 
 def session(
     place: Range,
-    targets: LocalTargets,
+    targets: Targets,
     plan: Sequence[Shot],
     for_s: float,
     every_s: float,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -16,8 +17,7 @@ from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import RunState
 from orchestrator.plan.exits import Exit
 
-from .faults import KINDS, Shot, refusal, victim
-from .local import LocalTargets
+from .faults import KINDS, Shot, refusal, restarts_left, victim
 
 _LOOK_S = 0.05
 _STEADY_STEPS = 2  # of a life, before it is hit
@@ -39,6 +39,16 @@ class Trial(msgspec.Struct, kw_only=True):
     stepping_s: float | None = None  # until the first step after it began
     lost_steps: int | None = None  # done again
     problem: str = ""
+
+
+class Targets(Protocol):
+    """What can be hit: on this machine, or inside a job."""
+
+    def check(self, fault: str) -> None:
+        """OrchError (64, 76) for a fault that this run cannot have."""
+
+    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        """Do it; what takes it back."""
 
 
 class Range:
@@ -78,7 +88,7 @@ class Range:
                 raise OrchError(f"run {state.run_id}: {text}", Exit.CAPACITY)
             time.sleep(_LOOK_S)
 
-    def shoot(self, shot: Shot, targets: LocalTargets, for_s: float) -> Trial:
+    def shoot(self, shot: Shot, targets: Targets, for_s: float) -> Trial:
         """OrchError (76) when the run cannot take the shot; a run that does not get over it is no error."""
         state, last, (node, rank) = self.wait_steady(shot)
         targets.check(shot.fault)
@@ -137,11 +147,12 @@ def _by_wish(mark: Mark) -> bool:
 
 
 def _why_not(state: RunState, request: LaunchRequest, fault: str) -> str:
+    limits = request.policy.max_restarts_by_cause
     seated = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
     here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
     return refusal(
         fault,
-        restarts_left=state.max_restarts - state.restarts,
+        restarts_left=restarts_left(fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause),
         elastic=bool(request.sizes),
         spare_nodes=max(here, seated) - min(request.sizes, default=0),
     )

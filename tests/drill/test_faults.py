@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refusal, shots, victim
+from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refusal, restarts_left, shots, victim
 from orchestrator.drill.local import flip_bit
 from orchestrator.drill.score import score
 from orchestrator.drill.trial import Trial, fill
@@ -53,6 +53,13 @@ def test_what_would_end_a_run_is_refused():
     assert "not elastic" in refusal("kill_node", **free | {"elastic": False})
     assert "smallest size" in refusal("partition", **free | {"spare_nodes": 0})
     assert refusal("slow_worker", restarts_left=0, elastic=False, spare_nodes=0) == ""
+
+
+def test_a_restart_is_taken_from_the_budget_of_its_cause():
+    used = {"worker_frozen": 1, "worker_exit": 2, "non_finite": 1}
+    assert restarts_left("kill_worker", 5, {}, 4, used) == 1
+    assert restarts_left("stop_worker", 5, {"worker_frozen": 1}, 4, used) == 0
+    assert restarts_left("kill_worker", 5, {"worker_frozen": 1}, 4, used) == 2, "that one was not of the shared budget"
 
 
 def a_trial(**fields) -> Trial:
