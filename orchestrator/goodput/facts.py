@@ -98,27 +98,39 @@ class _StepLine(msgspec.Struct, tag_field="kind", tag="step"):
 
 
 _decode_step = msgspec.json.Decoder(_StepLine).decode
+_READ_WHOLE = 16  # nodes
 _RANK_0 = re.compile(rb'"rank": ?0[,}]')
 
 
 def lead_steps(lines: Iterable) -> list[Step]:
-    """The steps of rank 0, which every epoch has, from step lines of any kind; in order of time."""
-    lead = [
-        Step(x.epoch, x.step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples) for x in lines if x.rank == 0
+    """Each step of each epoch once, from step lines of any kind, as the lowest rank that was heard tells it; in order.
+
+    That is rank 0, which every epoch has, but for the last steps before its agent died with reports that it had not
+    read; others have reported those.
+    """
+    lead: dict[tuple[int, int], object] = {}
+    for line in lines:
+        known = lead.get((line.epoch, line.step))
+        if known is None or (line.rank, line.at) < (known.rank, known.at):
+            lead[line.epoch, line.step] = line
+    return [
+        Step(epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples)
+        for (epoch, step), x in sorted(lead.items())
     ]
-    return sorted(lead, key=lambda step: (step.epoch, step.step, step.at))
 
 
 class LeadReader:
-    """Rank 0's steps of a run that goes on: each call reads what has been added, of each node's file."""
+    """The steps of a run that goes on: each call reads what has been added, of each node's file. Of many nodes some are
+    read whole, and of the others rank 0 alone.
+    """
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
         self._read: dict[str, int] = {}  # node -> bytes read
-        self._found: list[_StepLine] = []
+        self._found: dict[tuple[int, int], _StepLine] = {}
 
     def read(self, nodes: Iterable[str]) -> list[Step]:
-        for node in nodes:
+        for index, node in enumerate(sorted(nodes)):
             path = self._folder.metrics(node)
             try:
                 with path.open("rb") as file:
@@ -129,12 +141,18 @@ class LeadReader:
             whole = chunk[: chunk.rfind(b"\n") + 1]
             self._read[node] = self._read.get(node, 0) + len(whole)
             for line in whole.splitlines():
-                if _RANK_0.search(line):
-                    try:
-                        self._found.append(_decode_step(line))
-                    except UNREADABLE:
-                        continue
-        return lead_steps(self._found)
+                if index < _READ_WHOLE or _RANK_0.search(line):
+                    self._take(line)
+        return lead_steps(self._found.values())
+
+    def _take(self, line: bytes) -> None:
+        try:
+            step = _decode_step(line)
+        except UNREADABLE:
+            return
+        known = self._found.get((step.epoch, step.step))
+        if known is None or step.rank < known.rank:
+            self._found[step.epoch, step.step] = step
 
 
 def gather(state: RunState, marks: Sequence[Mark], steps: list[Step]) -> Facts:

@@ -33,11 +33,11 @@ class Ledger(NamedTuple):
 
 
 def ledger(steps: Iterable[Step]) -> Ledger:
-    """From one rank's reports of a whole run (`facts.lead_steps`). Pure.
+    """From a run's reports, each step of each epoch once (`facts.lead_steps`). Pure.
 
     A life goes on from the step before its first one, and replaces what earlier lives had done from there on. A report
-    that was lost (a full pipe, a node that died) is a gap in the record: the ranges around it still join, and the entry
-    after it spans both steps.
+    that nobody has made is a gap in the record: inside a life the entry after it spans both steps; between two lives
+    nobody can know, and it is a problem.
     """
     kept: list[Step] = []
     undone, problems = 0, []
@@ -51,7 +51,7 @@ def ledger(steps: Iterable[Step]) -> Ledger:
                 undone += 1
             done = kept[-1].step if kept else 0
             if step.step != done + 1:
-                problems.append(f"epoch {epoch} begins with step {step.step}, step {done} was the last before it")
+                problems.append(f"epoch {epoch} begins with step {step.step}, and step {done} is the last known before")
         elif kept and step.step <= kept[-1].step:
             problems.append(f"epoch {epoch} reports step {step.step} twice")
             continue

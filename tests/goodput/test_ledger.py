@@ -7,8 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.goodput.facts import Step
+from orchestrator.goodput.facts import LeadReader, Step
 from orchestrator.goodput.ledger import ledger, uneven
+from orchestrator.launch.run_folder import RunFolder
 
 BATCH = 12
 
@@ -48,10 +49,24 @@ def test_samples_that_are_skipped_repeated_or_lost_with_a_node_are_found(seed, h
 
 def test_a_life_that_begins_beyond_what_was_done_is_named():
     told = [Step(0, 1, 0, 0.1, 0, 4), Step(0, 2, 0, 0.1, 0, 8), Step(1, 5, 0, 0.1, 0, 20)]
-    assert ledger(told).problems == ["epoch 1 begins with step 5, step 2 was the last before it"]
+    assert ledger(told).problems == ["epoch 1 begins with step 5, and step 2 is the last known before"]
 
 
 def test_a_report_that_was_lost_is_no_sample_that_was():
     told = [Step(0, n, 0, 0.1, 0, n * 4) for n in (1, 2, 4, 5)]
     found = ledger(told)
     assert found.problems == [] and found.samples == 20 and uneven(found.entries, 4) == []
+
+
+def test_steps_that_rank_0_could_not_report_any_more_are_known_from_others(tmp_path):
+    """Found by a soak: an agent was killed with its worker's last reports unread; that worker had saved by then."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    line = '{{"at":{at},"kind":"step","rank":{rank},"epoch":{epoch},"step":{step},"step_s":0.1,"samples":{samples}}}\n'
+    told = {"a": [(0, 0, 1), (0, 0, 2)], "b": [(1, 0, 1), (1, 0, 2), (1, 0, 3), (1, 0, 4), (0, 1, 4), (0, 1, 5)]}
+    for node, steps in told.items():
+        text = [line.format(at=n, rank=r, epoch=e, step=s, samples=4 * s) for n, (r, e, s) in enumerate(steps)]
+        folder.metrics(node).write_text("".join(text))
+    found = ledger(LeadReader(folder).read(["a", "b"]))
+    assert found.problems == [] and found.samples == 20 and found.undone == 1
+    assert ledger(LeadReader(folder).read(["a"])).samples == 8
