@@ -67,6 +67,12 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
         rows.append(("exit code", f"{state.exit_code} ({meaning(state.exit_code)})"))
     if reason:
         rows.append(("reason", reason))
+    elif (last := state.epochs[-2:-1]) and last[0].cause and not state.is_final:
+        rows.append(("last fault", last[0].cause.text))
+    if state.slow and not state.is_final:
+        rows.append(("slow", ", ".join(f"{node} ({ratio:g}x its peers)" for node, ratio in state.slow.items())))
+    if state.excluded:
+        rows.append(("left out", "; ".join(f"{node}: {why}" for node, why in state.excluded.items())))
     if live.step is not None and live.steps:
         bar = style.bar(live.step / live.steps, 30, GREEN)
         left = f", {seconds(live.left_s)} left" if live.left_s and state.state == "running" else ""
@@ -186,6 +192,8 @@ def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
 
 def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
     lines = [style.title(title), style.paint(cause.text, RED)]
+    if cause.stack:
+        lines.append(style.paint(f"where it stood: {cause.stack}", GRAY))
     if cause.log:
         lines.append(style.paint(f"{cause.log}:", GRAY))
     return lines + [f"  {line}" for line in cause.tail[-tail:]]

@@ -118,6 +118,11 @@ def test_a_failure_is_told_with_its_first_cause(folder):
     )
     failed = state(state="failed", exit_code=1, reason=cause.text, cause=cause)
     page = run_page(failed, read_live(folder, failed, 0.0), Style())
+    lived = EpochState(epoch=0, started_at=1.0, outcome="restart", cause=cause), EpochState(epoch=1, started_at=2.0)
+    more = {"slow": {"node1": 2.5}, "excluded": {"node2": "it fell over"}, "epochs": list(lived), "reason": None}
+    again = msgspec.structs.replace(failed, state="running", exit_code=None, cause=None, **more)
+    found = run_page(again, read_live(folder, again, 0.0), Style())
+    assert f"last fault  {cause.text[:40]}" in found and "node1 (2.5x its peers)" in found and "node2: it fell" in found
     for text in ("failed", "1 (user code failed)", "First cause", "killed by SIGKILL", "logs/rank-00003.log", "  boom"):
         assert text in page
     assert "boom" in "\n".join(end_lines(failed, Style()))
