@@ -24,7 +24,7 @@ from . import policy
 from .blame import Past
 from .control import LONGEST_LINE
 from .diagnose import Verdict
-from .epoch import Epoch
+from .epoch import Epoch, some
 from .lookout import Lookout
 from .membership import Lost, Member, Membership, Unfit
 from .messages import (
@@ -42,7 +42,7 @@ from .messages import (
     WorkerExit,
 )
 from .recorder import Recorder
-from .run_record import RunRecord
+from .run_record import NO_ROOM, RunRecord
 
 _FAILURE_GRACE_S = 10.0  # for the peers of a failed worker: they have nothing to save together any more
 _UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
@@ -106,6 +106,12 @@ class Coordinator:
                 self._note_end(decision)
             await self._finish(decision)
             return decision
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            decision = self._over("stopped", Exit.RESTART, "disk_full", f"no room for the run's state: {error}")
+            await self._finish(decision)
+            return decision
         finally:
             ticker.cancel()
             server.close()
@@ -122,6 +128,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         """Once a heartbeat."""
+        self._record.retry()
 
     def _remember_bad(self, decision: policy.Decision) -> None:
         """A node that is left out stays out: of this attempt whoever coordinates it, and of the user's next runs."""
@@ -153,7 +160,7 @@ class Coordinator:
             event = await self._next(end)
             if event is None:
                 missing = [node for node in self._expected if node not in self._group.members]
-                text = f"{_some(missing)} did not join within {self._rules.join_timeout_s:g} s"
+                text = f"{some(missing)} did not join within {self._rules.join_timeout_s:g} s"
                 return self._over("failed", Exit.CAPACITY, "join_timeout", text)
             node, what = event
             if isinstance(what, Lost):
@@ -390,8 +397,3 @@ class Coordinator:
     def _note(self, name: str, **fields: object) -> None:
         log.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
         self._recorder.event(name, **fields)
-
-
-def _some(nodes: list[str]) -> str:
-    shown = ", ".join(nodes[:8])
-    return shown + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

@@ -24,6 +24,7 @@ from .coordinator import Coordinator
 from .epoch import Epoch
 from .membership import HEARTBEAT_S, Lost, Unfit
 from .messages import Done, Join, Notice, Prepare, Started
+from .run_record import NO_ROOM
 from .sizes import Sizes
 from .succession import TICK_S, TURN_TICKS, Whereabouts
 
@@ -90,6 +91,9 @@ class ElasticCoordinator(Coordinator):
             self._beat()
         except Deposed as error:
             self._queue.put_nowait((self.epoch, self._node, error))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
     def _beat(self) -> None:
         if not self._beating:

@@ -38,3 +38,8 @@ class Epoch:
         """The fault, with what its worker had said last."""
         end = next((end for end in self.ends if self.fault and end.rank == self.fault.rank), None)
         return structs.replace(self.fault, code=end.code, tail=list(end.tail)) if end else self.fault
+
+
+def some(nodes: list[str]) -> str:
+    shown = ", ".join(nodes[:8])
+    return shown + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

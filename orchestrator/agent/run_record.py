@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
 from collections.abc import Callable
 
@@ -17,6 +19,7 @@ from orchestrator.plan import Plan
 from .messages import Join
 from .policy import Decision
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MOST_EPOCHS = 64  # kept in the state; events/ has them all
 
 _replace = msgspec.structs.replace
@@ -41,6 +44,7 @@ class RunRecord:
         self._discovery, self._claims, self._clock = discovery, claims, clock
         self._state: RunState = read_state(folder)
         self._led_by = self._state.writer  # until now
+        self._unwritten = False  # there was no room for the newest state
         self._file: int | None = None  # inode of the state that we wrote last
 
     @property
@@ -101,15 +105,30 @@ class RunRecord:
         self._state = _replace(self._state, **changes, updated_at=self._clock(), writer=self._node)
         self._write()
 
-    def _write(self) -> None:
-        write_state(self._folder, self._state)
+    def _write(self, must: bool = False) -> None:
+        """A full disk ends no run that only has news to tell: they are written when there is room again."""
+        try:
+            write_state(self._folder, self._state)
+        except OSError as error:
+            if must or error.errno not in NO_ROOM:
+                raise
+            self._unwritten = True
+            return
+        self._unwritten = False
         self._file = self._folder.state.stat().st_ino
+
+    def retry(self) -> None:
+        """Once a heartbeat."""
+        if self._unwritten:
+            self.check()
+            self._write()
 
     def reassert(self) -> None:
         """Ours is the truth. An older coordinator that froze between its look at the claims and its rename, and woke,
         has replaced the state once.
         """
         self.check()
+        self.retry()
         if self._file is not None and self._folder.state.stat().st_ino != self._file:
             self._write()
 
@@ -144,6 +163,8 @@ class RunRecord:
         number = self.claimed if self._claims else self._state.epoch + 1
         epoch = EpochState(epoch=number, started_at=self._clock())
         self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
+        if self._unwritten:
+            self._write(must=True)
 
     def running(self) -> None:
         self._nodes("running")
@@ -194,7 +215,8 @@ class RunRecord:
         self._discovery.withdraw()
         final = {"state": decision.state, "exit_code": decision.code, "ended_at": self._clock()}
         ended = _replace(self._state, **final, reason=decision.reason, cause=decision.cause)
-        write_report(self._folder, self._plan, ended)
+        with contextlib.suppress(OSError):  # a report is a courtesy, the last word is not
+            write_report(self._folder, self._plan, ended)
         self.update(**final, reason=decision.reason, cause=decision.cause)
 
     def _nodes(self, state: str) -> None:

@@ -203,7 +203,7 @@ def _sick(folder: RunFolder, state: RunState) -> list[str]:
     found = [cause for cause in causes if cause and cause.code == Exit.NODE]
     if state.cause and state.exit_code == Exit.NODE:
         found.append(state.cause)
-    return [cause.node for cause in found if cause.node]
+    return list(dict.fromkeys([*(cause.node for cause in found if cause.node), *state.excluded]))
 
 
 def _exclude(folder: RunFolder, node: str) -> None:
@@ -215,7 +215,7 @@ def _exclude(folder: RunFolder, node: str) -> None:
     path = folder.path / "slurm" / "exclude"
     known = [name for text in options.exclude for name in expand(text)]
     known += expand(path.read_text()) if path.exists() else []
-    write_private(path, compress([*known, node]).encode() + b"\n")
+    write_private(path, compress(list(dict.fromkeys([*known, node]))).encode() + b"\n")
 
 
 def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
