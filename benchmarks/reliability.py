@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -176,6 +177,7 @@ def main() -> None:
     end = time.monotonic() + args.minutes * 60 if args.minutes else float("inf")
     args.out.parent.mkdir(exist_ok=True)
     runs: dict[str, OrchRun] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: the runs end too
     with tempfile.TemporaryDirectory(prefix="orch-reliability-", ignore_cleanup_errors=True) as temporary:
         home = str(args.keep.absolute() if args.keep else temporary)
         try:
