@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 
 import pytest
 
+from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import from_json
 from orchestrator.plan.ranks import check_ranks
+from orchestrator.slurm.record import submitted_request
 
 from .runs import CONF, LONG, Orch, Run
 
@@ -121,4 +122,4 @@ def test_training_goes_on_at_another_size(orch):
     assert sorted(run.losses()) == sorted(whole.losses()) == list(range(1, 9))
     for step, loss in whole.losses().items():
         assert run.losses()[step] == pytest.approx(loss, rel=2e-4), f"step {step}"
-    assert json.loads((run.folder / "request.json").read_text())["sizes"] == [2, 1]
+    assert submitted_request(RunFolder(run.folder)).sizes == [2, 1], "what one life cannot hold is not forgotten"
