@@ -90,8 +90,10 @@ def held_points(parallel: Parallel, rank: int, flying: int | None = None) -> lis
         return _highest(schedule_of(parallel).orders[rank])
     step, (p, m) = SPLIT[parallel.schedule], (parallel.pp, parallel.micro_batches)
     if step is None:  # none of these waits for W when most are there
-        known = flying is not None
-        return [(flying, 0)] if known else _counted(parallel.schedule, p, min(m, 4 * p + m % 2), parallel.vpp, rank)
+        if flying is not None:
+            return [(flying, 0)]
+        rank = min(rank, p - 1 - rank) if parallel.schedule == "dualpipe" else rank  # a mirror image
+        return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
     ahead, behind = min(step * (p - 1 - rank), m), step * rank
     turns = (min(behind, max(0, m - 1 - ahead)), min(behind, m - 1))  # in full swing, and as forwards run out
     return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
