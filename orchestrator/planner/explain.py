@@ -13,11 +13,14 @@ from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
 
 from .search.search import Found, Search
-from .search.space import RECOMPUTE, Choice, Spot
+from .search.space import METHODS, RECOMPUTE, Choice, Spot
 from .search.words import words
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
-LEFT_OUT = ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "schedule", "micro_batch_size", "order", "stage_layers")
+LEFT_OUT = (
+    *("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "sp", "cp_method"),
+    *("schedule", "micro_batch_size", "order", "stage_layers"),
+)
 
 
 class Term(NamedTuple):
@@ -78,7 +81,7 @@ def terms(plan: Plan) -> list[Term]:
 
 def _opened(config: Config) -> Config:
     """The same job with every degree left open, so that any choice can be costed for it."""
-    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, sp=None, **dict.fromkeys(LEFT_OUT))
+    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **dict.fromkeys(LEFT_OUT))
     train = structs.replace(config.train, recompute=None)
     return structs.replace(config, parallel=parallel, train=train)
 
@@ -103,6 +106,12 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Choice]]:
     for mode in RECOMPUTE:
         if mode != here["recompute"]:
             yield from _one(plan, here | {"recompute": mode}, [f"train.recompute={mode}"])
+    if par.tp > 1:
+        yield from _one(plan, here | {"sp": not par.sp}, [f"parallel.sp={str(not par.sp).lower()}"])
+    if par.cp > 1:
+        for way in METHODS:
+            if way != par.cp_method:
+                yield from _one(plan, here | {"cp_method": way}, [f"parallel.cp_method={way}"])
     if par.pp > 1:
         yield from _pipelines(plan, here)
 
@@ -125,8 +134,9 @@ def _one(plan: Plan, values: dict, told: list[str]) -> Iterator[tuple[list[str],
     size = values["micro_batch_size"]
     if rest or not dp or par.global_batch_samples % (size * dp * ep):
         return
-    sp = par.sp if par.tp > 1 and tp > 1 else tp > 1
+    sp = values.get("sp", par.sp) if par.tp > 1 and tp > 1 else tp > 1
     if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
         values = values | {"schedule": "1f1b", "vpp": 1}
-    spot = Spot(tp, cp, ep, pp, dp, size, par.global_batch_samples // (size * dp * ep), sp)
+    micro_batches = par.global_batch_samples // (size * dp * ep)
+    spot = Spot(tp, cp, ep, pp, dp, size, micro_batches, sp, values.get("cp_method", par.cp_method))
     yield told, Choice(spot, values["recompute"], values["zero"], values["schedule"], values["vpp"])
