@@ -98,9 +98,10 @@ class Engine:
             norm = grad_norm(self.buckets, 1.0 / self.loss_scale)
         return loss_sum, norm
 
-    def update(self, norm: Tensor, lr: float) -> bool:
-        """Apply the gradient; False if it was skipped because a scaled fp16 gradient overflowed."""
-        finite = self.scaler is None or bool(torch.isfinite(norm))
+    def update(self, norm: Tensor, lr: float, finite: bool = True) -> bool:
+        """Apply the gradient; False if it was skipped: a scaled fp16 gradient overflowed, or it is known (`finite`) to
+        be inf or nan."""
+        finite = finite and (self.scaler is None or bool(torch.isfinite(norm)))
         with self.timer.phase("optimizer"):
             if finite:
                 clip = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)

@@ -113,6 +113,7 @@ class Run:
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
         self.training = False  # the loop has begun
+        self._broken = 0  # steps in a row whose gradient was not finite
         self._boundary_s = 0.0  # of this step, spent in waiting for the others at its boundary
 
     def doing(self) -> Doing:
@@ -205,9 +206,12 @@ class Run:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
             with engine.counter.syncing():
                 grad_norm = float(norm)
-            if not math.isfinite(grad_norm) and (engine.scaler is None or engine.scaler.exhausted):
+            finite = math.isfinite(grad_norm)
+            broken = not finite and (engine.scaler is None or engine.scaler.exhausted)
+            self._broken = self._broken + 1 if broken else 0
+            if self._broken > plan.job.train.skip_non_finite_steps:
                 self._explain_non_finite(number, loss_sum, grad_norm)
-            if not engine.update(norm, lr):
+            if not engine.update(norm, lr, finite):
                 self.reporter.event("step_skipped", number, grad_norm=str(grad_norm), loss_scale=engine.loss_scale)
         logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
         loss = engine.mean_loss(loss_sum, valid_tokens) if logged else None
@@ -224,7 +228,8 @@ class Run:
         if guilty:
             ranks, samples = ", ".join(map(str, guilty)), "; ".join(dict.fromkeys(guilty.values()))
             where = f"the loss is not finite on rank {ranks}, whose samples are {samples} in the run's order"
-        raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples})")
+        before = f"; {self._broken - 1} in a row before it had been skipped" if self._broken > 1 else ""
+        raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples}){before}")
 
     def _places(self) -> str:
         """This rank's samples of the step that is being made, by their place in the run's order."""

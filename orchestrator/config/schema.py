@@ -232,6 +232,7 @@ class TrainSpec(Frozen):
     recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
     batch_ramp: BatchRampSpec | None = None
     clip_grad_norm: NonNegative = 1.0  # 0: off
+    skip_non_finite_steps: Natural = 0  # in a row, whose gradient is inf or nan and not applied, before the run stops
     log_every_steps: Count = 1
     compile: bool = False
 

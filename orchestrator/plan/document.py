@@ -237,6 +237,7 @@ class Train(Frozen):
     compile: bool = False
     recompute_layers: list[Recompute] = []  # of recompute "budget": what the planner chose for each layer
     batch_ramp: BatchRamp | None = None
+    skip_non_finite_steps: int = 0  # in a row, whose gradient is not applied, before the run stops
 
 
 class Optim(Frozen):

@@ -348,6 +348,15 @@ def test_a_loss_that_explodes_stops_the_run_and_says_where(cache, tmp_path):
     assert list((tmp_path / "checkpoints").glob("step-*")) == [], "what has exploded is not saved"
 
 
+def test_steps_that_are_not_finite_are_skipped_as_often_as_was_allowed(cache, tmp_path):
+    """What explodes here stays so: the samples of the last step are named, rank by rank."""
+    plan = changed(job(cache, dp=2), "optim", lr=1e38, warmup_steps=0)
+    plan = changed(plan, "train", skip_non_finite_steps=1)
+    assert plan.parallel.global_batch_samples == 4
+    says = "step 3: the gradient norm is nan; the loss is not finite on rank 0, 1, whose samples are 8, 10; 9, 11 in"
+    refused(plan, tmp_path, Exit.USER, says)
+
+
 def test_a_changed_plan_file_is_refused(cache, tmp_path):
     plan = job(cache)
     workers = Workers(plan, tmp_path, changes={0: {"plan": str(tmp_path / "other.json")}})
