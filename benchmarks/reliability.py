@@ -51,6 +51,7 @@ WORKERS = {"host": "stand-ins", "cable": "stand-ins", "trainer": "trainer", "bud
 #: seconds that a fault lasts: longer than silence is borne
 FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
 LASTS_S = 5.0
+WARM_S = 15.0  # for the nursery of a node that has come back to import torch: that is not what is measured
 
 
 class OrchRun:
@@ -98,7 +99,12 @@ class OrchRun:
             raise OrchError(f"the run has ended: {state.state}, {state.reason}")
         seated = [node for node in state.nodes.values() if node.state == "running" and node.ranks]
         spares = [node for node in state.nodes.values() if node.state in ("running", "joined") and not node.ranks]
-        return state.state == "running" and len(seated) == NODES and (bool(spares) or self.kind == "cable")
+        if state.state != "running" or len(seated) < NODES or not (spares or self.kind == "cable"):
+            return False
+        if self.kind not in ("trainer", "buddy"):
+            return True
+        came = [mark.at for mark in read_marks(self.range.folder, state.nodes) if mark.name == "agent_started"]
+        return time.time() > max(came) + WARM_S
 
     def _wait_saves(self, end: float) -> None:
         while time.monotonic() < end:

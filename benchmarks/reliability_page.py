@@ -50,8 +50,9 @@ def table(lines: list[dict]) -> str:
     loads = sorted(line["load"] for line in lines)
     if loads:
         text += [f"Commits (trials): {commits}. Load average {loads[0]} to {loads[-1]}, median {quantile(loads, 0.5)}."]
-    wrong = [line for line in ours if line.get("two_writers") or line.get("samples_wrong")]
-    text += [f"Of the trials under orch, {len(wrong)} had two writers of an epoch, or a sample not trained on once."]
+    seen = [line for line in ours if "two_writers" in line]
+    wrong = sum(bool(line["two_writers"] or line["samples_wrong"]) for line in seen)
+    text += [f"Two writers of an epoch, or a sample not trained on once: {wrong} of {len(seen)} trials under orch."]
     flips = [line for line in ours if line["fault"] == "bit_flip" and line["ok"]]
     if flips:
         found = sum(bool(line.get("rejected")) for line in flips)
