@@ -32,7 +32,7 @@ from orchestrator.launch.request import (
     used_nodes,
 )
 from orchestrator.launch.run_folder import RunFolder, write_private
-from orchestrator.launch.state import RunState, read_state, write_state
+from orchestrator.launch.state import RunState, paused, read_state, write_state
 from orchestrator.plan import Exit, Plan, PlanError, to_json
 from orchestrator.plan.document import Frozen
 
@@ -289,8 +289,9 @@ def _fresh_state(folder: RunFolder, given: Input, seating: Seating) -> RunState:
     except OrchError:
         before = accepted(given.request, given.request.backend)
     again = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
-    placed = {"reason": seating.difference.text, "plan_hash": seating.plan.hash}
-    return structs.replace(before, **again, **placed, updated_at=time.time(), writer="backend")
+    now = time.time()
+    placed = {"reason": seating.difference.text, "plan_hash": seating.plan.hash, "pauses": paused(before, now)}
+    return structs.replace(before, **again, **placed, updated_at=now, writer="backend")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from .processes import Identity, identity, send_signal
 from .program import check_program
 from .request import LaunchRequest, Parcel, compose_environment
 from .run_folder import RunFolder, write_private
-from .state import RunState, read_state, true_state, write_state
+from .state import RunState, paused, read_state, true_state, write_state
 from .untrusted import UNREADABLE
 
 
@@ -166,10 +166,9 @@ def prepare_resume(folder: RunFolder) -> None:
     state = read_state(folder)
     folder.cancel.unlink(missing_ok=True)
     now = time.time()
-    pauses = [*state.pauses, (state.ended_at or state.updated_at, now)]
     changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None}
     changes |= {"restarts": 0, "restarts_by_cause": {}, "first_epoch": state.epoch + 1, "excluded": {}, "slow": {}}
-    changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": pauses}
+    changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": paused(state, now)}
     write_state(folder, msgspec.structs.replace(state, **changes))
 
 

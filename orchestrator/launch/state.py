@@ -121,6 +121,12 @@ class RunState(Frozen):
         return self.state in FINAL
 
 
+def paused(state: RunState, now: float) -> list[tuple[float, float]]:
+    """The run's pauses with the one that ends now, where it starts anew and something of it had lived before."""
+    ended = state.ended_at if state.ended_at is not None else state.updated_at if state.epoch >= 0 else None
+    return state.pauses if ended is None or state.state == "pending" else [*state.pauses, (ended, max(ended, now))]
+
+
 def write_state(folder: RunFolder, state: RunState) -> None:
     raw = msgspec.json.format(msgspec.json.encode(state), indent=1)
     write_private(folder.state, raw + b"\n")

@@ -12,7 +12,7 @@ from msgspec import structs
 from orchestrator.errors import OrchError
 from orchestrator.launch.request import AgentCommand, LaunchRequest, to_bytes, used_nodes
 from orchestrator.launch.run_folder import RunFolder, write_private
-from orchestrator.launch.state import read_state, write_state
+from orchestrator.launch.state import paused, read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.planner.replan import difference, replan
@@ -172,8 +172,9 @@ def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Pla
     submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
     write_record(folder, SlurmRecord(job_id=placement.job_id, submitted_at=submitted, life=placement.life))
     again = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
-    state = structs.replace(read_state(folder), **again, plan_hash=plan.hash, updated_at=now, writer="backend")
-    write_state(folder, state)
+    before = read_state(folder)
+    again |= {"plan_hash": plan.hash, "updated_at": now, "writer": "backend", "pauses": paused(before, now)}
+    write_state(folder, structs.replace(before, **again))
 
 
 def _with_node(argv: list[str], node: str) -> list[str]:

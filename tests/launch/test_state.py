@@ -22,6 +22,7 @@ from orchestrator.launch.state import (
     EpochState,
     NodeState,
     RunState,
+    paused,
     read_state,
     true_state,
     write_state,
@@ -202,3 +203,14 @@ def test_a_log_of_a_million_lines_is_tailed_without_reading_it(tmp_path):
         file.seek(0, os.SEEK_END)
         file.write(b"\nlast but one\nlast\n")
     assert LogTail(path, 2).read(last=True) == ["last but one", "last"]
+
+
+def test_a_pause_is_from_the_end_to_the_new_start_and_nothing_of_a_run_that_never_lived():
+    fresh = msgspec.structs.replace(state(), state="pending", epoch=-1, ended_at=None, pauses=[])
+    assert paused(fresh, 9.0) == []
+    ended = msgspec.structs.replace(fresh, state="stopped", epoch=0, ended_at=5.0)
+    assert paused(ended, 9.0) == [(5.0, 9.0)]
+    killed = msgspec.structs.replace(fresh, state="running", epoch=0, updated_at=4.0, pauses=[(1.0, 2.0)])
+    assert paused(killed, 9.0) == [(1.0, 2.0), (4.0, 9.0)]
+    resumed = msgspec.structs.replace(killed, state="pending", pauses=[(4.0, 9.0)])
+    assert paused(resumed, 20.0) == [(4.0, 9.0)], "whoever resumed it has written this one down"
