@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from . import addons
-from .runs import SHORT, TINY
+from .bed import Shape
+from .conftest import bring_up
+from .runs import SHORT, TINY, Orch
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.fixture
-def queue(orch) -> str:
-    """Room for one run of four pods, in this namespace."""
-    quota = {"cpu": "3.3", "memory": "14Gi"}
-    levels = ("orch.test/rack", "kubernetes.io/hostname")
-    addons.queues(orch.bed, quota, levels, {"orch.test/kind": "real"}, "one-run", orch.namespace)
-    return "one-run"
+def orch(tmp_path) -> Iterator[Orch]:
+    """Two real nodes with Kueue, and in this namespace room for one run of four pods."""
+    with bring_up(Shape(nodes=2, kueue=True)) as bed, Orch.in_new_namespace(bed, tmp_path) as home:
+        quota = {"cpu": "3.3", "memory": "14Gi"}
+        levels = ("orch.test/rack", "kubernetes.io/hostname")
+        addons.queues(bed, quota, levels, {"orch.test/kind": "real"}, "one-run", home.namespace)
+        yield home
 
 
-def test_a_preempted_run_comes_back_and_its_losses_are_the_same(orch, queue, undisturbed):
-    low = orch.submit(*TINY, *SHORT, options={"queue": queue})
+def test_a_preempted_run_comes_back_and_its_losses_are_the_same(orch, undisturbed):
+    low = orch.submit(*TINY, *SHORT, options={"queue": "one-run"})
     low.step(5)
     urgent = [*TINY, *SHORT, "train.steps=5"]
-    high = orch.submit(*urgent, options={"queue": queue, "workload_priority": "high"})
+    high = orch.submit(*urgent, options={"queue": "one-run", "workload_priority": "high"})
     low.until("preemption", lambda: "reempt" in (low.state().reason or ""), 120)
     assert low.state().state == "pending"
     high.wait("done")
