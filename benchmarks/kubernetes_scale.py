@@ -96,6 +96,7 @@ def once(orch: Orch, words: list[str], count: int, queue: str | None, name: str)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--without-kueue", action="store_true", help="only the cases that need no queue")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     cases = {
@@ -104,11 +105,14 @@ def main() -> int:
         "4096 GPUs, Kueue": (["+cluster=h100x4096"], 512, "large"),
         "4096 GPUs, no queue": (["+cluster=h100x4096"], 512, None),
     }
+    if args.without_kueue:
+        cases = {case: what for case, what in cases.items() if what[2] is None}
     rows: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as home, Bed(Shape(simulated=1000, kueue=True)) as bed:
+    with tempfile.TemporaryDirectory() as home, Bed(Shape(simulated=1000, kueue=not args.without_kueue)) as bed:
         quota = {"cpu": "128k", "memory": "2000Ti", "nvidia.com/gpu": "8000"}
         labels = (LEVELS["spine"], LEVELS["leaf"], "kubernetes.io/hostname")
-        addons.queues(bed, quota, labels, {"orch.test/kind": "simulated"}, "large")
+        if not args.without_kueue:
+            addons.queues(bed, quota, labels, {"orch.test/kind": "simulated"}, "large")
         orch = Orch(bed, Path(home), "default", {"image": "orch.test/none:1", "levels": LEVELS})
         for index, (case, (words, count, queue)) in enumerate(cases.items()):
             runs = [
