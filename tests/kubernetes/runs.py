@@ -116,14 +116,14 @@ class Run:
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
             time.sleep(0.5)
 
-    def steps(self) -> dict[int, float]:
+    def steps(self, since_epoch: int = 0) -> dict[int, float]:
         """Step -> loss, the last time that it was made, from the agents' own records on the claim."""
         found: dict[int, float] = {}
         for path in sorted((self.inside / "metrics").glob("*.jsonl")):
             for line in path.read_text().splitlines():
                 with contextlib.suppress(ValueError):
                     report = json.loads(line)
-                    if report.get("loss") is not None:
+                    if report.get("loss") is not None and report["epoch"] >= since_epoch:
                         found[report["step"]] = report["loss"]
         return found
 
