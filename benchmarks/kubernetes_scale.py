@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from tests.kubernetes import addons  # noqa: E402
 from tests.kubernetes.bed import Bed, Shape  # noqa: E402
 from tests.kubernetes.runs import Orch, Run  # noqa: E402
+from tests.kubernetes.simulate import NODES_PER_LEAF  # noqa: E402
 from tests.kubernetes.test_simulated import LARGE, LEVELS  # noqa: E402
 
 
@@ -65,8 +66,15 @@ def wait_gone(bed: Bed, selector: str) -> None:
         time.sleep(0.5)
 
 
-def once(orch: Orch, words: list[str], count: int, queue: str | None, name: str) -> tuple[float, float, float]:
-    """(seconds of orch from its command to all bound, of those until the Job was sent, seconds of the bare Job)."""
+def split_slices(pods: list[dict]) -> int:
+    """Of every four neighbouring completion indices, how often not all lie under one leaf."""
+    nodes = [pod["spec"]["nodeName"] for pod in pods]
+    leaves = [int(node.removeprefix("sim-")) // NODES_PER_LEAF for node in nodes]
+    return sum(len(set(leaves[start : start + 4])) > 1 for start in range(0, len(leaves), 4))
+
+
+def once(orch: Orch, words: list[str], count: int, queue: str | None, name: str) -> dict[str, float]:
+    """Seconds of orch from its command to all bound, of those until the Job was sent, and of the bare Job."""
     bed = orch.bed
     submission = orch.submission({"queue": queue} if queue else {})
     if words[0].endswith("h100x4096"):
@@ -79,18 +87,21 @@ def once(orch: Orch, words: list[str], count: int, queue: str | None, name: str)
     run = Run(orch, json.loads(done.stdout)["run_dir"])
     wait_bound(bed, f"orch.dev/run={run.id}", count)
     ours = time.monotonic() - started
-    job = bed.get("job", run.id)
-    orch("cancel", "--force", run.id, timeout=600)
-    wait_gone(bed, f"orch.dev/run={run.id}")
+    job, split = bed.get("job", run.id), split_slices(orch.pods(run.id))
+    remove(bed, run.id, f"orch.dev/run={run.id}")
     body = json.dumps(bare_job(job, f"bare-{name}"))
     started = time.monotonic()
     bed.kubectl("apply", "--server-side", "-f", "-", input=body)
     wait_bound(bed, f"bare=bare-{name}", count)
     bare = time.monotonic() - started
-    bed.kubectl("delete", "job", f"bare-{name}", "--wait=false")
-    bed.kubectl("delete", "pods", "-l", f"bare=bare-{name}", "--grace-period=0", "--force", timeout=300)
-    wait_gone(bed, f"bare=bare-{name}")
-    return ours, sent, bare
+    remove(bed, f"bare-{name}", f"bare=bare-{name}")
+    return {"orch_s": ours, "of_it_command_s": sent, "bare_job_s": bare, "split_slices": split}
+
+
+def remove(bed: Bed, job: str, pods: str) -> None:
+    bed.kubectl("delete", "job", job, "--wait=false")
+    bed.kubectl("delete", "pods", "-l", pods, "--grace-period=0", "--force", "--wait=false", timeout=300)
+    wait_gone(bed, pods)
 
 
 def main() -> int:
@@ -101,8 +112,8 @@ def main() -> int:
     args = parser.parse_args()
     cases = {
         "64 GPUs, Kueue": (["+cluster=h100x64"], 8, "large"),
-        "64 GPUs, no queue": (["+cluster=h100x64"], 8, None),
         "4096 GPUs, Kueue": (["+cluster=h100x4096"], 512, "large"),
+        "64 GPUs, no queue": (["+cluster=h100x64"], 8, None),
         "4096 GPUs, no queue": (["+cluster=h100x4096"], 512, None),
     }
     if args.without_kueue:
@@ -119,15 +130,21 @@ def main() -> int:
                 once(orch, [*words, "parallel=tp8_pp4_zero1"], count, queue, f"c{index}-{n}")
                 for n in range(args.repeats)
             ]
-            ours, sent, bare = (statistics.median(column) for column in zip(*runs, strict=True))
-            rows[case] = {"pods": count, "orch_s": ours, "of_it_command_s": sent, "bare_job_s": bare}
-            rows[case] |= {"ratio": ours / bare, "ratio_after_sending": (ours - sent) / bare}
-            print(case, {key: round(value, 2) for key, value in rows[case].items()}, flush=True)
+            row = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            row |= {"ratio": row["orch_s"] / row["bare_job_s"], "pods": count}
+            row["ratio_after_sending"] = (row["orch_s"] - row["of_it_command_s"]) / row["bare_job_s"]
+            rows[case] = {name: round(value, 2) for name, value in row.items()}
+            print(case, rows[case], flush=True)
+            write(rows, args.repeats)
+    return int(args.check and max(row["ratio"] for row in rows.values()) > 1.2)
+
+
+def write(rows: dict[str, dict[str, float]], repeats: int) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     result = {
         "nodes": 1000,
-        "repeats": args.repeats,
-        "rows": {case: {key: round(value, 2) for key, value in row.items()} for case, row in rows.items()},
+        "repeats": repeats,
+        "rows": rows,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_average_after": [round(value, 1) for value in os.getloadavg()],
@@ -135,7 +152,6 @@ def main() -> int:
     }
     out = ROOT / "benchmarks" / "results" / "kubernetes_scale.json"
     out.write_text(json.dumps(result, indent=2) + "\n")
-    return int(args.check and max(row["ratio"] for row in rows.values()) > 1.2)
 
 
 if __name__ == "__main__":
