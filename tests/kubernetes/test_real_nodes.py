@@ -70,19 +70,19 @@ def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
 
 def test_an_elastic_run_is_resized_and_goes_on(orch):
     """From four pods to two: half the replicas, the same global batch, from the checkpoint that the four wrote."""
-    run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=150")
+    run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=400")
     run.step(1)
     orch("resize", run.id, "2", timeout=300)
     before = max(run.steps())
-    assert before < 150
+    assert before < 400
     assert before in run.saved()
     run.wait("done", seconds=400)
     assert len(run.plan["ranks"]) == 4
     assert len(orch.pods(run.id)) == 2
     assert min(run.steps(since_epoch=1)) == before + 1  # the two went on where the four had stopped
     losses = run.steps()
-    assert sorted(losses) == list(range(1, 151))
-    assert losses[150] < losses[1] - 0.3
+    assert sorted(losses) == list(range(1, 401))
+    assert losses[400] < losses[1] - 0.3
 
 
 def test_mistakes_are_one_line(orch):
