@@ -7,12 +7,13 @@ import itertools
 import pytest
 from msgspec import structs
 
+from orchestrator.plan.document import Measured
 from orchestrator.planner.activations import activations
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.compute import layer_seconds, rates
 from orchestrator.planner.pipeline import rank_stages
 from orchestrator.planner.profile import profile_for
-from orchestrator.planner.recompute import MODES
+from orchestrator.planner.recompute import MODES, resolve_recompute
 from orchestrator.planner.traffic import stage_range
 from tests.planner import configs, shapes
 
@@ -87,3 +88,25 @@ def test_zero2_and_zero3_say_what_accumulation_costs():
     assert not [line for line in lines[1] if "Psi" in line]
     assert [line for line in lines[2] if line.startswith("zero2 reduce-scatters") and "zero1: 2 Psi" in line]
     assert [line for line in lines[3] if line.startswith("zero3 gathers weights twice")]
+
+
+def test_work_is_weighed_at_the_rates_that_were_measured():
+    """Where matrix products are slow, keeping them (selective) on many layers beats running a few layers again; where
+    memory is slow it is the other way round."""
+    found = plan(None, {"pp": 2}, model=shapes.llama3_8b())
+    cluster, model, parallel = found.cluster, found.model, found.parallel
+    train = structs.replace(found.job.train, recompute="budget", seq_len=8192)
+    gib = activations(model, parallel, structs.replace(train, recompute="none"))[0] * 0.8 / GIB
+    modes = []
+    for flops, bytes_per_s in ((1e12, 1e14), (1e17, 1e9)):
+        measured = Measured(
+            source="test",
+            matmul_flops={"bf16": flops},
+            attention_flops={"bf16": flops},
+            memory_bytes_per_s=bytes_per_s,
+            launch_s=0.0,
+        )
+        cheapest = resolve_recompute(train, structs.replace(cluster, measured=measured), model, parallel, gib)
+        modes.append(cheapest.recompute_layers[:16])
+    assert modes[0].count("full") == 0 < modes[0].count("selective")
+    assert modes[1].count("full") > 0
