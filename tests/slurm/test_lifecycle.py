@@ -51,7 +51,8 @@ def test_the_number_of_requeues_is_capped(orch: Orch):
 
 def test_time_limits_shorter_than_the_run(orch: Orch):
     """Partition `short` ends jobs after a minute, and the notice comes 10 to 40 s after the start: a run of 45 s needs
-    several lives, and computes what it does in one; with the cap at none it stays down after the first.
+    several lives, and computes what it does in one; with the cap at none it stays down after the first. On a busy
+    machine the notice may find a life whose workers have not started, which saves nothing and loses nothing.
     """
     short = two_nodes("backend.options.partition=short", "backend.options.notice_s=20")
     long = {"STEPS": 450, "STEP_S": 0.1, "SAVE": 1, "LEARN": 1}
@@ -64,7 +65,7 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
     assert whole.wait("done").exit_code == 0
     assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 451))
     state = capped.wait("stopped")
-    assert state.exit_code == Exit.RESTART and capped.restarts == 0 and min(capped.saved()) > 0
+    assert state.exit_code == Exit.RESTART and capped.restarts == 0
     assert "come back 0 times: no more" in capped.logs()
 
 
