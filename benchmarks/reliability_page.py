@@ -57,7 +57,7 @@ def table(lines: list[dict]) -> str:
     if flips:
         found = sum(bool(line.get("rejected")) for line in flips)
         text += [
-            f"Of {len(flips)} flipped bits {found} were met at a resume, and named (one that is not met lies in a save that a newer one has replaced)."
+            f"Of {len(flips)} flipped bits {found} were met at a resume and named; the others a newer save replaced."
         ]
     bad = Counter(
         f"{line['system']}, {line['fault']}, {line['position']}: {line['problem']}" for line in lines if not line["ok"]
