@@ -31,7 +31,7 @@ def bare_job(job: dict, name: str) -> dict:
     """The Job of a run with nothing of orch's in it but its size, its requests and what it asks of Kueue."""
     template = job["spec"]["template"]
     given = template["spec"]["containers"][0]
-    kueue = {k: v for k, v in template["metadata"].get("annotations", {}).items() if "kueue" in k}
+    kueue = {k: v for k, v in template["metadata"].get("annotations", {}).items() if "/podset-" in k}
     labels = {k: v for k, v in job["metadata"]["labels"].items() if "kueue" in k}
     container = {"name": "agent", "image": "orch.test/none:1", "resources": given["resources"]}
     count = job["spec"]["completions"]

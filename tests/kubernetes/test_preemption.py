@@ -26,15 +26,16 @@ def orch(tmp_path) -> Iterator[Orch]:
 
 def test_a_preempted_run_comes_back_and_its_losses_are_the_same(orch):
     """As those of the run that it made room for: the same job, which nothing happened to."""
-    low = orch.submit(*TINY, *SHORT, options={"queue": "one-run"})
-    low.step(5)
-    high = orch.submit(*TINY, *SHORT, options={"queue": "one-run", "workload_priority": "high"})
+    job = [*TINY, *SHORT, "train.steps=150"]  # long enough that it is not over before the other one comes
+    low = orch.submit(*job, options={"queue": "one-run"})
+    low.step(1)
+    high = orch.submit(*job, options={"queue": "one-run", "workload_priority": "high"})
     low.until("preemption", lambda: "reempt" in (low.state().reason or ""), 120)
     assert low.state().state == "pending"
-    high.wait("done")
-    assert max(low.saved()) >= 5  # it had time to save, though no checkpoint was due before step 20
+    saved = max(low.saved())
+    high.wait("done", seconds=400)
     low.wait("done", seconds=400)
-    assert sorted(high.steps()) == list(range(1, 61))
+    assert min(low.steps(since_epoch=1)) == saved + 1  # it had time to save, and went on from there
+    assert sorted(high.steps()) == list(range(1, 151))
     assert low.steps() == pytest.approx(high.steps(), abs=1e-9)
-    job = orch.bed.get("job", low.id, "-n", orch.namespace)
-    assert not job["status"].get("failed")  # nothing of it is counted
+    assert not orch.bed.get("job", low.id, "-n", orch.namespace)["status"].get("failed")  # nothing of it is counted
