@@ -32,6 +32,7 @@ def test_a_preempted_run_comes_back_and_its_losses_are_the_same(orch):
     high = orch.submit(*job, options={"queue": "one-run", "workload_priority": "high"})
     low.until("preemption", lambda: "reempt" in (low.state().reason or ""), 120)
     assert low.state().state == "pending"
+    high.step(1)  # its pods run: those of the other have left
     saved = max(low.saved())
     high.wait("done", seconds=400)
     low.wait("done", seconds=400)
