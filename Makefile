@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 WORKERS ?= 3
+# Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint clean
 

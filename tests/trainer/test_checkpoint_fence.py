@@ -76,7 +76,8 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
         fence.claim(folder, fence.Fence("run", 1))
         before = committed(folder)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == Exit.FENCED
-        assert committed(folder) == before
+        after = committed(folder)  # an old save that it was already removing may be gone
+        assert after[0] == before[0] and set(after) <= set(before)
         live, manager, manifest = resume(folder)
         assert equal(live, state(manifest.step)) and manifest.step == before[0][0] >= wanted
         assert not manager.reporter.named("checkpoint_rejected")
