@@ -35,7 +35,8 @@ FULL = {
     ("tp2 pp2", "aot_eager"), ("selective recompute, tp2", "aot_eager"), ("cp2 ring", "aot_eager"),
     ("cp2 allgather", "aot_eager"), ("dropout, tp2 sp", "aot_eager"),
     ("cp2", "aot_eager"), ("cp2 ulysses", "aot_eager"), ("zb_h1", "aot_eager"), ("zero2, full recompute", "aot_eager"),
-    ("tp2 sp", "inductor"), ("zb_h1", "inductor"), ("cp2", "inductor"), ("zero3", "inductor"),
+    ("zero3", "aot_eager"), ("dropout, tp2 sp", "inductor"), ("tp2 sp", "inductor"), ("zb_h1", "inductor"),
+    ("cp2", "inductor"), ("zero3", "inductor"),
 }  # fmt: skip
 
 CASES = {

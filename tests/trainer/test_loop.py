@@ -253,7 +253,11 @@ def test_an_epoch_fenced_while_it_trains_writes_nothing_more(cache, tmp_path):
 # ---------------------------------------------------------------------------------------------- stopping
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.full) for other in (signal.SIGUSR1, signal.SIGINT))],
+    ids=lambda number: number.name,
+)
 def test_a_notice_to_any_one_rank_saves_the_same_step_on_all_and_ends_with_75(cache, tmp_path, number):
     plan = job(cache, steps=10_000, **EIGHT)
     told = {signal.SIGTERM: 7, signal.SIGUSR1: 0, signal.SIGINT: 3}[number]

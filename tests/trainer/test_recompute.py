@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 import torch
@@ -29,7 +31,7 @@ def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
     data = batch(plan.model, B, S, 0, True)
     with StorageTracker() as tracker:
         loss = part.loss(stage(None, data), data.targets)
-        kept = tracker.live
+        kept = min(map(tracker_live, [tracker] * 20))
     with FlopCounterMode(display=False) as flops:
         loss.backward()
     grads = {name: param.grad for name, param, _ in part.parameters()}
@@ -37,6 +39,12 @@ def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
         count for op, count in flops.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
     )
     return {"loss": loss.item(), "grads": grads, "kept": kept, "products": products, "names": names}
+
+
+def tracker_live(tracker: StorageTracker) -> int:
+    """Bytes that live in a moment: gloo's thread lets go of the last message's tensors when it comes to it."""
+    time.sleep(0.002)
+    return tracker.live
 
 
 @pytest.mark.parametrize("kind", [LLAMA, GPT], ids=["llama", "gpt"])
