@@ -40,7 +40,8 @@ def techniques() -> str:
 
 
 def _priority(met: list[dict]) -> str:
-    return ", at real-time priority" if all(one["realtime"] for one in met) else ""
+    many = sum(1 for one in met if one["realtime"])
+    return f", {many} of {len(met)} cases at real-time priority" if many else ""
 
 
 def collectives() -> str:
