@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None, derandomize=True)
@@ -17,3 +18,13 @@ settings.load_profile("untimed")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the home of the process that starts them
     os.environ["ORCH_HOME"] = tempfile.mkdtemp(prefix="orch-test-home-")
     atexit.register(shutil.rmtree, os.environ["ORCH_HOME"], ignore_errors=True)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder for local runs, which end with the test."""
+    from tests.launch.parcels import kill_runs  # not every test has runs
+
+    folder = tmp_path / "runs"
+    yield folder
+    kill_runs(folder)

@@ -52,12 +52,12 @@ class Identity:
     started: int
 
 
-def _stat(pid: int) -> tuple[int, str, int] | None:
-    """(parent, state letter, start time) from /proc/<pid>/stat, None when there is no such process."""
+def _stat(pid: int) -> tuple[int, str, int, int] | None:
+    """(parent, state letter, start time, ticks computed) from /proc/<pid>/stat, None when there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # the name in parentheses may hold anything
-        return int(fields[1]), fields[0].decode(), int(fields[19])
+        return int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[11]) + int(fields[12])
     except (OSError, IndexError):
         return None
 
@@ -72,14 +72,10 @@ class Load:
 
 def load_of(process: Identity) -> Load | None:
     """None when that process is no more."""
-    try:
-        with open(f"/proc/{process.pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        if int(fields[19]) != process.started:
-            return None
-        return Load(fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-    except (OSError, IndexError):
+    found = _stat(process.pid)
+    if found is None or found[2] != process.started:
         return None
+    return Load(found[1], found[3] / os.sysconf("SC_CLK_TCK"))
 
 
 def identity(pid: int) -> Identity | None:

@@ -11,17 +11,10 @@ from orchestrator.launch.local import LocalBackend
 from orchestrator.launch.node_memory import NodeMemory
 from orchestrator.launch.request import compose_environment, from_bytes
 from orchestrator.launch.run_folder import RunFolder
-from tests.agent.test_elastic import cancel, events, kill, running, sized
-from tests.launch.parcels import kill_runs, make_parcel
+from tests.agent.test_elastic import cancel, kill, running, sized
+from tests.launch.parcels import events, make_parcel
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-
-@pytest.fixture
-def runs(tmp_path):
-    folder = tmp_path / "runs"
-    yield folder
-    kill_runs(folder)
 
 
 def start(runs, run_id: str, sizes: tuple[int, ...], wishes: dict[str, str], spares: int = 0, **rules) -> RunFolder:

@@ -114,12 +114,9 @@ def make_folder(tmp_path, epoch=-1) -> RunFolder:
 
 
 @contextlib.asynccontextmanager
-async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1):
-    folder = make_folder(tmp_path, epoch)
-    rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
-    recorder = Recorder(folder, "node0", PLAN)
-    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
-    task = asyncio.create_task(Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record).run("127.0.0.1"))
+async def coordinating(folder: RunFolder, coordinator: Coordinator, recorder: Recorder):
+    """The world of a coordinator that can be joined; it ends with the block."""
+    task = asyncio.create_task(coordinator.run("127.0.0.1"))
     while not folder.coordinator.exists():
         await asyncio.sleep(0.01)
     try:
@@ -128,6 +125,18 @@ async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         recorder.close()
+
+
+@contextlib.asynccontextmanager
+async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1):
+    folder = make_folder(tmp_path, epoch)
+    rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
+    recorder = Recorder(folder, "node0", PLAN)
+    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
+    async with coordinating(
+        folder, Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record), recorder
+    ) as found:
+        yield found
 
 
 def run(scenario, tmp_path, **options):

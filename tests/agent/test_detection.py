@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
-from tests.launch.parcels import kill_runs, submit, wait_end, wait_for
+from tests.launch.parcels import events, submit, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture
-def runs(tmp_path):
-    folder = tmp_path / "runs"
-    yield folder
-    kill_runs(folder)
 
 
 def start(runs, wishes: dict[str, object], *, nodes: int = 2, ranks: int = 4, **backend) -> RunFolder:
@@ -27,11 +19,6 @@ def start(runs, wishes: dict[str, object], *, nodes: int = 2, ranks: int = 4, **
     plan = make_plan(dp=ranks, nodes=nodes)
     fields = {"hang_after_s": 2.0, "max_restarts": 9} | backend
     return submit(plan, runs, env=env, backend=fields)
-
-
-def events(folder: RunFolder, name: str) -> list[dict]:
-    paths = sorted((folder.path / "events").glob("*.jsonl"))
-    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
 
 
 @pytest.mark.slow

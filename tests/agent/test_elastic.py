@@ -16,7 +16,7 @@ from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import RunState, read_state
 from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.replan import replan
-from tests.launch.parcels import kill_runs, make_parcel, no_namespaces, wait_end, wait_for
+from tests.launch.parcels import events, make_parcel, no_namespaces, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -39,13 +39,6 @@ def start(runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, max_rest
     parcel = make_parcel(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
     LocalBackend().submit(parcel, os.environ)
     return RunFolder(runs / parcel.request.run_id)
-
-
-@pytest.fixture
-def runs(tmp_path):
-    folder = tmp_path / "runs"
-    yield folder
-    kill_runs(folder)
 
 
 def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
@@ -72,11 +65,6 @@ def agent(folder: RunFolder, node: str) -> int:
 
 def kill(folder: RunFolder, node: str, signum: int = signal.SIGKILL) -> None:
     os.kill(agent(folder, node), signum)
-
-
-def events(folder: RunFolder, name: str) -> list[dict]:
-    paths = sorted((folder.path / "events").glob("*.jsonl"))
-    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
 
 
 def cancel(folder: RunFolder) -> RunState:

@@ -19,7 +19,7 @@ from orchestrator.launch.request import Policy
 from orchestrator.launch.run_folder import write_private
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit, load_plan, to_json
-from tests.agent.test_coordinator import KEY, PLAN, World, make_folder
+from tests.agent.test_coordinator import KEY, PLAN, coordinating, make_folder
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 
@@ -39,15 +39,8 @@ async def coordinated(tmp_path):
     recorder = Recorder(folder, "node0", PLAN)
     record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
     parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, Growth())
-    task = asyncio.create_task(ElasticCoordinator(*parts).run("127.0.0.1"))
-    while not folder.coordinator.exists():
-        await asyncio.sleep(0.01)
-    try:
-        yield World(folder, task)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        recorder.close()
+    async with coordinating(folder, ElasticCoordinator(*parts), recorder) as found:
+        yield found
 
 
 def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_waited_for(tmp_path):

@@ -16,18 +16,10 @@ from orchestrator.launch.processes import identity, is_alive
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state, true_state
-from tests.launch.parcels import kill_runs, make_parcel, submit, wait_end, wait_for, wait_state, wait_step
+from tests.launch.parcels import make_parcel, submit, wait_end, wait_for, wait_state, wait_step
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture
-def runs(tmp_path):
-    """A folder for runs."""
-    folder = tmp_path / "runs"
-    yield folder
-    kill_runs(folder)
 
 
 def plan(nodes: int = 2, ranks: int = 4, **fields):

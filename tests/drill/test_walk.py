@@ -24,19 +24,12 @@ from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.replan import replan
 from tests.agent.test_elastic import cancel, running
 from tests.drill.test_drill import TOGETHER
-from tests.launch.parcels import kill_runs, make_parcel, wait_for
+from tests.launch.parcels import make_parcel, wait_for
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 BATCH = 24  # samples: one to eight nodes share them evenly, but for five and seven
-
-
-@pytest.fixture
-def runs(tmp_path):
-    folder = tmp_path / "runs"
-    yield folder
-    kill_runs(folder)
 
 
 def sized(nodes: int, **fields) -> Plan:

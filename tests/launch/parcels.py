@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -116,3 +117,9 @@ def no_namespaces() -> str:
     except OrchError as error:
         return error.message
     return ""
+
+
+def events(folder: RunFolder, name: str) -> list[dict]:
+    """Those of that name, of all nodes."""
+    paths = sorted((folder.path / "events").glob("*.jsonl"))
+    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]

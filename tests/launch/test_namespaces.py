@@ -22,7 +22,7 @@ from orchestrator.launch.namespaces import Network, Wiring
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit
-from tests.launch.parcels import kill_runs, make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
+from tests.launch.parcels import make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 
 SHAPED = {"options": {"network": "namespaces", "link_gbit_per_s": 0.5}}
@@ -30,13 +30,6 @@ LONG = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE":
 
 
 real = [pytest.mark.process, pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())]
-
-
-@pytest.fixture
-def runs(tmp_path):
-    folder = tmp_path / "runs"
-    yield folder
-    kill_runs(folder)
 
 
 @contextmanager

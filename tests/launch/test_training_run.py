@@ -14,7 +14,7 @@ from orchestrator.launch.local import LocalBackend
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Plan
-from tests.launch.parcels import make_parcel, wait_end, wait_for, wait_step
+from tests.launch.parcels import events, make_parcel, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -39,11 +39,6 @@ def losses(folder: RunFolder) -> dict[int, float]:
             if line.get("loss") is not None:
                 found[line["step"]] = line["loss"]
     return found
-
-
-def events(folder: RunFolder, name: str) -> list[dict]:
-    paths = sorted((folder.path / "events").glob("*.jsonl"))
-    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
 
 
 def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):

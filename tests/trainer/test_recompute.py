@@ -31,7 +31,7 @@ def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
     data = batch(plan.model, B, S, 0, True)
     with StorageTracker() as tracker:
         loss = part.loss(stage(None, data), data.targets)
-        kept = min(map(tracker_live, [tracker] * 20))
+        kept = min(live_soon(tracker) for _ in range(20))
     with FlopCounterMode(display=False) as flops:
         loss.backward()
     grads = {name: param.grad for name, param, _ in part.parameters()}
@@ -41,8 +41,8 @@ def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
     return {"loss": loss.item(), "grads": grads, "kept": kept, "products": products, "names": names}
 
 
-def tracker_live(tracker: StorageTracker) -> int:
-    """Bytes that live in a moment: gloo's thread lets go of the last message's tensors when it comes to it."""
+def live_soon(tracker: StorageTracker) -> int:
+    """Bytes that live a moment later: gloo's thread lets go of the last message's tensors when it comes to it."""
     time.sleep(0.002)
     return tracker.live
 

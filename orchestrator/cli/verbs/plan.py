@@ -87,8 +87,8 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
     import os
 
     folders = os.environ.get("PATH", "").split(os.pathsep)
-    asked = any(os.access(os.path.join(folder, name), os.X_OK) for folder in folders for name in ("sbatch", "kubectl"))
-    if config.backend.name != "local" and not asked:
+    programs = (os.path.join(folder, name) for folder in folders for name in ("sbatch", "kubectl"))
+    if config.backend.name != "local" and not any(os.access(program, os.X_OK) for program in programs):
         return []  # no scheduler within reach: its modules are not even imported
 
     from orchestrator.launch.backend import BACKENDS, get_backend
