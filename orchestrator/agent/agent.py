@@ -219,18 +219,17 @@ class Agent:
             if self._silent_ticks == most:
                 self._channel.abort()  # _listen goes on from there
 
-    async def _examine(self, order: Examine) -> None:
+    async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:
         """Save where all workers are, then end those that hold the others up."""
         log.error("%s", order.reason)
-        alive = {rank: worker for rank, pid in self._workers.pids.items() if pid and (worker := identity(pid))}
-        await asyncio.gather(*(self._save_stack(rank, worker, order.reason) for rank, worker in alive.items()))
+        await asyncio.gather(*(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()))
         for rank in alive.keys() & order.end:
             with contextlib.suppress(OSError), self._folder.rank_log(rank).open("a") as file:
                 file.write(f"orch: {order.reason}: killed\n")
             send_signal(alive[rank], signal.SIGKILL)
 
-    async def _save_stack(self, rank: int, worker: Identity, reason: str) -> None:
-        path = self._folder.stack(self._epoch, rank)
+    async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:
+        path = self._folder.stack(epoch, rank)
         if not await save_stack(worker, self._folder.rank_log(rank), path, reason):
             self._recorder.event("stack_not_saved", rank=rank)
 
@@ -272,9 +271,13 @@ class Agent:
         elif isinstance(message, CoordinatorAlive):
             self._recorder.metrics.set("orch_node_slowdown_ratio", message.slowdown)
         elif isinstance(message, Examine):
-            task = asyncio.create_task(self._examine(message))
+            alive = {rank: worker for rank, pid in self._workers.pids.items() if pid and (worker := identity(pid))}
+            task = asyncio.create_task(self._examine(message, epoch, alive))
             self._examining.add(task)
             task.add_done_callback(self._examining.discard)
+        elif isinstance(message, Stop) and self._examining:
+            # Another node was faster in ending its workers: no reason to end ours before they have spoken.
+            next(iter(self._examining)).add_done_callback(lambda task: task.cancelled() or self._obey(epoch, message))
         elif isinstance(message, Stop):
             log.warning("stopping: %s", message.reason)
             if self._assigned:

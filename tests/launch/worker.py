@@ -51,7 +51,8 @@ def meet(step: int, apart: bool) -> bool:
     mine.with_suffix(".new").rename(mine)
     others = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK]
     while apart or any(at(rank) < step for rank in others):
-        if any(path.exists() and not alive(int(path.read_text() or 1)) for path in map(pid_file, others)):
+        gone = (path.exists() and not alive(int(path.read_text() or 1)) for path in map(pid_file, others))
+        if not apart and any(gone):
             return False
         time.sleep(0.02)
     DOING.update(waiting=None)
