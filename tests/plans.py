@@ -68,7 +68,7 @@ def make_plan(
     checkpoint_every_steps: int = 0,
     copy_every_steps: int = 0,
     metrics_port: int = 0,
-    memory_every_steps: int = 1,
+    memory_every_steps: int = 5,
     trace_steps: int = 0,
     isolate_documents: bool = False,
     model: doc.Model | None = None,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
-from torch.utils._pytree import tree_leaves  # tensors inside an operator's arguments and results
 
 __all__ = [
     "DispatchMode",
@@ -19,7 +18,6 @@ __all__ = [
     "flash_forward",
     "has_flash",
     "storage_key",
-    "tree_leaves",
     "watch_resizes",
 ]
 

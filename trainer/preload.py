@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed
+import torch.fx.experimental.symbolic_shapes  # what a worker's first backward imports: half a second
 
 from . import train  # noqa: F401
 

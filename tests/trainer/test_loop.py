@@ -100,7 +100,7 @@ def test_it_trains(cache, tmp_path, layout):
 
 
 def test_a_step_report_says_what_the_step_did(cache, tmp_path):
-    plan = job(cache, steps=2, dp=2, zero=1)
+    plan = job(cache, steps=2, dp=2, zero=1, memory_every_steps=1)
     _, workers = finish(plan, tmp_path)
     first, second = workers.steps(0)
     size = plan.parallel.global_batch_samples

@@ -20,7 +20,7 @@ import torch
 from orchestrator.plan import Plan, to_json
 from orchestrator.plan.worker import EventReport, PulseReport, Report, StepReport, WorkerEnv
 from trainer.__main__ import main
-from trainer.train import train as _in_memory_before_the_fork  # noqa: F401
+from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
 
 
 def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainer.compat import DispatchMode, storage_key, tree_leaves, watch_resizes
+from trainer.compat import DispatchMode, storage_key, watch_resizes
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 
@@ -115,9 +115,11 @@ class StorageTracker(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        self._meet((args, kwargs), new=False)
+        self._meet(_tensors(args), new=False)
+        if kwargs:
+            self._meet(_tensors(kwargs.values()), new=False)
         out = func(*args, **kwargs)
-        self._meet(out, new=True)
+        self._meet(_tensors((out,)), new=True)
         return out
 
     # ------------------------------------------------------------------------------------------- what is seen
@@ -151,12 +153,11 @@ class StorageTracker(DispatchMode):
             for storage in _storages(tensors()):
                 yield category, storage
 
-    def _meet(self, tree: object, new: bool) -> None:
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage_key(storage) not in self._known:
-                    self._follow(storage, self._newborn(storage.nbytes()) if new else None)
+    def _meet(self, tensors: Iterator[Tensor], new: bool) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage_key(storage) not in self._known:
+                self._follow(storage, self._newborn(storage.nbytes()) if new else None)
 
     def _newborn(self, size: int) -> Life:
         number, forward = self._running() or (None, False)
@@ -212,6 +213,15 @@ class StorageTracker(DispatchMode):
             self.lives.append(after)
         else:
             self._follow(storage, after)
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Of what an operator takes or returns: its lists need no registry of tree nodes, which costs half of a step."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def thin(points: list[Point], most: int) -> list[Point]:
