@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
     more = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 5}
-    return make_plan(dp=2, nodes=2, zero=1, steps=steps, seq_len=32, **{**more, **fields})
+    return make_plan(**{"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32, **more, **fields})
 
 
 def start(tmp_path, plan: Plan, run_id: str, **backend) -> RunFolder:
@@ -42,9 +42,9 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 
 def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):
-    steps = 60
+    steps = 40
     spec = plan(corpus, tmp_path, steps, trace_steps=2)
-    whole = start(tmp_path, spec, "whole")
+    whole = start(tmp_path, plan(corpus, tmp_path, steps, trace_steps=2, nodes=1), "whole")  # the same layout
     assert wait_end(whole, 150).state == "done", whole.rank_log(0).read_text()
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     assert main(["report", "whole", "--rank", "1", "--json"]) == 0
@@ -58,7 +58,7 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     victim = next(pid for pid in children_of(children_of(pids["node1"])[0]) if comm(pid).startswith("orch-rank-"))
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), 100, "resuming")
-    wait_for(lambda: max(losses(broken), default=0) > 30, 100, "progress")
+    wait_for(lambda: max(losses(broken), default=0) > 20, 100, "progress")
     LocalBackend().cancel(broken, force=False)
     state = wait_end(broken, 90)
     assert (state.state, state.reason) == ("cancelled", "cancelled by the user")

@@ -150,11 +150,11 @@ echo "$RANK $SLURMD_NODENAME $SLURM_TOPOLOGY_ADDR" > "$ORCH_RUN_DIR/seen-$RANK"
 def test_trains_for_real_across_the_leaves(orch):
     """16 gloo workers on text, tensor-parallel inside nodes, pipelines and data-parallel across: the loss falls."""
     run = orch.submit(
-        "cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=12", "train.log_every_steps=1", program=None
+        "cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=6", "train.log_every_steps=1", program=None
     )
     assert run.wait("done").exit_code == 0
     losses = run.losses()
-    assert sorted(losses) == list(range(1, 13)) and losses[12] < losses[1] - 0.3
+    assert sorted(losses) == list(range(1, 7)) and losses[6] < losses[1] - 1.0
     node = [rank["node"] for rank in run.plan["ranks"]]
     assert all(len({node[r] for r in group}) == 1 for group in run.plan["groups"]["tp"])
     assert any(len({node[r] for r in group}) > 1 for group in run.plan["groups"]["pp"])
