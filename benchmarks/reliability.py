@@ -51,7 +51,7 @@ WORKERS = {"host": "stand-ins", "cable": "stand-ins", "trainer": "trainer", "bud
 #: seconds that a fault lasts: longer than silence is borne
 FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
 LASTS_S = 5.0
-WARM_S = 15.0  # for the nursery of a node that has come back to import torch: that is not what is measured
+BACK_S, TRAINER_BACK_S = 0.2, 5.0  # after which a lost node is there again, and, with the trainer, imports torch
 
 
 class OrchRun:
@@ -64,7 +64,8 @@ class OrchRun:
         words = ["submit", f"nodes=2..{NODES}", f"cluster.nodes={NODES}", "cluster.gpus_per_node=1", "train.seq_len=64"]
         words += ["train.global_batch_samples=6", f"backend.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"]
         words += ["train.steps=1000000", "backend.max_restarts=100000", "checkpoint.every_steps=5"]
-        words += ["backend.options.restart_lost_nodes_after_s=0.2", "backend.options.grow_after_s=0.2"]
+        back_s = TRAINER_BACK_S if kind in ("trainer", "buddy") else BACK_S
+        words += [f"backend.options.restart_lost_nodes_after_s={back_s}", "backend.options.grow_after_s=0.2"]
         if kind == "cable":
             words += ["backend.options.network=namespaces", "backend.options.link_gbit_per_s=1"]
         else:
@@ -103,8 +104,10 @@ class OrchRun:
             return False
         if self.kind not in ("trainer", "buddy"):
             return True
-        came = [mark.at for mark in read_marks(self.range.folder, state.nodes) if mark.name == "agent_started"]
-        return time.time() > max(came) + WARM_S
+        # trials begin when all have imported torch: that is not what is measured
+        marks = read_marks(self.range.folder, state.nodes)
+        warm = {mark.node: mark.at for mark in marks if mark.name == "workers_warm"}
+        return all(warm.get(mark.node, 0.0) >= mark.at for mark in marks if mark.name == "agent_started")
 
     def _wait_saves(self, end: float) -> None:
         while time.monotonic() < end:

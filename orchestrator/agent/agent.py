@@ -19,7 +19,7 @@ from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 
 from .control import Channel, Refused, WrongKey, connect, free_port
-from .membership import HEARTBEAT_S
+from .membership import HEARTBEAT_S, PAUSE_S
 from .messages import (
     AgentAlive,
     Assign,
@@ -35,6 +35,7 @@ from .messages import (
     Started,
     Stop,
     Stopped,
+    Warm,
     WorkerExit,
 )
 from .nursery import REPORT_FD
@@ -79,7 +80,9 @@ class Agent:
         self._folder, self._plan, self._request = folder, plan, request
         self._node, self._place, self._key = node, place, key
         self._recorder, self._metrics_address = recorder, metrics_address
-        self._workers = Workers(self._worker_ended, self._all_ended, recorder.on_line, preloaded(request.worker))
+        program = preloaded(request.worker)
+        known = {"ORCH_PLAN": str(folder.plan)}
+        self._workers = Workers(self._worker_ended, self._all_ended, recorder.on_line, program, self._warmed, known)
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._assigned = False  # workers of this epoch were started, and not all have ended
@@ -169,6 +172,7 @@ class Agent:
             nics=self._place.nics,
             plan_hash=self._plan.hash,
             metrics=self._metrics_address,
+            warm=self._workers.warm,
         )
         channel.send(self._epoch, join)
 
@@ -208,13 +212,17 @@ class Agent:
         """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
         most = max(2, round(self._request.policy.heartbeat_timeout_s / HEARTBEAT_S))
         looks = round(HEARTBEAT_S / LOOK_S)
+        clock = asyncio.get_running_loop().time
         while True:
+            began = clock()
             for look in range(looks):
                 await asyncio.sleep(LOOK_S)
                 seen = self._recorder.watch.look(self._workers.pids)
                 if look == looks - 1 or any(map(is_frozen, seen)):
                     self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
+            if clock() - began > PAUSE_S:
+                continue
             self._silent_ticks += 1
             if self._silent_ticks == most:
                 self._channel.abort()  # _listen goes on from there
@@ -327,6 +335,8 @@ class Agent:
             worker = self._request.worker
             self._workers.start(seat.rank, worker.argv, variables, worker.cwd, path, banner)
         self._recorder.event("workers_started", ranks=[seat.rank for seat in by_gpu])
+        if self._succession:
+            self._succession.prepare(used_nodes(self._plan))
         self._channel.send(self._epoch, Started())
 
     def _read_plan(self) -> None:
@@ -354,6 +364,11 @@ class Agent:
             run_dir=str(self._folder.path),
             report_fd=REPORT_FD,
         )
+
+    def _warmed(self) -> None:
+        self._recorder.event("workers_warm")
+        if self._channel:
+            self._channel.send(self._epoch, Warm())
 
     def _worker_ended(self, rank: int, code: int, asked: bool) -> None:
         step = self._recorder.last_step.get(rank)

@@ -44,7 +44,7 @@ from .messages import (
 from .recorder import Recorder
 from .run_record import NO_ROOM, RunRecord
 
-_FAILURE_GRACE_S = 10.0  # for the peers of a failed worker: they have nothing to save together any more
+_FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they have nothing to save together any more
 _UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
 
 log = logging.getLogger("orch.coordinator")

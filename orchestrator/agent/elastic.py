@@ -22,16 +22,15 @@ from orchestrator.plan import Exit, Plan
 from . import policy
 from .coordinator import Coordinator
 from .epoch import Epoch
-from .membership import HEARTBEAT_S, Lost, Unfit
-from .messages import Done, Join, Notice, Prepare, Started
+from .membership import PAUSE_S, Lost, Unfit
+from .messages import Done, Join, Notice, Prepare, Started, Warm
 from .run_record import NO_ROOM
 from .sizes import Sizes
 from .succession import TICK_S, TURN_TICKS, Whereabouts
 
 _SETTLE_S = 8.0  # for agents to find a coordinator that has moved; who comes later is a spare
 _LOOK_AGAIN_S = 1.0  # whether growing pays by now: the longer nothing happens, the longer nothing will be expected to
-_PAUSE_S = 2.0 * HEARTBEAT_S  # between two ticks: this process did not run
-_LOSS_GRACE_S = 3.0  # workers notice a dead peer by themselves; those of a frozen one have nothing to wait for
+_LOSS_GRACE_S = 1.5  # workers notice a dead peer by themselves; those of a frozen one have nothing to wait for
 
 
 class _Resigned(Deposed):
@@ -83,7 +82,7 @@ class ElasticCoordinator(Coordinator):
 
     def _tick(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._ticked > _PAUSE_S:  # we were frozen: nodes that have hung up meanwhile may well live
+        if now - self._ticked > PAUSE_S:  # we were frozen: nodes that have hung up meanwhile may well live
             self._note("was_away", seconds=round(now - self._ticked, 1))
             self._silent = True
         self._ticked = now
@@ -144,6 +143,9 @@ class ElasticCoordinator(Coordinator):
                 self._ask(what)
                 return self._over(self._request.kind, Exit.RESTART, "", f"{self._request.reason}; nothing had started")
         self._group.gathering = False
+        if not moved:
+            for member in self._group.members.values():
+                member.warm = True  # all import at once: none is worth waiting for less than the others
         for node in known.keys() & awaited - self._group.members.keys():
             self._record.lost(node)
         self._note("nodes_joined", nodes=len(self._group.members), coordinator_moved=moved)
@@ -193,7 +195,7 @@ class ElasticCoordinator(Coordinator):
     ) -> policy.Decision:
         """Claim the next epoch and put its plan in force, or end the run where the nodes do not suffice."""
         healthy = list(self._group.members)
-        plan = await self._sizes.next(self._plan, healthy)
+        plan = await self._sizes.next(self._plan, self._able())
         if plan is None and self._silent:
             plan = await self._step_back()
         if plan is None:
@@ -212,6 +214,11 @@ class ElasticCoordinator(Coordinator):
         self._recorder.metrics.set("orch_spare_nodes", len(healthy) - len(self._seats))
         return decision
 
+    def _able(self) -> list[str]:
+        """Members whose workers would start at once. Where those are too few, all of them."""
+        warm = [node for node, member in self._group.members.items() if member.warm]
+        return warm if len(warm) >= self._sizes.least else list(self._group.members)
+
     async def _step_back(self) -> Plan | None:
         """Too few are heard, but more may live on the other side of a cut: leave the run to whoever claims it there.
 
@@ -228,7 +235,7 @@ class ElasticCoordinator(Coordinator):
             if len(self._group.members) >= self._sizes.least:
                 break
         self._beating, self._silent = True, False
-        return await self._sizes.next(self._plan, list(self._group.members))
+        return await self._sizes.next(self._plan, self._able())
 
     def _tell_change(self, old: Plan, new: Plan, reason: str) -> None:
         nodes, before = used_nodes(new), used_nodes(old)
@@ -255,6 +262,8 @@ class ElasticCoordinator(Coordinator):
                 self._note("node_joined", on=node)
                 self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
                 self._consider(now)
+        elif isinstance(what, Warm):
+            self._consider(now)
         elif isinstance(what, Notice) and not self._folder.cancel.exists():
             self._leave(now, node, what)
         else:
@@ -280,7 +289,7 @@ class ElasticCoordinator(Coordinator):
 
     def _slow(self, now: Epoch, nodes: dict[str, float]) -> None:
         super()._slow(now, nodes)
-        spares = len(self._group.members) - len(self._seats)
+        spares = len(self._able()) - len(self._seats)
         if nodes and spares and self._rules.on_straggler == "exclude" and not now.stopping:
             node, ratio = max(nodes.items(), key=lambda item: item[1])
             now.resize = f"{node} is slow: its own compute time is {ratio:g} times the median of its peers'"
@@ -321,12 +330,13 @@ class ElasticCoordinator(Coordinator):
         horizon = min(left, (time - self._began) / self._faults) if self._faults else left
         stable = time - self._changed
         times = {"stable_s": stable, "cost_s": self._cost_s, "horizon_s": horizon}
-        larger = self._sizes.worth(self._plan, len(self._group.members), **times)
+        warm = len(self._able())
+        larger = self._sizes.worth(self._plan, warm, **times)
         if larger is not None:
             now.resize = f"growing from {len(self._seats)} to {len(used_nodes(larger))} nodes"
             self._note("growing", nodes=len(used_nodes(larger)), horizon_s=round(horizon, 1), cost_s=self._cost_s)
             self._stop_all(now, now.resize, "SIGTERM", self._rules.grace_s)
-        elif self._sizes.larger(self._plan, len(self._group.members)):
+        elif self._sizes.larger(self._plan, warm):
             self._grow_at = time + max(_LOOK_AGAIN_S, self._sizes.growth.dwell_s - stable)
 
     @property

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from orchestrator.plan import Exit, Plan
 
 from .control import Channel, Refused, accept
-from .messages import AgentAlive, CoordinatorAlive, Done, Fenced, FromAgent, Join, Notice, Ready
+from .messages import AgentAlive, CoordinatorAlive, Done, Fenced, FromAgent, Join, Notice, Ready, Warm
 
 HEARTBEAT_S = 1.0
+PAUSE_S = 2.0 * HEARTBEAT_S  # between two ticks: this process did not run, and has nothing to say about others
 _MOST_GREETING = 64  # connections that have not yet proven themselves
 _JOIN_S = 10.0
 
@@ -29,6 +30,7 @@ class Member:
 
     channel: Channel
     join: Join
+    warm: bool = True  # its workers would start at once
     silent_ticks: int = 0  # heartbeats since it was last heard. Counted, so that our own pauses are not blamed on it
     ready: Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
@@ -145,7 +147,7 @@ class Membership:
             channel.send(self._epoch(), Fenced(reason=reason))
             self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
             return None
-        member = self.members[join.node] = Member(channel, join)
+        member = self.members[join.node] = Member(channel, join, join.warm)
         self._tell(join.node, join)
         return member
 
@@ -162,7 +164,8 @@ class Membership:
         node = member.join.node
         if epoch > self._epoch() or isinstance(message, Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
-        if isinstance(message, Notice):  # holds for the run, whatever the epoch
+        if isinstance(message, Notice | Warm):  # hold for the run, whatever the epoch
+            member.warm = member.warm or isinstance(message, Warm)
             self._tell(node, message)
         elif epoch < self._epoch():
             if member.ready is not None:
@@ -191,13 +194,16 @@ class Membership:
     async def tick(self, each: Callable[[], None] = lambda: None) -> None:
         """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
         most = max(2, round(self._silence_s / HEARTBEAT_S))
+        clock = asyncio.get_running_loop().time
         while True:
+            began = clock()
             await asyncio.sleep(HEARTBEAT_S)
+            paused = clock() - began > PAUSE_S
             each()
             for node, member in list(self.members.items()):
                 member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))
-                member.silent_ticks += 1
-                if member.silent_ticks == most:
+                member.silent_ticks += not paused
+                if member.silent_ticks == most and not paused:
                     self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
 
     def close(self) -> None:

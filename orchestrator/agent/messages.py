@@ -26,6 +26,11 @@ class Join(_Message, tag="join"):
     nics: int
     plan_hash: str
     metrics: str | None  # host:port of the Prometheus endpoint
+    warm: bool = True  # workers would start at once; else their program is still being imported
+
+
+class Warm(_Message, tag="warm"):
+    """The program is imported: from now on workers start at once."""
 
 
 class Ready(_Message, tag="ready"):
@@ -137,5 +142,5 @@ class Fenced(_Message, tag="fenced"):
     reason: str
 
 
-FromAgent = Join | Ready | Started | WorkerExit | Stopped | Notice | AgentAlive
+FromAgent = Join | Warm | Ready | Started | WorkerExit | Stopped | Notice | AgentAlive
 FromCoordinator = Prepare | Assign | Stop | Examine | CoordinatorAlive | Done | Fenced

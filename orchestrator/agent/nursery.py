@@ -74,7 +74,11 @@ class Nursery:
 
     def serve(self) -> None:
         """Until the warden is gone."""
+        with contextlib.suppress(Exception):  # as below; no worker has been asked for, its program is known
+            self._preload.prepare([], os.environ)
         gc.collect()
+        with contextlib.suppress(OSError):  # the warden is gone: the next packet says so
+            self._orders.send(json.dumps({"warm": True}).encode())
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST_PACKET, 3)
             if not packet:

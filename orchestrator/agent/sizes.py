@@ -12,6 +12,8 @@ from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.plan import Plan, load_plan, to_json
 from orchestrator.planner.elastic import larger_plan, legal_size, next_plan, pays, seats
 
+PLANNER = "orchestrator.planner.replan"  # with what it needs, half a second of processor time
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -46,7 +48,7 @@ class Sizes:
     def prepare(self) -> None:
         """Load what planning needs now, beside the running workers, so that a lost node does not wait for it."""
         if self._loading is None:
-            self._loading = asyncio.create_task(asyncio.to_thread(import_module, "orchestrator.planner.replan"))
+            self._loading = asyncio.create_task(asyncio.to_thread(import_module, PLANNER))
 
     def larger(self, current: Plan, nodes: int) -> Plan | None:
         return larger_plan(current, self.plans, nodes)

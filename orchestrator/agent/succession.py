@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import msgspec
 
@@ -25,10 +26,12 @@ from orchestrator.plan.document import Frozen
 
 from .control import Channel, Refused, WrongKey, connect
 from .messages import FromCoordinator
+from .sizes import PLANNER
 
 TICK_S = 0.25
 TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
+_PREPARE_S = 5.0  # after the workers' start, which has the processor first
 
 
 class Whereabouts(Frozen):
@@ -81,6 +84,18 @@ class Succession:
 
     def __init__(self, folder: RunFolder, node: str, key: bytes, rules: Policy, lead: Callable[[Claims], None]):
         self._folder, self._node, self._key, self._rules, self._lead = folder, node, key, rules, lead
+        self._preparing: asyncio.Task | None = None
+
+    def prepare(self, order: Sequence[str]) -> None:
+        """Soon, in the node whose turn would be next: import what a coordinator plans with."""
+        if self._preparing is None or self._preparing.done():
+            self._preparing = asyncio.create_task(self._prepare(order))
+
+    async def _prepare(self, order: Sequence[str]) -> None:
+        await asyncio.sleep(_PREPARE_S)
+        seen = find(self._folder)
+        if seen is not None and turn_of(self._node, order, seen.node) == 0:
+            await asyncio.to_thread(import_module, PLANNER)
 
     async def join(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel | None:
         """A channel to the coordinator, wherever it is by now. None when `over` is done, when the run has ended

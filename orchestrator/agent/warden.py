@@ -194,6 +194,9 @@ class Warden:
             if born is None:
                 self._lose_nursery()
                 return
+            if "warm" in born:
+                self._tell(warm=True)
+                continue
             unborn = self._unborn.pop(born["ticket"], None)
             if unborn is not None:  # else it was not wanted any more, and finds its word's pipe closed
                 self._born(unborn.order["rank"], born["pid"])
@@ -205,6 +208,7 @@ class Warden:
         """It could not import the program, or somebody killed it: workers start the plain way from now on."""
         self._nursery.close()
         self._nursery, self._nurse = None, 0
+        self._tell(warm=True)  # as warm as it will ever be
         waiting, self._unborn = self._unborn, {}
         for unborn in waiting.values():
             order = unborn.order

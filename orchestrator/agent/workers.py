@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from orchestrator.launch.processes import become_subreaper, kill_descendants
 
@@ -26,6 +27,7 @@ class Workers:
 
     `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had been told to stop).
     `on_empty()`: all have, and nothing that they started is left. `on_line(rank, line)`: one report, unread.
+    `on_warm()`: from now on workers start as fast as they ever will.
     """
 
     def __init__(
@@ -34,9 +36,14 @@ class Workers:
         on_empty: Callable[[], None],
         on_line: Callable[[int, bytes], None],
         program: Sequence[str] = (),
+        on_warm: Callable[[], None] = lambda: None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ):
+        """`environment`: what all workers will be told alike, as far as it is known before there are any."""
+        self._environment = dict(environment)
         self._program = program  # a command that begins so is forked from a preloaded process (nursery.py)
-        self._on_exit, self._on_empty, self._on_line = on_exit, on_empty, on_line
+        self._on_exit, self._on_empty, self._on_line, self._on_warm = on_exit, on_empty, on_line, on_warm
+        self.warm = not program  # what they import has been imported, or is not known
         self._warden: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
         self._alive: dict[int, int] = {}  # rank -> pid, 0 until the warden has said it
@@ -59,8 +66,13 @@ class Workers:
         with theirs:
             argv = [sys.executable, "-P", "-m", "orchestrator.agent.warden", str(theirs.fileno())]
             argv += self._program
+            self.warm = not self._program
             self._warden = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                argv,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | self._environment,
             )
         self._socket = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._heard)
@@ -149,6 +161,9 @@ class Workers:
                 self._ended(answer["exit"], answer["code"])
             elif "empty" in answer:
                 self._all_ended()
+            elif "warm" in answer and not self.warm:
+                self.warm = True
+                self._on_warm()
 
     def _ended(self, rank: int, code: int) -> None:
         if self._alive.pop(rank, None) is None:

@@ -83,13 +83,13 @@ class World:
     def __init__(self, folder: RunFolder, task: asyncio.Task):
         self.folder, self.task = folder, task
 
-    async def join(self, node: str, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None) -> FakeAgent:
+    async def join(self, node, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None, warm=True) -> FakeAgent:
         where = json.loads(self.folder.coordinator.read_text())
         arguments = self.folder.run_id, node, key, FromCoordinator
         agent = FakeAgent(await connect(where["host"], where["port"], *arguments), node)
         join = Join(
             **{"node": name or node, "host": "h", "address": "127.0.0.1", "pid": 1, "gpus": gpus, "nics": 0},
-            **{"plan_hash": plan_hash, "metrics": "127.0.0.1:1"},
+            **{"plan_hash": plan_hash, "metrics": "127.0.0.1:1", "warm": warm},
         )
         agent.say(join, epoch)
         return agent

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from orchestrator.agent.elastic import ElasticCoordinator
-from orchestrator.agent.messages import Notice, Prepare, Ready, Stop, Stopped
+from orchestrator.agent.messages import Assign, Notice, Prepare, Ready, Started, Stop, Stopped, Warm
 from orchestrator.agent.recorder import Recorder
 from orchestrator.agent.run_record import RunRecord
 from orchestrator.agent.sizes import Growth, Sizes
@@ -25,7 +25,7 @@ from tests.plans import make_plan
 
 
 @contextlib.asynccontextmanager
-async def coordinated(tmp_path):
+async def coordinated(tmp_path, heartbeat_s=30.0):
     """An elastic coordinator of two nodes or one, on node0, and the world that plays its agents."""
     sizes = {2: PLAN, 1: make_plan(dp=2, nodes=1)}
     folder = make_folder(tmp_path)
@@ -33,7 +33,7 @@ async def coordinated(tmp_path):
         write_private(folder.sized_plan(nodes), to_json(plan))
     write_private(folder.plan, to_json(PLAN))
     request = make_parcel(PLAN, tmp_path / "elsewhere", sizes=sizes).request
-    rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=30.0, join_timeout_s=30.0)
+    rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0)
     claims = Claims(folder, "node0")
     claims.take(0)
     recorder = Recorder(folder, "node0", PLAN)
@@ -87,6 +87,51 @@ def test_a_run_whose_seated_nodes_must_all_leave_goes_on_where_others_stand_by(t
     asyncio.run(main())
 
 
+def test_a_node_that_still_imports_is_not_waited_for_where_others_suffice(tmp_path):
+    """Found in trials: a node that came back at once had its seat again, and all waited for its `import torch`."""
+
+    async def lose(world, lost, *there):
+        """The nodes that have ranks after `lost` is gone, as the plan in force says; those that are there follow."""
+        lost.channel.abort()
+        epoch = lost.epoch + 1
+        for agent in there:
+            message = (await agent.hear())[1]
+            if isinstance(message, Stop):
+                agent.say(Stopped())
+                message = (await agent.hear())[1]
+            assert message == Prepare()
+            agent.epoch = epoch
+            agent.say(Ready(port=1))
+        while not (plan := load_plan(world.folder.plan)) or world.state().epoch < epoch:
+            await asyncio.sleep(0.01)
+        seated = dict.fromkeys(rank.node for rank in plan.ranks)
+        for agent in there:
+            if agent.node in seated:
+                assert isinstance((await agent.hear())[1], Assign)
+                agent.say(Started())
+        return list(seated)
+
+    async def main():
+        async with coordinated(tmp_path) as world:
+            a, b = await world.join("node0", warm=False), await world.join("node1", warm=False)
+            await asyncio.gather(a.follow(), b.follow())  # at the beginning all import, and are waited for
+            cold = await world.join("cold", epoch=0, warm=False)
+            assert await cold.hear() == (0, Prepare())
+            cold.epoch = 0
+            spare = await world.join("spare", epoch=0)
+            assert await spare.hear() == (0, Prepare())
+            spare.epoch = 0
+            assert await lose(world, b, a, cold, spare) == ["node0", "spare"]
+            assert await lose(world, spare, a, cold) == ["node0"]  # rather smaller than later
+            cold.say(Warm())
+            back = await world.join("node1", epoch=2, warm=False)
+            assert await back.hear() == (2, Prepare())
+            back.epoch = 2
+            assert await lose(world, a, cold, back) == ["cold"]
+
+    asyncio.run(main())
+
+
 def test_a_coordinator_that_was_frozen_does_not_take_those_who_hung_up_for_dead(tmp_path):
     """Found by a drill: it woke before anybody had claimed, saw every connection closed, and ended the run with 76."""
 
@@ -104,5 +149,22 @@ def test_a_coordinator_that_was_frozen_does_not_take_those_who_hung_up_for_dead(
             again = await world.join("node1", epoch=0)
             assigned = await again.follow(1)
             assert assigned.world_size == 2 and world.events("was_away")
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_hardly_runs_fences_nobody(tmp_path):
+    """Found on a starved machine: it had three ticks of five seconds and no turn to read, and fenced its own agent."""
+
+    async def main():
+        async with coordinated(tmp_path, heartbeat_s=2.0) as world:
+            a, b = await world.join("node0"), await world.join("node1")
+            await asyncio.gather(a.follow(), b.follow())
+            for _ in range(3):  # neither says a word, and all this time the coordinator has only these three ticks
+                time.sleep(2.2)
+                await asyncio.sleep(0)
+            assert world.events("was_away") and not world.events("epoch_stops")
+            while not world.events("epoch_stops"):  # it runs again, and they are silent
+                await asyncio.sleep(0.05)
 
     asyncio.run(main())

@@ -65,7 +65,7 @@ def test_every_life_comes_from_one_import_and_is_the_wardens_child(tmp_path, mon
                 nurses.add(by)
             assert h.ended == {0: (0, False), 1: (0, False)}
             h.ended.clear()
-        assert len(nurses) == 1
+        assert len(nurses) == 1 and h.workers.warm
         assert children_of(h.workers.warden_pid) == [int(nurses.pop())]  # the nursery alone outlives a life
 
     run(scenario, tmp_path, monkeypatch)
@@ -137,6 +137,7 @@ def test_a_worker_told_to_end_before_it_is_born_has_ended(tmp_path, monkeypatch,
         await h.until_empty()
         code = -15 if end == "stop" else -9
         assert h.ended == {0: (code, True), 1: (code, True)}
+        assert not h.workers.warm
         waits.unlink()
         h.ended.clear()
         h.start("print('next life')", 0)  # from the same nursery, which has meanwhile borne two that nobody wants
