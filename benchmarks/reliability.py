@@ -147,7 +147,7 @@ def orch_trial(runs: dict[str, OrchRun], home: Path, kind: str, fault: str, posi
         found |= runs[kind].witnesses(found["at"])
     except (OrchError, subprocess.CalledProcessError) as error:
         found = {"fault": fault, "position": position, "ok": False, "problem": str(error), "at": time.time()}
-    if (not found["ok"] or fault == "notice") and kind in runs:  # a node that was told to leave does not come back
+    if not found["ok"] and kind in runs:
         runs.pop(kind).close()
     return found
 

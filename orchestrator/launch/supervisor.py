@@ -137,8 +137,9 @@ class Supervisor:
             self._kill()
 
     def _may_come_back(self, node: str, code: int) -> None:
+        """Lost, cut off, or told to leave; not one that was found bad, and not after the run's end (`_bring_back`)."""
         after = self._options.restart_lost_nodes_after_s
-        if after is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY)):
+        if after is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)):
             self._back[node] = time.monotonic() + after
 
     def _bring_back(self) -> None:

@@ -31,6 +31,7 @@ from orchestrator.plan import Exit, PlanError, load_plan, meaning
 if TYPE_CHECKING:
     from .stand_in import StandIn
 
+_AGAIN_S = 1.0
 _TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
 
 
@@ -113,7 +114,8 @@ def _agent(folder: RunFolder) -> int:
     if not request.sizes:
         return int(agent_main(argv))
     stand_in = _stand_in(folder, node, request)
-    code = int(agent_main([*argv, "--elastic"]))
+    while (code := int(agent_main([*argv, "--elastic"]))) == Exit.FENCED and not read_state(folder).is_final:
+        time.sleep(_AGAIN_S)  # frozen or cut off, and well again: as a newcomer
     if read_state(folder).is_final:  # the script waits for those that are left, but not for ever
         Path(folder.path, "slurm", "ended").touch(0o600)
         if stand_in:

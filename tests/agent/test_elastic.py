@@ -134,6 +134,11 @@ def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
     assert growing.outcome == "restart" and growing.cause is None and not growing.counted
     assert len({(folder.path / f"saved-{rank}").read_text() for rank in range(2)}) >= 1, "saved before it stopped"
     assert [e["how"] for e in events(folder, "replanned")] == ["shrink", "grow"]
+    left = next(node for node in third.nodes if node != third.writer)
+    kill(folder, left, signal.SIGTERM)  # drained, and in service again
+    running(folder, *third.nodes.keys() - {left}, after=third.epoch)
+    running(folder, "node0", "node1", "node2", after=third.epoch + 1)
+    assert [e["how"] for e in events(folder, "replanned")][2:] == ["shrink", "grow"]
     assert cancel(folder).state == "cancelled"
 
 

@@ -91,6 +91,36 @@ def test_nodes_that_an_epoch_went_on_without_are_left_out_of_the_next_life(folde
     assert (folder.path / "slurm" / "exclude").read_text() == "n3\n"
 
 
+def test_nodes_that_ended_a_life_or_were_excluded_in_it_are_left_out_of_the_next(folder):
+    live(folder, 0, "n1", "n2", "n3", "n4")
+    cause = Cause(kind="worker_exit", text="ECC", epoch=0, node="n4", code=int(Exit.NODE))
+    ended = {"state": "failed", "exit_code": int(Exit.NODE), "reason": "n4", "cause": cause, "excluded": {"n1": "slow"}}
+    write_state(folder, msgspec.structs.replace(read_state(folder), **ended))
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", "1"]) == Exit.NODE
+    assert (folder.path / "slurm" / "exclude").read_text() == "n[1,4]\n"
+
+
+@pytest.mark.parametrize(("phase", "lives"), [("running", 3), ("done", 1)])
+def test_an_agent_that_was_cut_off_comes_again_while_the_run_goes_on(folder, monkeypatch, phase, lives):
+    live(folder, 0, "n1", "n2", "n3", "n4")
+    write_state(folder, msgspec.structs.replace(read_state(folder), state=phase))
+    codes, started = [int(Exit.FENCED), int(Exit.FENCED), 0], []
+
+    def agent(argv):
+        started.append(argv)
+        return codes.pop(0)
+
+    monkeypatch.setattr("orchestrator.agent.__main__.main", agent)
+    monkeypatch.setattr(task, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(task, "environment", lambda *_: {})
+    monkeypatch.setattr(task.os, "dup2", lambda *_: None)  # its output stays ours
+    monkeypatch.chdir(folder.path)
+    for name in ("SLURMD_NODENAME", "ORCH_SCRIPT_NODE"):
+        monkeypatch.setenv(name, "n2")
+    assert task.main(["agent", "--run-dir", str(folder.path)]) == (0 if lives == 3 else Exit.FENCED)
+    assert len(started) == lives and all("--elastic" in argv for argv in started)
+
+
 # ------------------------------------------------------------------------------------------ the script's node is lost
 
 NOON = datetime(2026, 11, 21, 12)

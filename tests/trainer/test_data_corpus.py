@@ -82,11 +82,10 @@ def test_nothing_to_read(tmp_path, names, paths, message):
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     """As root every folder can be read, so the walk is told to fail."""
 
-    def failing(root, onerror):
-        onerror(PermissionError(13, "Permission denied", str(root)))
-        return iter(())
+    def failing(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(corpus.os, "walk", failing)
+    monkeypatch.setattr(corpus.os, "scandir", failing)
     with pytest.raises(DataError, match=r"cannot read data folder .*: Permission denied"):
         find_sources([str(tmp_path)], EXTENSIONS)
 

@@ -88,7 +88,7 @@ def _state_of(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
     """Changes whenever a file may have changed. Costs no reading."""
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     for source in sources:
-        digest.update(f"{source.path.resolve()}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape"))
+        digest.update(f"{source.path}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

@@ -30,7 +30,7 @@ class Source:
     """A file of the corpus. `name` orders it and appears in messages."""
 
     name: str
-    path: Path
+    path: Path  # without symbolic links
     size: int  # bytes
     mtime_ns: int
 
@@ -65,28 +65,41 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
         root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
         if not root.exists():
             raise DataError(f"data path {path!r} does not exist")
-        files = [root] if root.is_file() else sorted(_walk(root, path == STDLIB), key=lambda file: file.parts)
-        for file in files:
-            if file.suffix.lower() not in extensions and not root.is_file():
-                others[file.suffix.lower() or "no extension"] += 1
+        if root.is_file():
+            _take(found, root.name, root.resolve(), root.stat())
+            continue
+        real = root.resolve()  # once: every rank comes here at every start, and a corpus may have a million files
+        for file in sorted(_walk(real, path == STDLIB), key=lambda file: file.path.split(os.sep)):
+            place = Path(file.path)
+            if (suffix := place.suffix.lower()) not in extensions:
+                others[suffix or "no extension"] += 1
                 continue
-            status = file.stat()
-            name = file.name if root.is_file() else f"{path}/{file.relative_to(root).as_posix()}"
-            found.setdefault(file.resolve(), Source(name, file, status.st_size, status.st_mtime_ns))
+            name = f"{path}/{place.relative_to(real).as_posix()}"
+            _take(found, name, place.resolve() if file.is_symlink() else place, file.stat())
     if not found:
         seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(4)) or "no files at all"
         raise DataError(f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {seen})")
     return list(found.values())
 
 
-def _walk(root: Path, is_stdlib: bool) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise DataError(f"cannot read data folder {error.filename!r}: {error.strerror}")
+def _take(found: dict[Path, Source], name: str, file: Path, status: os.stat_result) -> None:
+    found.setdefault(file, Source(name, file, status.st_size, status.st_mtime_ns))
 
+
+def _walk(root: Path, is_stdlib: bool) -> Iterator[os.DirEntry[str]]:
+    """Files, and links to files; links to folders are not followed."""
     skipped = _NEVER_TEXT | (_STDLIB_SKIPPED if is_stdlib else frozenset())
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if name not in skipped]
-        yield from (path for name in files if (path := Path(folder, name)).is_file())
+    folders = [str(root)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders += [entry.path] if entry.name not in skipped else []
+                    elif entry.is_file():
+                        yield entry
+        except OSError as error:
+            raise DataError(f"cannot read data folder {error.filename!r}: {error.strerror}") from error
 
 
 # --------------------------------------------------------------------------------------------------- documents
