@@ -43,7 +43,7 @@ def make_parcel(
     backend: dict | None = None,
     code: Code | None = None,
     names: Sequence[str] = ("PATH", "HOME"),
-    join_timeout_s: float = 30.0,
+    join_timeout_s: float = 60.0,
     env: dict[str, str] | None = None,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> Parcel:
@@ -77,7 +77,7 @@ def kill_runs(runs: Path) -> None:
             send_signal(Identity(*record.supervisor), signal.SIGKILL)
 
 
-def wait_for(condition, timeout_s: float = 30.0, what: str = "condition"):
+def wait_for(condition, timeout_s: float = 60.0, what: str = "condition"):
     """The first true value of `condition()`; AssertionError when it stays false."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -96,11 +96,11 @@ def wait_end(folder: RunFolder, timeout_s: float = 40.0) -> RunState:
     return true_state(folder, alive=False)
 
 
-def wait_state(folder: RunFolder, *states: str, timeout_s: float = 30.0) -> RunState:
+def wait_state(folder: RunFolder, *states: str, timeout_s: float = 60.0) -> RunState:
     return wait_for(lambda: (s := true_state(folder, folder.is_alive())).state in states and s, timeout_s, str(states))
 
 
-def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float = 30.0) -> None:
+def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float = 60.0) -> None:
     """Until that many workers have reported that step."""
     mark = re.compile(rb'"step": ?%d,' % step)
 
