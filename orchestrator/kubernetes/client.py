@@ -37,6 +37,10 @@ PATHS: dict[str, str] = {
     "JobSet": "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{ns}/jobsets",
     "Workload": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{ns}/workloads",
     "OldWorkload": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{ns}/workloads",  # before Kueue 0.15
+    "LocalQueue": "/apis/kueue.x-k8s.io/v1beta2/namespaces/{ns}/localqueues",
+    "OldLocalQueue": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{ns}/localqueues",
+    "WorkloadPriorityClass": "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses",
+    "OldWorkloadPriorityClass": "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses",
     "Node": "/api/v1/nodes",
     "AllPods": "/api/v1/pods",
 }

@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
 from orchestrator.topology.kubernetes import Profile, parse_nodes, profile_of, profiles
 from orchestrator.topology.model import Topology
 
@@ -46,6 +47,7 @@ def place(cluster: Cluster, plan: Plan, options: KubernetesOptions, run_id: str)
     there is no room now.
     """
     check_levels(plan, options)
+    check_queue(cluster, options)
     others_place = options.queue is not None or plan.cluster.device == "cpu"
     try:
         topology = live_topology(cluster, profile(options), options.node_selector)
@@ -66,6 +68,37 @@ def place(cluster: Cluster, plan: Plan, options: KubernetesOptions, run_id: str)
     with _turn(cluster, run_id):
         topology = _without_taken(topology, _taken(cluster))
         yield Place(topology, choose(plan, topology, _tier_labels(options, topology)))
+
+
+def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
+    """OrchError (65) for a queue or priority that the cluster does not have: Kueue would keep the run waiting for it.
+
+    Where they may not be listed, nothing is said here; `orch status` has Kueue's own words.
+    """
+    if options.queue is None:
+        return
+    for option, kind in (("queue", "LocalQueue"), ("workload_priority", "WorkloadPriorityClass")):
+        name, known = getattr(options, option), None
+        if name is not None:
+            known = _names(cluster, kind)
+        if known is not None and name not in known:
+            where = f" in namespace {cluster.namespace}" if kind == "LocalQueue" else ""
+            hint = did_you_mean(name, known) if known else "there is none"
+            raise OrchError(f"backend.options.{option}: no {kind} {name!r}{where}; {hint}", Exit.CONFIG)
+
+
+def _names(cluster: Cluster, kind: str) -> list[str] | None:
+    """Of Kueue's objects of a kind; None where they may not be listed. OrchError (65) when the cluster has no Kueue."""
+    for version in ("", "Old"):
+        try:
+            return [body["metadata"]["name"] for body in cluster.list(version + kind)]
+        except OrchError as error:
+            status = getattr(error, "status", None)
+            if status == 403:
+                return None
+            if status != 404 or version:
+                raise
+    return None
 
 
 def profile(options: KubernetesOptions) -> str | Profile:

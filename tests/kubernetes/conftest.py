@@ -28,8 +28,8 @@ def bring_up(shape: Shape, *more: str) -> Bed:
 
 @pytest.fixture(scope="session")
 def real_bed() -> Iterator[Bed]:
-    """Two real nodes with containers."""
-    with bring_up(Shape(nodes=2)) as bed:
+    """Two real nodes with containers, and Kueue for who names a queue."""
+    with bring_up(Shape(nodes=2, kueue=True)) as bed:
         yield bed
 
 

@@ -62,7 +62,7 @@ def _weigh() -> None:
             (group / "cpu.shares").write_text(str(WEIGHT))
 
 
-def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 120) -> None:
+def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 300) -> None:
     def found() -> bool:
         text = bed.kubectl(
             "get", "node", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}', check=False

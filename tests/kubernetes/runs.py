@@ -24,7 +24,8 @@ _NUMBER = itertools.count()
 USER = 10001
 #: tp inside a pod, pp and dp across pods; two pods a node.
 TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", "train.steps=60")
-SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1")
+SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1",
+         "optim.schedule=constant")  # fmt: skip
 #: Options of every run on real nodes: little of everything, torch from a volume.
 SMALL = {
     **{"image": image.NAME, "pull_policy": "Never", "claim": "runs", "user": USER},
@@ -63,7 +64,7 @@ class Orch:
         return self.bed.home / "pv" / self.namespace
 
     def __call__(
-        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 180
+        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 600
     ) -> subprocess.CompletedProcess[str]:
         environ = {"ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
@@ -102,15 +103,15 @@ class Run:
     def state(self) -> RunState:
         return msgspec.convert(json.loads(self.orch("status", "--json", self.id).stdout)["state"], RunState)
 
-    def wait(self, *states: str, seconds: float = 240) -> RunState:
+    def wait(self, *states: str, seconds: float = 900) -> RunState:
         end = time.monotonic() + seconds
         while (state := self.state()).state not in states:
             assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
             assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
-            time.sleep(1.0)
+            time.sleep(2.0)  # each look is a process
         return state
 
-    def until(self, what: str, ready: Callable[[], object], seconds: float = 240) -> None:
+    def until(self, what: str, ready: Callable[[], object], seconds: float = 600) -> None:
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
@@ -127,7 +128,7 @@ class Run:
                         found[report["step"]] = report["loss"]
         return found
 
-    def step(self, at_least: int, seconds: float = 300) -> None:
+    def step(self, at_least: int, seconds: float = 600) -> None:
         self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least, seconds)
 
     def saved(self) -> list[int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.plan import Exit
-
 from . import nodes
 from .runs import SHORT, TINY
 
@@ -21,7 +19,7 @@ def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed)
     run.step(5)
     victim = orch.pods(run.id)[2]["metadata"]["name"]
     orch.bed.kubectl("delete", "pod", "-n", orch.namespace, victim, "--wait=false")
-    run.wait("done", seconds=400)
+    run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
@@ -35,7 +33,7 @@ def test_a_drained_node_costs_nothing_but_time(orch, undisturbed):
         assert "node-1" not in {pod["spec"].get("nodeName") for pod in orch.pods(run.id)}
     finally:
         orch.bed.kubectl("uncordon", "node-1")
-    run.wait("done", seconds=400)
+    run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
@@ -52,7 +50,7 @@ def test_a_node_that_dies_is_let_go_and_the_run_comes_back(orch, undisturbed):
     finally:
         nodes.start(orch.bed, 1, again=True)
         nodes.wait_ready(orch.bed, "node-1")
-    run.wait("done", seconds=400)
+    run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
@@ -68,31 +66,24 @@ def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
-def test_an_elastic_run_is_resized_and_goes_on(orch):
-    """From four pods to two: half the replicas, the same global batch, from the checkpoint that the four wrote."""
-    run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=400")
-    run.step(1)
-    orch("resize", run.id, "2", timeout=300)
-    before = max(run.steps())
-    assert before < 400
-    assert before in run.saved()
-    run.wait("done", seconds=400)
-    assert len(run.plan["ranks"]) == 4
-    assert len(orch.pods(run.id)) == 2
-    assert min(run.steps(since_epoch=1)) == before + 1  # the two went on where the four had stopped
+def test_an_elastic_run_is_resized_there_and_back(orch, undisturbed):
+    """From four pods to two and to four again: the same global batch, each time from what the others had saved.
+
+    Without an end of its own, so that it is never over before it is resized; its rate of learning is as long constant.
+    """
+    run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=100000")
+    for epoch, pods in enumerate((4, 2, 4)):
+        if epoch:
+            orch("resize", run.id, str(pods), timeout=600)
+            before = max(run.steps())
+            assert before in run.saved()
+        run.until("steps of this life", lambda epoch=epoch: len(run.steps(since_epoch=epoch)) >= 3)
+        assert len(orch.pods(run.id)) == pods
+        assert len(run.plan["ranks"]) == 2 * pods
+        if epoch:
+            assert min(run.steps(since_epoch=epoch)) == before + 1  # they went on where the others had stopped
+    orch("cancel", run.id)
     losses = run.steps()
-    assert sorted(losses) == list(range(1, 401))
-    assert losses[400] < losses[1] - 0.3
-
-
-def test_mistakes_are_one_line(orch):
-    small = (*TINY, *SHORT)
-    run = orch.submit(*small, options={"image": "orch.test/absent:1"})
-    run.until("the image", lambda: "image" in (run.state().reason or ""))
-    orch("cancel", run.id, "--force")
-    run = orch.submit(*small, options={"node_selector": {"no": "where"}})
-    run.until("no node", lambda: "no node for pod" in (run.state().reason or ""))
-    orch("cancel", run.id, "--force")
-    nowhere = ("backend=kubernetes", "backend.options={image: x, namespace: nowhere}")
-    failed = orch("submit", "--in-place", *small, *nowhere, code=int(Exit.CONFIG))
-    assert "nowhere" in failed.stderr
+    assert sorted(losses) == list(range(1, len(losses) + 1))
+    same = sorted(losses)[:60]
+    assert [losses[step] for step in same] == pytest.approx([undisturbed[step] for step in same], rel=1e-4)

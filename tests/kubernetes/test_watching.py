@@ -9,8 +9,10 @@ import pytest
 
 from orchestrator.errors import OrchError
 from orchestrator.kubernetes.complaints import complaint, unreachable
+from orchestrator.kubernetes.live import check_queue
 from orchestrator.kubernetes.lost import let_go
 from orchestrator.kubernetes.names import RUN, SUBMISSION
+from orchestrator.kubernetes.options import KubernetesOptions
 from orchestrator.kubernetes.phases import Seen, meaning, nodes_of
 from orchestrator.kubernetes.placing import choose, in_whole_units, node_affinity
 from orchestrator.kubernetes.record import verdict
@@ -294,3 +296,24 @@ def test_all_nodes_or_none():
     with pytest.raises(OrchError, match="needs 20 nodes, 18 of 20 nodes are free") as caught:
         choose(make_plan(tp=2, pp=2, dp=10, nodes=20), CLUSTER, {})
     assert caught.value.exit == Exit.CAPACITY
+
+
+class Queues:
+    """Of an API server: one LocalQueue of Kueue before 0.15, priorities that may not be listed."""
+
+    namespace = "llm"
+
+    def list(self, kind: str) -> list[dict]:
+        if kind == "LocalQueue":
+            raise complaint(404, "404 page not found")
+        if kind == "WorkloadPriorityClass":
+            raise complaint(403, '{"message": "no"}')
+        return [{"metadata": {"name": "research"}}]
+
+
+def test_a_queue_that_is_not_there_is_refused_and_what_may_not_be_listed_is_not():
+    check_queue(Queues(), KubernetesOptions())
+    check_queue(Queues(), KubernetesOptions(queue="research", workload_priority="any"))
+    with pytest.raises(OrchError, match="no LocalQueue 'reserch' in namespace llm; did you mean 'research'") as caught:
+        check_queue(Queues(), KubernetesOptions(queue="reserch"))
+    assert caught.value.exit == Exit.CONFIG
