@@ -174,19 +174,20 @@ class RowBound:
         inner += min(first * passing + last * leaving for passing, leaving in fill.ends)
         if spot.cp > 1:
             core = max(rank.dense * piece.layer_s[0].core + rank.moe * piece.layer_s[1].core for rank in shape.ranks)
-            inner += min(
-                sum(
-                    _exposed(once, count * fill.layers * m, m * 3 * core * hides)
-                    for once, count, hides in piece.context(way, branch.recompute)
-                )
-                / m
-                for way in ways
-            )
+            inner += min([self._context_s(way, core) for way in ways]) / m
         self.backward = self.both = 0.0  # of the slowest rank: what gradients, and gathered weights, hide behind
         self.span = self._span(inner, split)
         self.transfers = m * shape.sends + 2 * (spot.pp - 1)
         #: with the nearer nesting, the ZeRO stage that shows least, and the optimizer still to come
         self.least_s = (self.span + branch.base.nestings[0][0] * self.transfers + branch.gradients) * ROUNDING
+
+    def _context_s(self, way: CpMethod, core: float) -> float:
+        """Exposed seconds of a step's attention over other ranks' keys; `core`: of a micro-batch's own attention."""
+        m, seconds = self.branch.spot.micro_batches, 0.0
+        times, window = self.fill.layers * m, 3 * m * core
+        for once, count, hides in self.branch.piece.context(way, self.branch.recompute):
+            seconds += _exposed(once, count * times, window) if hides else once * count * times
+        return seconds
 
     def _span(self, inner: float, split: bool) -> float:
         """First forward to last backward. A rank cannot start before a micro-batch has come through all stages ahead,
@@ -258,4 +259,5 @@ class RowBound:
 
 
 def _exposed(once: float, count: float, window: float) -> float:
-    return once * count - min(window, max(0.0, once * count - once))
+    late = once * count - once  # the last has nothing to hide behind
+    return once * count - window if window < late else once if late > 0.0 else once * count

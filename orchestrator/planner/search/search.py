@@ -27,12 +27,12 @@ from orchestrator.planner.topology import build_cluster
 from orchestrator.planner.waiting import SPLIT
 
 from .best_paths import BestPaths
-from .bound import BranchBound, RowBound, SpotBound
+from .bound import BranchBound, RowBound, Sharded, SpotBound
 from .pieces import Params, Piece, params_of
 from .shapes import Pipes, Shape, pipes_of, shape_of
 from .space import METHODS, RECOMPUTE, Choice, Form, Space, Spot
 
-FAMILY, SPOT, BRANCH, ROW, CHOICE, FOUND = range(6)  # kinds of nodes; of equal bounds the coarser is opened first
+FAMILY, SPOT, BRANCH, ROW, WAY, CHOICE, FOUND = range(7)  # kinds of nodes; of equal bounds the coarser is opened first
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 NEAR = 0.05  # layouts that take this much longer than the fastest are still worth a line when they need less memory
 
@@ -148,21 +148,15 @@ class Search:
                 yield row.least_s, ROW, (), (row, names)
         elif state == ROW:
             row, names = item
-            if len(row.ways) > 1:
+            fitting = list(self._fitting(row, names, most))
+            if len(row.ways) == 1:
+                yield from self._choices(row, fitting, most)
+            elif fitting:  # whatever way attention goes: it needs the same memory
                 for way in row.ways:
                     own = RowBound(row.branch, row.shape, row.split, row.vpp, [way])
-                    yield own.least_s, ROW, (), (own, names)
-                return
-            spot = row.branch.spot._replace(cp_method=row.ways[0])
-            for schedule in names:
-                kept, shards = row.kept(schedule), self.space.shards(row.branch.spot, schedule)
-                for sharded in row.branch.sharded:
-                    if not shards(sharded.par.zero):
-                        continue
-                    size = row.bytes_of(kept, sharded)
-                    if size <= most:
-                        choice = Choice(spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)
-                        yield row.seconds_of(sharded), CHOICE, (), (choice, size)
+                    yield own.least_s, WAY, (), (own, fitting)
+        elif state == WAY:
+            yield from self._choices(*item, most)
         else:
             choice, size = item
             found = self.cost(choice) if size <= most else None
@@ -178,6 +172,23 @@ class Search:
         pp = branch.spot.pp
         for (place, split, vpp), names in _alike(self.space.schedules(pp, branch.spot.micro_batches)).items():
             yield RowBound(branch, self._shape(place, names[0], pp, vpp), split, vpp, branch.base.ways), names
+
+    def _fitting(self, row: RowBound, names: list[str], most: int) -> Iterator[tuple[str, Sharded, float]]:
+        """(schedule, ZeRO stage, bytes at least) of what may need no more than `most`."""
+        for schedule in names:
+            kept, shards = row.kept(schedule), self.space.shards(row.branch.spot, schedule)
+            for sharded in row.branch.sharded:
+                if shards(sharded.par.zero) and (size := row.bytes_of(kept, sharded)) <= most:
+                    yield schedule, sharded, size
+
+    def _choices(
+        self, row: RowBound, fitting: list[tuple[str, Sharded, float]], most: int
+    ) -> Iterator[tuple[float, int, tuple, Any]]:
+        spot = row.branch.spot._replace(cp_method=row.ways[0])
+        for schedule, sharded, size in fitting:
+            if size <= most:
+                choice = Choice(spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)
+                yield row.seconds_of(sharded), CHOICE, (), (choice, size)
 
     def _pipes(self, pp: int) -> Pipes:
         """Of all schedules, also those that some number of micro-batches cannot run."""
