@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 from tests.kubernetes import addons  # noqa: E402
 from tests.kubernetes.bed import Bed, Shape  # noqa: E402
 from tests.kubernetes.runs import Orch, Run  # noqa: E402
-from tests.kubernetes.simulate import NODES_PER_LEAF  # noqa: E402
-from tests.kubernetes.test_simulated import LARGE, LEVELS  # noqa: E402
+from tests.kubernetes.simulate import LEVELS, NODES_PER_LEAF  # noqa: E402
+from tests.kubernetes.test_simulated import LARGE  # noqa: E402
 
 
 def bare_job(job: dict, name: str) -> dict:

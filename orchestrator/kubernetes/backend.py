@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -27,7 +28,7 @@ from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
 
 from .client import Cluster
-from .live import Place, place
+from .live import Ahead, Place, look, place
 from .lost import let_go
 from .mirror import fill, followed
 from .options import KubernetesOptions, read_options
@@ -36,6 +37,9 @@ from .record import KubernetesRecord, read_record, verdict, write_record
 from .render import NO_KEY, Manifest, render, to_yaml
 from .sending import remove, send
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import Config
 
 #: Variables of the submitting machine that mean nothing, or something else, inside a pod.
 _OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
@@ -47,6 +51,7 @@ class KubernetesBackend:
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
+        self._ahead: Ahead | None = None
 
     @cached_property
     def _watch(self) -> Watch:
@@ -59,14 +64,20 @@ class KubernetesBackend:
 
     def script(self, request: LaunchRequest, plan: Plan) -> str:
         """The objects of a run as `submit` sends them, but for the key, which is drawn then."""
-        options = read_options(request.backend_options)
-        manifest = Manifest(request=request, plan=plan, options=options, config=b"", namespace=options.namespace or "")
-        return to_yaml(render(manifest))
+        return to_yaml(self._unsent(request, plan))
+
+    def look_ahead(self, config: Config) -> None:
+        """Ask the cluster, in the background, for what `submit` will want to know once the job is planned."""
+        with contextlib.suppress(OrchError):  # submitting will say it
+            options = read_options(config.backend.options)
+            places = options.queue is None and config.cluster.device != "cpu"
+            cluster = self._cluster(options.context, options.namespace)
+            self._ahead = Ahead(lambda: look(cluster, options, places))
 
     def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
         request = parcel.request
         plan = from_json(parcel.contents["plan.json"])
-        self.script(request, plan)  # what cannot be rendered leaves no folder behind
+        self._unsent(request, plan)  # what cannot be rendered leaves no folder behind
         with delivered(parcel, self.name) as folder:
             self._start(folder, request, plan, environ, generation=0)
         return request.handle
@@ -74,7 +85,7 @@ class KubernetesBackend:
     def render(self, parcel: Parcel) -> str:
         """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
         plan = from_json(parcel.contents["plan.json"])
-        self.script(parcel.request, plan)
+        self._unsent(parcel.request, plan)
         with delivered(parcel, self.name) as folder:
             options = read_options(parcel.request.backend_options)
             manifest = self._manifest(folder, parcel.request, plan, options, os.environ, "", 0, None, None)
@@ -165,6 +176,11 @@ class KubernetesBackend:
 
     # ---------------------------------------------------------------------------------- parts
 
+    def _unsent(self, request: LaunchRequest, plan: Plan) -> list[dict[str, Any]]:
+        options = read_options(request.backend_options)
+        manifest = Manifest(request=request, plan=plan, options=options, config=b"", namespace=options.namespace or "")
+        return render(manifest)
+
     def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
         return self._clusters.setdefault((context, namespace), Cluster(context, namespace))
 
@@ -177,7 +193,9 @@ class KubernetesBackend:
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
         options, submission = self._owned(cluster, options, folder.run_id)
-        with place(cluster, plan, options, folder.run_id) as found:
+        ahead, self._ahead = self._ahead, None
+        looked = ahead.value if ahead and ahead.is_fresh else None
+        with place(cluster, plan, options, folder.run_id, looked) as found:
             for line in found.warnings:
                 print(f"orch: warning: {line}", file=sys.stderr)
             space = cluster.namespace

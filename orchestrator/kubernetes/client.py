@@ -1,27 +1,29 @@
 """One cluster's API server: apply, read, delete, follow logs; every failure becomes one line within seconds.
 
-The kubernetes package finds the server and the credentials (kubeconfig with its plugins, or the pod's own account) and
-speaks TLS; objects stay plain dictionaries, because what is sent must be what was rendered.
+`access` finds the server and the credentials; objects stay plain dictionaries, because what is sent must be what was
+rendered. Long lists are read into types that keep what matters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlencode
 
-from orchestrator.errors import OrchError
-from orchestrator.plan.exits import Exit
+import msgspec
+from msgspec import Struct, field
 
+from orchestrator.errors import OrchError
+
+from .access import Access, access
 from .complaints import complaint, unreachable
 
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CONNECT_S, _READ_S, _PATIENCE_S = 5.0, 12.0, 8.0
+_PAGE = 2000  # objects
 _AGAIN_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # between tries of a request that may be repeated without harm
 
 #: kind -> path with {ns}; a cluster-wide kind has none.
@@ -45,6 +47,17 @@ PATHS: dict[str, str] = {
     "AllPods": "/api/v1/pods",
 }
 
+T = TypeVar("T")
+
+
+class _More(Struct):
+    more: str = field(default="", name="continue")
+
+
+class _Page(Struct, Generic[T]):
+    items: list[T] | None = None
+    metadata: _More = field(default_factory=_More)
+
 
 class Cluster:
     """The cluster of a kubeconfig context, or the one that this process runs in."""
@@ -53,44 +66,17 @@ class Cluster:
         self._context, self._wanted = context, namespace
 
     @cached_property
-    def _server(self) -> tuple[Any, Any, str]:
-        """(HTTP pool, configuration, namespace). OrchError (76) when no cluster is configured."""
-        from kubernetes import client, config
-        from kubernetes.config.config_exception import ConfigException
-
-        settings = client.Configuration()
-        try:
-            contexts, active = _contexts(config)
-            if contexts or self._context:
-                chosen = next((c for c in contexts if c["name"] == self._context), None) if self._context else active
-                if chosen is None:
-                    from orchestrator.suggest import did_you_mean
-
-                    names = [c["name"] for c in contexts]
-                    text = f"no context {self._context!r} in the kubeconfig; {did_you_mean(self._context or '', names)}"
-                    raise OrchError(text, Exit.CONFIG)
-                config.load_kube_config(context=chosen["name"], client_configuration=settings)
-                space = chosen["context"].get("namespace") or "default"
-            else:
-                config.load_incluster_config(client_configuration=settings)
-                space = _ACCOUNT.read_text().strip()
-        except (ConfigException, OSError) as error:
-            text = "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is no pod"
-            raise OrchError(f"{text} ({str(error).splitlines()[0]})", Exit.CAPACITY) from None
-        if not settings.verify_ssl:  # the kubeconfig says so; a warning a request would bury everything else
-            import urllib3
-
-            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        api = client.ApiClient(settings)
-        return api.rest_client.pool_manager, settings, self._wanted or space
+    def _access(self) -> Access:
+        """OrchError (65, 76) when no cluster is configured."""
+        return access(self._context, os.environ)
 
     @property
     def namespace(self) -> str:
-        return self._server[2]
+        return self._wanted or self._access.namespace
 
     @property
     def address(self) -> str:
-        return self._server[1].host
+        return self._access.host
 
     # ---------------------------------------------------------------------------------- objects
 
@@ -99,7 +85,7 @@ class Cluster:
         query = {"fieldManager": manager, "force": str(force).lower(), "fieldValidation": "Strict"}
         if dry_run:
             query["dryRun"] = "All"
-        raw = json.dumps(body).encode()
+        raw = msgspec.json.encode(body)
         path = self._path(body["kind"], body["metadata"]["name"])
         return self._json("PATCH", path, query, raw, "application/apply-patch+yaml")
 
@@ -107,13 +93,13 @@ class Cluster:
         """None when an object of that name exists."""
         with _answer(409) as answer:
             answer.value = self._json(
-                "POST", self._path(body["kind"]), {}, json.dumps(body).encode(), "application/json"
+                "POST", self._path(body["kind"]), {}, msgspec.json.encode(body), "application/json"
             )
         return answer.value
 
     def patch_status(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
         """Into the status, conditions by their type."""
-        raw = json.dumps({"status": change}).encode()
+        raw = msgspec.json.encode({"status": change})
         path = self._path(kind, name) + "/status"
         return self._json("PATCH", path, {}, raw, "application/strategic-merge-patch+json")
 
@@ -124,17 +110,22 @@ class Cluster:
 
     def list(self, kind: str, labels: str = "", fields: str = "", absent_ok: bool = False) -> list[dict]:
         """`absent_ok`: no such kind in this cluster, or no right to read it, is an empty list."""
+        with _answer(*((404, 403) if absent_ok else ())) as answer:
+            answer.value = self.read(kind, dict[str, Any], labels, fields)
+        return answer.value or []
+
+    def read(self, kind: str, type: type[T], labels: str = "", fields: str = "", cached: bool = False) -> list[T]:
+        """As `list`, of each object what `type` has fields for. `cached`: as the API server remembers them, which may
+        be a moment old but asks nobody."""
         query = {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
-        found: list[dict] = []
+        query |= {"resourceVersion": "0"} if cached else {"limit": str(_PAGE)}
+        found: list[T] = []
         while True:
-            with _answer(*((404, 403) if absent_ok else ())) as answer:
-                answer.value = self._json("GET", self._path(kind), {**query, "limit": "2000"})
-            if answer.value is None:
+            page = msgspec.json.decode(self._raw("GET", self._path(kind), query), type=_Page[type])
+            found += page.items or ()
+            if not page.metadata.more:
                 return found
-            found += answer.value.get("items") or []
-            if not (more := answer.value.get("metadata", {}).get("continue")):
-                return found
-            query["continue"] = more
+            query["continue"] = page.metadata.more
 
     def delete(self, kind: str, name: str, propagation: str = "Background", grace_s: int | None = None) -> bool:
         """False when there was nothing to delete."""
@@ -142,7 +133,7 @@ class Cluster:
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         with _answer(404) as answer:
-            body = json.dumps(options).encode()
+            body = msgspec.json.encode(options)
             answer.value = self._json("DELETE", self._path(kind, name), {}, body, "application/json")
         return answer.value is not None
 
@@ -176,9 +167,14 @@ class Cluster:
     def _json(
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: bytes | None = None, kind: str = ""
     ) -> dict:
-        response = self._send(method, path, query or {}, body, kind)
+        return msgspec.json.decode(self._raw(method, path, query or {}, body, kind))
+
+    def _raw(
+        self, method: str, path: str, query: Mapping[str, str], body: bytes | None = None, kind: str = ""
+    ) -> bytes:
+        response = self._send(method, path, query, body, kind)
         try:
-            return json.loads(response.data)
+            return response.data
         finally:
             response.release_conn()
 
@@ -195,24 +191,22 @@ class Cluster:
         again for some seconds."""
         import urllib3
 
-        pool, settings, _ = self._server
+        to = self._access
         headers = {"Accept": "application/json", "User-Agent": "orch"} | ({"Content-Type": kind} if kind else {})
-        for auth in settings.auth_settings().values():
-            if auth.get("in") == "header" and auth.get("value"):
-                headers[auth["key"]] = auth["value"]
-        url = settings.host + path + (f"?{urlencode(query)}" if query else "")
+        headers |= to.headers()
+        url = to.host + path + (f"?{urlencode(query)}" if query else "")
         timeout = urllib3.Timeout(connect=_CONNECT_S, read=read_s)
         pauses = iter(_AGAIN_S if method != "POST" else ())
         end = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                response = pool.request(
+                response = to.pool.request(
                     method, url, body=body, headers=headers, timeout=timeout, retries=False, preload_content=False
                 )
             except urllib3.exceptions.HTTPError as error:
                 pause = next(pauses, None) if not isinstance(error, urllib3.exceptions.SSLError) else None
                 if pause is None or time.monotonic() > end:
-                    raise unreachable(settings.host, error) from None
+                    raise unreachable(to.host, error) from None
             else:
                 if response.status < 300:
                     return response
@@ -243,13 +237,3 @@ def _lost() -> tuple[type[Exception], ...]:
     import urllib3
 
     return (urllib3.exceptions.HTTPError, OSError)
-
-
-def _contexts(config: Any) -> tuple[list[dict], dict | None]:
-    """The kubeconfig's contexts and its current one; none when there is no kubeconfig."""
-    from kubernetes.config.config_exception import ConfigException
-
-    try:
-        return config.list_kube_config_contexts()
-    except (ConfigException, TypeError):
-        return [], None

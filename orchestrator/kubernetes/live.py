@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.suggest import did_you_mean
-from orchestrator.topology.kubernetes import Profile, parse_nodes, profile_of, profiles
+from orchestrator.topology.kubernetes import Node, Profile, from_nodes, profile_of, profiles
 from orchestrator.topology.model import Topology
 
 from .client import Cluster
@@ -24,6 +23,7 @@ from .options import KubernetesOptions
 from .placing import Chosen, check_levels, choose
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
+_FRESH_S = 15.0  # a look that is older is taken again
 
 
 class Place(Struct, frozen=True):
@@ -38,19 +38,68 @@ class NoNodes(OrchError):
     """There is nothing to place on, yet: a cluster may grow them when pods ask."""
 
 
+class Look(Struct, frozen=True):
+    """The nodes, and which of them hold pods with GPUs."""
+
+    nodes: list[Node]
+    used: dict[str, str] = {}
+
+
+def look(cluster: Cluster, options: KubernetesOptions, plans_places: bool = True) -> Look:
+    """What `place` wants to know. `plans_places`: no queue places the run. OrchError (76, 78), NoNodes."""
+    wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
+    nodes = cluster.read("Node", Node, wanted, cached=True)
+    if not nodes:
+        raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
+    return Look(nodes, _used(cluster) if plans_places else {})
+
+
+class Ahead:
+    """A look that is taken in the background. It serves one submission: what is free changes."""
+
+    def __init__(self, take: Callable[[], Look]):
+        self._take, self._at, self._end = take, time.monotonic(), threading.Event()
+        self._found: Look | BaseException | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._take()
+        except BaseException as error:  # told to whoever asks for the value
+            self._found = error
+        self._end.set()
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.monotonic() < self._at + _FRESH_S
+
+    def value(self) -> Look:
+        self._end.wait()
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+
 @contextlib.contextmanager
-def place(cluster: Cluster, plan: Plan, options: KubernetesOptions, run_id: str) -> Iterator[Place]:
+def place(
+    cluster: Cluster,
+    plan: Plan,
+    options: KubernetesOptions,
+    run_id: str,
+    looked: Callable[[], Look] | None = None,
+) -> Iterator[Place]:
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
     All or nothing: nodes that a living run was given are not given again, and two submitters in one namespace take
     turns while they choose and create (a Lease), so no two runs ever wait for each other's nodes. OrchError (76) when
-    there is no room now.
+    there is no room now. `looked`: gives or raises what `look` gave or raised before, while the plan was made.
     """
     check_levels(plan, options)
     check_queue(cluster, options)
     others_place = options.queue is not None or plan.cluster.device == "cpu"
     try:
-        topology = live_topology(cluster, profile(options), options.node_selector)
+        seen = looked() if looked else look(cluster, options, not others_place)
+        topology = _topology(seen, profile(options))
     except NoNodes as error:
         if not others_place:
             raise
@@ -113,17 +162,14 @@ def profile_named(text: str) -> str | Profile:
     return profile_of(text) if "=" in text else text
 
 
-def live_topology(
-    cluster: Cluster, profile: str | Profile = "auto", node_selector: Mapping[str, str] | None = None
-) -> Topology:
+def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:
     """Nodes that pods may go to, GPUs, and what is free of them under the cluster's own switches. OrchError (65, 76,
     78)."""
-    wanted = ",".join(f"{key}={value}" for key, value in sorted((node_selector or {}).items()))
-    nodes = cluster.list("Node", wanted)
-    if not nodes:
-        raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
-    topology = parse_nodes(json.dumps({"items": nodes}), profile)
-    return _without_taken(structs.replace(topology, name="kubernetes"), _used(cluster))
+    return _topology(look(cluster, KubernetesOptions()), profile)
+
+
+def _topology(seen: Look, profile: str | Profile) -> Topology:
+    return _without_taken(structs.replace(from_nodes(seen.nodes, profile), name="kubernetes"), seen.used)
 
 
 def _tier_labels(options: KubernetesOptions, topology: Topology) -> dict[str, str]:
@@ -133,25 +179,45 @@ def _tier_labels(options: KubernetesOptions, topology: Topology) -> dict[str, st
     return {name: keys[0] for name, keys in (shipped.levels if shipped else {}).items()}
 
 
+class _Named(Struct):
+    name: str
+
+
+class _Resources(Struct):
+    limits: dict[str, str | int] | None = None
+
+
+class _Container(Struct):
+    resources: _Resources = field(default_factory=_Resources)
+
+
+class _Spec(Struct):
+    containers: list[_Container] = []
+    node: str = field(default="", name="nodeName")
+
+
+class _Pod(Struct):
+    """The fields of `v1.Pod` that tell which GPUs it has."""
+
+    metadata: _Named
+    spec: _Spec
+
+    @property
+    def gpus(self) -> int:
+        amounts = [container.resources.limits or {} for container in self.spec.containers]
+        return sum(int(count) for amount in amounts for name, count in amount.items() if name.endswith("/gpu"))
+
+
 def _used(cluster: Cluster) -> dict[str, str]:
     """Node -> pod that has GPUs there, of any namespace if that may be read, else of our own."""
+    alive = "status.phase!=Succeeded,status.phase!=Failed"
     try:
-        pods = cluster.list("AllPods", fields="status.phase!=Succeeded,status.phase!=Failed")
+        pods = cluster.read("AllPods", _Pod, fields=alive)
     except OrchError as error:
         if getattr(error, "status", None) != 403:
             raise
-        pods = cluster.list("Pod")
-    found = {}
-    for pod in pods:
-        node = pod["spec"].get("nodeName")
-        if node and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed") and _gpus(pod):
-            found[node] = pod["metadata"]["name"]
-    return found
-
-
-def _gpus(pod: dict[str, Any]) -> int:
-    amounts = [c.get("resources", {}).get("limits") or {} for c in pod["spec"].get("containers", ())]
-    return sum(int(count) for amount in amounts for name, count in amount.items() if name.endswith("/gpu"))
+        pods = cluster.read("Pod", _Pod, fields=alive)
+    return {pod.spec.node: pod.metadata.name for pod in pods if pod.spec.node and pod.gpus}
 
 
 def _taken(cluster: Cluster) -> dict[str, str]:

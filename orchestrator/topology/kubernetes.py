@@ -104,6 +104,11 @@ def parse_nodes(text: str, profile: str | Profile = "auto") -> Topology:
         nodes = msgspec.json.decode(text.encode(), type=NodeList).items
     except msgspec.DecodeError as error:
         raise bad(WHERE, str(error)) from None
+    return from_nodes(nodes, profile)
+
+
+def from_nodes(nodes: list[Node], profile: str | Profile = "auto") -> Topology:
+    """As `parse_nodes`, of nodes that have been read."""
     names: set[str] = set()
     for index, node in enumerate(nodes):
         if node.metadata.name in names:

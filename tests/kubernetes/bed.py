@@ -85,10 +85,10 @@ class Bed:
             nodes.start(self, index)
         if self.shape.simulated:
             addons.simulated(self)
-        if self.shape.kueue:
-            addons.kueue(self)
         if self.shape.jobset:
             addons.jobset(self)
+        if self.shape.kueue:
+            addons.kueue(self)
         for index in range(self.shape.nodes):
             nodes.wait_ready(self, f"node-{index}")
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from orchestrator.topology.kubernetes import Profile, parse_nodes
+from orchestrator.topology.model import Topology
+
 from . import addons
 from .bed import Bed, Shape, reap_stale
 from .building import build
-from .runs import SHORT, TINY, Orch, check_rank_map
+from .runs import SHORT, TINY, Orch, Run, check_rank_map
+from .simulate import LEVELS
+
+
+def built(*programs: str) -> None:
+    """These programs are there from now on; or the test is skipped with why this machine cannot have them."""
+    if not os.environ.get("ORCH_TEST_KUBERNETES"):
+        pytest.skip("no Kubernetes test cluster: ORCH_TEST_KUBERNETES=1, or make test-kubernetes, builds and starts it")
+    if reason := build(programs):
+        pytest.skip(f"no Kubernetes test cluster: {reason}")
 
 
 def bring_up(shape: Shape, *more: str) -> Bed:
     """A bed ready to start, `more` programs built; or the test is skipped with why this machine cannot have one."""
     if os.geteuid() != 0:
         pytest.skip("no Kubernetes test cluster: only root may have name spaces with a network of their own")
-    if not os.environ.get("ORCH_TEST_KUBERNETES"):
-        pytest.skip("no Kubernetes test cluster: ORCH_TEST_KUBERNETES=1, or make test-kubernetes, builds and starts it")
-    if reason := build((*shape.programs, *more)):
-        pytest.skip(f"no Kubernetes test cluster: {reason}")
+    built(*shape.programs, *more)
     reap_stale()
     return Bed(shape)
 
@@ -42,13 +51,30 @@ def wide_bed() -> Iterator[Bed]:
 
 @pytest.fixture(scope="session")
 def queued_bed() -> Iterator[Bed]:
-    """The same with Kueue: a queue for 24 nodes and one for all others."""
-    with bring_up(Shape(simulated=1000, kueue=True)) as bed:
+    """The same with JobSet and Kueue: a queue for 24 nodes and one for all others."""
+    with bring_up(Shape(simulated=1000, kueue=True, jobset=True)) as bed:
         levels = ("orch.test/spine", "orch.test/leaf", "kubernetes.io/hostname")
         for name, gpus in (("large", 7808), ("small", 192)):
             quota = {"cpu": "128k", "memory": "2000Ti", "nvidia.com/gpu": str(gpus)}
             addons.queues(bed, quota, levels, {"orch.test/pool": name}, name)
         yield bed
+
+
+@pytest.fixture
+def topology(orch: Orch) -> Topology:
+    """As an administrator would see it: written from the API server's nodes, not from what the run was told."""
+    text = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
+    return parse_nodes(text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())}))
+
+
+@pytest.fixture
+def ended(orch: Orch) -> Iterator[Callable[[Run], Run]]:
+    """Runs that the test leaves are taken out after it, and their nodes are free again."""
+    runs: list[Run] = []
+    yield lambda run: runs.append(run) or run
+    for run in runs:
+        orch("cancel", "--force", run.id, code=None)
+        orch.bed.wait(lambda run=run: not orch.pods(run.id), 300, f"end of {run.id}")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from orchestrator.errors import OrchError
 from orchestrator.kubernetes.client import Cluster
 
 NODES_PER_LEAF, LEAVES_PER_SPINE = 4, 16
+LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}  # level of a plan -> label of the nodes
 POOL = 24  # of the last nodes are a pool of their own: room for three runs of eight
 FINISHES = "orch.test/finishes"  # annotation of pods that end well
 LIFE_S, LOOK_S = 4.0, 1.0
@@ -37,8 +38,8 @@ def node(index: int, count: int) -> dict[str, Any]:
                 "kubernetes.io/arch": "amd64",
                 "orch.test/kind": "simulated",
                 "orch.test/pool": "small" if index >= count - POOL else "large",
-                "orch.test/leaf": f"leaf-{leaf}",
-                "orch.test/spine": f"spine-{leaf // LEAVES_PER_SPINE}",
+                LEVELS["leaf"]: f"leaf-{leaf}",
+                LEVELS["spine"]: f"spine-{leaf // LEAVES_PER_SPINE}",
                 "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
             },
         },
@@ -53,7 +54,16 @@ def node(index: int, count: int) -> dict[str, Any]:
 def make(cluster: Cluster, count: int) -> None:
     cluster.version()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda index: cluster.create(node(index, count)), range(count)))
+        list(pool.map(lambda index: _create(cluster, node(index, count)), range(count)))
+
+
+def _create(cluster: Cluster, body: dict[str, Any]) -> None:
+    for pause in (1.0, 5.0, 20.0, 60.0):  # on a busy machine the API server stands still at times
+        with contextlib.suppress(OrchError):
+            cluster.create(body)
+            return
+        time.sleep(pause)
+    cluster.create(body)
 
 
 # ------------------------------------------------------------------------------------------ kubelets

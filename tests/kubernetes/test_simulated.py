@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,15 +13,13 @@ import pytest
 from orchestrator.kubernetes.gather import Here
 from orchestrator.kubernetes.seating import Seating, seat
 from orchestrator.plan import Exit, Plan, load_plan
-from orchestrator.topology.kubernetes import Profile, parse_nodes
 from orchestrator.topology.model import Topology
 
 from .bed import Bed
 from .runs import Orch, Run
-from .simulate import FINISHES
+from .simulate import FINISHES, LEVELS
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
-LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}
 MAIN = ("+cluster=h100x64", "parallel=tp8_pp4_zero1")
 #: 4,096 GPUs of the same machines: 128 pipelines of four nodes.
 LARGE = """
@@ -48,23 +46,6 @@ def orch(request, queue, tmp_path) -> Orch:
     bed = request.getfixturevalue("queued_bed" if queue else "wide_bed")
     options = {"image": "orch.test/none:1", "levels": LEVELS, **({"queue": queue} if queue else {})}
     return Orch(bed, tmp_path, "default", options)
-
-
-@pytest.fixture
-def topology(orch) -> Topology:
-    """As an administrator would see it: written from the API server's nodes, not from what the run was told."""
-    text = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
-    return parse_nodes(text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())}))
-
-
-@pytest.fixture
-def ended(orch) -> Iterator[Callable[[Run], Run]]:
-    """Runs that the test leaves are taken out after it, and their nodes are free again."""
-    runs: list[Run] = []
-    yield lambda run: runs.append(run) or run
-    for run in runs:
-        orch("cancel", "--force", run.id, code=None)
-        orch.bed.wait(lambda run=run: not orch.pods(run.id), 120, f"end of {run.id}")
 
 
 def bound(orch: Orch, run: Run, count: int, seconds: float = 300) -> list[str]:

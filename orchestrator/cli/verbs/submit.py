@@ -91,6 +91,8 @@ def prepare(
     if hasattr(backend, "without") and (bad := _remembered(config, home)):
         options = backend.without(config.backend.options, bad)
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
+    if hasattr(backend, "look_ahead") and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
+        backend.look_ahead(config)
     if member:
         run_id = member if args.run_id else f"{_name(config)}{member}"
     else:

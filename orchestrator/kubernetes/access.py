@@ -1,0 +1,262 @@
+"""How the API server is reached: from a kubeconfig, or from inside a pod.
+
+Tokens, client certificates and a pod's own account are read here, in milliseconds. For whatever needs more (credential
+plugins, providers, proxies) the kubernetes package is asked; importing it takes longer than planning a job.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_TOKEN_S = 60.0  # a pod's token is renewed; it is read anew after this long
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+_CONNECTIONS = 8  # kept open to one server
+
+T = TypeVar("T")
+
+
+class Access(Struct, frozen=True):
+    host: str  # https://name:port
+    namespace: str  # of the context, or the pod's own
+    pool: Any  # of urllib3
+    headers: Callable[[], Mapping[str, str]]  # who we are, at this moment
+
+
+class Unusable(Exception):
+    """Nothing here to reach a cluster with; the text says why."""
+
+
+def access(context: str | None, environ: Mapping[str, str], account: Path = _ACCOUNT) -> Access:
+    """The kubeconfig's context of that name, its current one, or the cluster that this pod runs in.
+
+    OrchError: 65 for a context that the kubeconfig lacks, 76 when no cluster is configured.
+    """
+    try:
+        found = _kubeconfig(environ)
+        if found.contexts or context:
+            name = context or found.current_context
+            chosen = _named(found.contexts, name)
+            if chosen is None and context:
+                names = [one.name for one in found.contexts]
+                text = f"no context {context!r} in the kubeconfig; {did_you_mean(context, names)}"
+                raise OrchError(text, Exit.CONFIG)
+            if chosen is not None:
+                return _of_context(found, chosen, environ)
+        return _of_pod(environ, account)
+    except (Unusable, OSError, ValueError, msgspec.MsgspecError) as error:  # ssl.SSLError is an OSError
+        text = "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is no pod"
+        said = str(error).splitlines() or [type(error).__name__]
+        raise OrchError(f"{text} ({said[0]})", Exit.CAPACITY) from None
+
+
+# ------------------------------------------------------------------------------------------ kubeconfig
+
+
+class _Cluster(Struct, rename="kebab"):
+    server: str = ""
+    certificate_authority: str = ""
+    certificate_authority_data: str = ""
+    insecure_skip_tls_verify: bool = False
+    tls_server_name: str = ""
+    proxy_url: str = ""
+
+
+class _User(Struct, rename="kebab"):
+    token: str = ""
+    token_file: str = field(default="", name="tokenFile")
+    client_certificate: str = ""
+    client_certificate_data: str = ""
+    client_key: str = ""
+    client_key_data: str = ""
+    exec: Any = None
+    auth_provider: Any = None
+    username: str = ""
+
+
+class _Context(Struct):
+    cluster: str = ""
+    user: str = ""
+    namespace: str = ""
+
+
+class _NamedCluster(Struct):
+    name: str
+    cluster: _Cluster
+    folder: str = ""
+
+
+class _NamedUser(Struct):
+    name: str
+    user: _User | None = None
+    folder: str = ""
+
+
+class _NamedContext(Struct):
+    name: str
+    context: _Context
+
+
+class _Kubeconfig(Struct, rename="kebab"):
+    clusters: list[_NamedCluster] | None = None
+    users: list[_NamedUser] | None = None
+    contexts: list[_NamedContext] | None = None
+    current_context: str | None = None
+
+
+class _Merged(Struct):
+    """Of several files the first that names a thing counts, as kubectl has it."""
+
+    clusters: list[_NamedCluster] = []
+    users: list[_NamedUser] = []
+    contexts: list[_NamedContext] = []
+    current_context: str = ""
+
+
+def _kubeconfig(environ: Mapping[str, str]) -> _Merged:
+    merged = _Merged([], [], [])
+    for name in filter(None, (environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            continue
+        one = _decode(path.read_bytes())
+        for part in (*(one.clusters or ()), *(one.users or ())):
+            part.folder = str(path.parent)
+        merged.clusters += one.clusters or ()
+        merged.users += one.users or ()
+        merged.contexts += one.contexts or ()
+        merged.current_context = merged.current_context or one.current_context or ""
+    return merged
+
+
+def _decode(raw: bytes) -> _Kubeconfig:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(raw, type=_Kubeconfig, strict=False)
+    import yaml
+
+    try:
+        value = yaml.load(raw, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise Unusable(f"the kubeconfig is no YAML: {error}") from None
+    return msgspec.convert(value or {}, type=_Kubeconfig, strict=False)
+
+
+def _named(parts: Sequence[T], name: str) -> T | None:
+    return next((part for part in parts if part.name == name), None)
+
+
+def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str]) -> Access:
+    context = chosen.context
+    named, owner = _named(found.clusters, context.cluster), _named(found.users, context.user)
+    if named is None or not named.cluster.server:
+        raise Unusable(f"context {chosen.name} names no cluster with a server")
+    cluster, user = named.cluster, owner.user if owner and owner.user else _User()
+    space = context.namespace or "default"
+    proxied = cluster.proxy_url or any(map(environ.get, _PROXIES))
+    if user.exec or user.auth_provider or user.username or proxied:
+        return _by_package(chosen.name, space)
+    host = cluster.server.rstrip("/")
+    tls = _tls(named, owner, user) if host.startswith("https") else None
+    token = user.token or (_file(owner.folder, user.token_file).read_text().strip() if user.token_file else "")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return Access(host, space, _pool(tls, cluster.tls_server_name), lambda: headers)
+
+
+def _file(folder: str, name: str) -> Path:
+    """Names in a kubeconfig are relative to its own folder."""
+    return Path(folder, name).expanduser()
+
+
+def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSLContext:
+    cluster, tls = named.cluster, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if cluster.insecure_skip_tls_verify:
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    elif cluster.certificate_authority_data:
+        tls.load_verify_locations(cadata=base64.b64decode(cluster.certificate_authority_data).decode())
+    elif cluster.certificate_authority:
+        tls.load_verify_locations(_file(named.folder, cluster.certificate_authority))
+    else:
+        tls.load_default_certs()
+    folder = owner.folder if owner else ""
+    with tempfile.TemporaryDirectory() as kept:  # ssl reads certificates from files alone
+        certificate = _part(folder, user.client_certificate_data, user.client_certificate, Path(kept, "certificate"))
+        key = _part(folder, user.client_key_data, user.client_key, Path(kept, "key"))
+        if certificate:
+            tls.load_cert_chain(certificate, key)
+    return tls
+
+
+def _part(folder: str, data: str, name: str, kept: Path) -> Path | None:
+    if not data:
+        return _file(folder, name) if name else None
+    kept.write_bytes(base64.b64decode(data))
+    return kept
+
+
+# ------------------------------------------------------------------------------------------ other ways
+
+
+def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    if not host or not port:
+        raise Unusable("KUBERNETES_SERVICE_HOST is not set")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    tls.load_verify_locations(account / "ca.crt")
+    held: list[tuple[float, dict[str, str]]] = []
+
+    def headers() -> Mapping[str, str]:
+        if not held or time.monotonic() > held[0][0] + _TOKEN_S:
+            token = (account / "token").read_text().strip()
+            held[:] = [(time.monotonic(), {"authorization": f"Bearer {token}"})]
+        return held[0][1]
+
+    headers()
+    name = f"[{host}]" if ":" in host else host
+    return Access(f"https://{name}:{port}", (account / "namespace").read_text().strip(), _pool(tls, ""), headers)
+
+
+def _pool(tls: ssl.SSLContext | None, server_name: str) -> Any:
+    import urllib3
+
+    if tls is None:
+        return urllib3.PoolManager(maxsize=_CONNECTIONS)
+    if tls.verify_mode == ssl.CERT_NONE:  # the kubeconfig says so; a warning a request would bury everything else
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    more = {"server_hostname": server_name} if server_name else {}
+    return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=tls, cert_reqs=tls.verify_mode, **more)
+
+
+def _by_package(context: str, namespace: str) -> Access:
+    """Plugins and the rest, as the kubernetes package has them; it renews what expires."""
+    import urllib3
+    from kubernetes import client, config
+    from kubernetes.config.config_exception import ConfigException
+
+    settings = client.Configuration()
+    try:
+        config.load_kube_config(context=context, client_configuration=settings)
+    except (ConfigException, TypeError) as error:
+        raise Unusable(str(error)) from None
+    if not settings.verify_ssl:
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+
+    def headers() -> Mapping[str, str]:
+        found = settings.auth_settings().values()
+        return {auth["key"]: auth["value"] for auth in found if auth.get("in") == "header" and auth.get("value")}
+
+    return Access(settings.host, namespace, client.ApiClient(settings).rest_client.pool_manager, headers)

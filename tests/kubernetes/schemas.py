@@ -1,0 +1,143 @@
+"""JSON schemas for kubeconform: Kubernetes' own kinds from a version's OpenAPI document, custom ones from their CRDs.
+
+Both are parts of Go modules, pinned here by their checksums; `api/openapi-spec/swagger.json` of k8s.io/kubernetes is
+what that version's API server serves. Made once into the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .building import cache
+
+#: Oldest with podFailurePolicy in batch/v1 for good, one in between, the test cluster's, the newest.
+KUBERNETES = {
+    "v1.31.14": "h1:UtjLfqvXLuSVDdJ4+NpQCIfFkKkLnAAVmxAEMsnkhjk=",
+    "v1.33.7": "h1:Qhp1gwCPSOqt3du6A0uTGrrTcZDtShdSCIR5IZag16Y=",
+    "v1.35.4": "h1:o/8dBC/pHVpYoGV4OAIytAlNPZbdYVTXJHoYvXC4qzM=",
+    "v1.37.1": "h1:LTUzSbp9n0W7649oVKBYfC48zcoD3vCk++1PZQn28q8=",
+}
+#: module -> (version, checksum, its CRDs for kinds that we render)
+CUSTOM = {
+    "sigs.k8s.io/jobset": (
+        "v0.11.0",
+        "h1:1r2uTNQmylnqG/WCSSDADgNkHryvyUaCNCOgvSPWpN8=",
+        ["config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"],
+    ),
+    "sigs.k8s.io/kueue": (
+        "v0.15.0",
+        "h1:9Khzc2ne6/eWuZx5o+R4KlVBzh3kZkTIMzpPC2e8Spg=",
+        [
+            f"config/components/crd/bases/kueue.x-k8s.io_{kind}.yaml"
+            for kind in ("topologies", "resourceflavors", "clusterqueues", "localqueues")
+        ],
+    ),
+    "github.com/prometheus-operator/prometheus-operator": (
+        "v0.85.0",
+        "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
+        [
+            f"example/prometheus-operator-crd/monitoring.coreos.com_{kind}.yaml"
+            for kind in ("podmonitors", "prometheusrules")
+        ],
+    ),
+}
+#: Where kubeconform looks, below `folder()`.
+LOCATIONS = (
+    "{{ .NormalizedKubernetesVersion }}/{{ .Group }}_{{ .ResourceAPIVersion }}_{{ .ResourceKind }}.json",
+    "custom/{{ .Group }}_{{ .ResourceAPIVersion }}_{{ .ResourceKind }}.json",
+)
+_PREFIX = "#/definitions/"
+
+
+def folder() -> Path:
+    """The folder of all schemas, made if it is not there yet. RuntimeError when Go cannot give the modules."""
+    said = json.dumps([KUBERNETES, CUSTOM]).encode() + Path(__file__).read_bytes()
+    target = cache() / f"schemas-{hashlib.sha256(said).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache(), prefix="schemas-part-") as part:
+        made = Path(part, "made")
+        for version, checksum in KUBERNETES.items():
+            swagger = module("k8s.io/kubernetes", version, checksum) / "api" / "openapi-spec" / "swagger.json"
+            write(made / version, of_swagger(json.loads(swagger.read_bytes())))
+        for name, (version, checksum, crds) in CUSTOM.items():
+            write(made / "custom", of_crds([module(name, version, checksum) / crd for crd in crds]))
+        made.rename(target)
+    return target
+
+
+def module(name: str, version: str, checksum: str) -> Path:
+    """Where Go keeps it, downloaded if need be."""
+    argv = ["go", "mod", "download", "-json", f"{name}@{version}"]
+    done = subprocess.run(argv, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=600)
+    said = json.loads(done.stdout or "{}")
+    if done.returncode or said.get("Sum") != checksum:
+        raise RuntimeError(f"{name}@{version}: {said.get('Error') or said.get('Sum') or done.stderr.strip()[-300:]}")
+    return Path(said["Dir"])
+
+
+def write(to: Path, schemas: Iterator[tuple[str, dict[str, Any]]]) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for name, schema in schemas:
+        (to / f"{name}.json").write_text(json.dumps(schema))
+
+
+# ------------------------------------------------------------------------------------------ pure
+
+
+def of_swagger(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(group_version_kind, schema) of every kind, each with the definitions that it needs."""
+    known = {name: strict(body) for name, body in document["definitions"].items()}
+    for name, body in document["definitions"].items():
+        for at in body.get("x-kubernetes-group-version-kind", ()):
+            group, kind = at["group"] or at["version"], at["kind"].lower()  # as kubeconform calls the core group
+            needed: dict[str, Any] = {}
+            _gather(known[name], known, needed)
+            yield f"{group}_{at['version']}_{kind}", {**known[name], "definitions": needed}
+
+
+def of_crds(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    import yaml
+
+    for path in paths:
+        for crd in filter(None, yaml.safe_load_all(path.read_text())):
+            spec = crd["spec"]
+            for version in spec["versions"]:
+                name = f"{spec['group']}_{version['name']}_{spec['names']['kind'].lower()}"
+                yield name, strict(version["schema"]["openAPIV3Schema"])
+
+
+def strict(schema: Any) -> Any:
+    """The same, taking no field that it does not name; numbers where Kubernetes takes numbers and text."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("format") == "int-or-string" or schema.get("x-kubernetes-int-or-string"):
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    found = {key: strict(value) for key, value in schema.items() if key != "format"}
+    named = isinstance(schema.get("properties"), dict) and schema.get("type", "object") == "object"
+    if named and "additionalProperties" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        found["additionalProperties"] = False
+    return found
+
+
+def _gather(part: Any, known: dict[str, Any], into: dict[str, Any]) -> None:
+    """Put every definition that `part` refers to, at whatever distance, into `into`."""
+    if isinstance(part, list):
+        for one in part:
+            _gather(one, known, into)
+    elif isinstance(part, dict):
+        name = part["$ref"].removeprefix(_PREFIX) if isinstance(part.get("$ref"), str) else None
+        if name and name not in into:
+            into[name] = known[name]
+            _gather(known[name], known, into)
+        for value in part.values():
+            _gather(value, known, into)

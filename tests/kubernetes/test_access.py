@@ -1,0 +1,169 @@
+"""Finding the API server and showing it who we are: against a real TLS server that asks for a certificate."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.kubernetes.access import access
+from orchestrator.kubernetes.client import Cluster
+from orchestrator.plan import Exit
+
+
+class Server:
+    """Answers GET with a version, remembers who asked; TLS and certificates of its own making when it has a folder."""
+
+    def __init__(self, folder: Path | None = None):
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append(self.headers.get("authorization", ""))
+                body = b'{"gitVersion": "v1.99.0"}'
+                self.send_response(200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        if folder:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+            tls.load_verify_locations(folder / "tls.crt")
+            tls.verify_mode = ssl.CERT_REQUIRED
+            self.http.socket = tls.wrap_socket(self.http.socket, server_side=True)
+        self.port = self.http.server_address[1]
+        self.address = f"{'https' if folder else 'http'}://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def plain() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.http.shutdown()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Path:
+    """One for `api.test`, which signs itself; it serves as the client's, too."""
+    folder = tmp_path_factory.mktemp("certificates")
+    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    argv += ["-subj", "/CN=api.test", "-addext", "subjectAltName=DNS:api.test"]
+    argv += ["-keyout", folder / "tls.key", "-out", folder / "tls.crt"]
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    return folder
+
+
+def kubeconfig(path: Path, server: str, *contexts: str, current: str = "", cluster: dict | None = None, **user) -> Path:
+    """Each context has a user of its name, whose token is its name unless another credential is given."""
+    body = {
+        "current-context": current or contexts[0],
+        "clusters": [{"name": "c", "cluster": {"server": server, **(cluster or {})}}],
+        "users": [{"name": name, "user": user or {"token": name}} for name in contexts],
+        "contexts": [{"name": n, "context": {"cluster": "c", "user": n, "namespace": f"of-{n}"}} for n in contexts],
+    }
+    path.write_text(json.dumps(body))
+    return path
+
+
+def test_the_first_file_that_names_a_thing_counts(tmp_path, plain, monkeypatch):
+    one = kubeconfig(tmp_path / "one", plain.address, "a", "b", current="b")
+    two = kubeconfig(tmp_path / "two", "http://127.0.0.1:1", "b", "z", current="z")
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'absent'}:{one}:{two}")
+    assert (Cluster().version(), Cluster().namespace) == ("v1.99.0", "of-b")
+    assert (Cluster("a").version(), Cluster("a", "mine").namespace) == ("v1.99.0", "mine")
+    assert plain.asked == ["Bearer b", "Bearer a"]
+    with pytest.raises(OrchError, match=r"no context 'aa' in the kubeconfig; did you mean 'a'") as caught:
+        Cluster("aa").version()
+    assert caught.value.exit == Exit.CONFIG
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "clusters: 7", "{}", "current-context: x"])
+def test_no_usable_kubeconfig_is_no_cluster(tmp_path, text):
+    path = tmp_path / "config"
+    path.write_text(text)
+    with pytest.raises(OrchError, match="no Kubernetes cluster is configured") as caught:
+        access(None, {"KUBECONFIG": str(path)})
+    assert caught.value.exit == Exit.CAPACITY
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch):
+    """In the kubeconfig itself or in files beside it; the server's name is checked against its certificate."""
+    server = Server(certificates)
+    if inline:
+        crt, key = (base64.b64encode((certificates / f"tls.{k}").read_bytes()).decode() for k in ("crt", "key"))
+        ours, user = {"certificate-authority-data": crt}, {"client-certificate-data": crt, "client-key-data": key}
+    else:
+        path = str(certificates / "tls.crt")
+        ours, user = {"certificate-authority": path}, {"client-certificate": path, "client-key": "tls.key"}
+        (tmp_path / "tls.key").write_bytes((certificates / "tls.key").read_bytes())
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(kept))
+    path = kubeconfig(tmp_path / "config", server.address, "a", cluster={**ours, "tls-server-name": "api.test"}, **user)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    assert Cluster().version() == "v1.99.0"
+    assert not list(kept.iterdir())  # a key is nowhere left behind
+    kubeconfig(path, server.address, "a", cluster=ours, **user)
+    with pytest.raises(OrchError, match="certificate") as caught:
+        Cluster().version()
+    assert caught.value.exit == Exit.SECURITY
+    server.http.shutdown()
+
+
+def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
+    for name, text in {
+        "token": "first\n",
+        "namespace": "llm",
+        "ca.crt": (certificates / "tls.crt").read_text(),
+    }.items():
+        (tmp_path / name).write_text(text)
+    environ = {"KUBECONFIG": str(tmp_path / "none"), "KUBERNETES_SERVICE_HOST": "::1", "KUBERNETES_SERVICE_PORT": "443"}
+    found = access(None, environ, tmp_path)
+    assert (found.host, found.namespace) == ("https://[::1]:443", "llm")
+    assert found.headers() == {"authorization": "Bearer first"}
+    (tmp_path / "token").write_text("second")
+    assert found.headers() == {"authorization": "Bearer first"}
+    monkeypatch.setattr("orchestrator.kubernetes.access._TOKEN_S", -1.0)
+    assert found.headers() == {"authorization": "Bearer second"}
+
+
+@pytest.mark.process
+def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, plain, monkeypatch):
+    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "made"}}
+    plugin = {"command": sys.executable, "args": ["-c", f"print('''{json.dumps(said)}''')"]}
+    user = {"exec": {**plugin, "apiVersion": said["apiVersion"], "interactiveMode": "Never"}}
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a", **user)))
+    code = "import sys\nfrom orchestrator.kubernetes.client import Cluster\nprint(Cluster().version())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "v1.99.0", done.stderr
+    assert plain.asked == ["Bearer made"]
+
+
+@pytest.mark.process
+def test_tokens_do_without_the_kubernetes_package(tmp_path, plain, monkeypatch):
+    """It takes longer to import than a job takes to plan."""
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
+    code = (
+        "import sys\nfrom orchestrator.kubernetes.client import Cluster\nCluster().version()\n"
+        "sys.exit('kubernetes' in sys.modules or 'yaml' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -1,0 +1,94 @@
+"""Every rendering against the schemas of several Kubernetes versions, by kubeconform: no field that a version lacks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from msgspec import structs
+
+from orchestrator.kubernetes.options import KubernetesOptions
+from orchestrator.kubernetes.placing import Chosen
+from orchestrator.kubernetes.render import render
+
+from . import schemas
+from .building import program
+from .conftest import built
+from .test_chart import CHART, FULL, rendered
+from .test_render import CASES, main_line, manifest  # noqa: F401
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process]
+#: Beside the golden ones: the other kind with everything, and the nodes that a run without a queue is given.
+MORE = {
+    "everything, jobset": {**CASES["everything"], "kind": "jobset"},
+    "everything, queue": {**CASES["everything"], **CASES["queue"]},
+}
+CHOSEN = {
+    "chosen under a switch": Chosen(("n1", "n2"), "example.org/leaf", ("leaf-1",)),
+    "chosen with spares": Chosen(("n1", "n2"), spares=("n3",)),
+}
+Check = Callable[[list[dict]], dict[str, list[dict]]]
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory) -> Check:
+    """What kubeconform says of these objects, resource by resource, for each version."""
+    built("kubeconform")
+    path, folder = tmp_path_factory.mktemp("rendered") / "all.yaml", schemas.folder()
+    places = [word for place in schemas.LOCATIONS for word in ("-schema-location", f"{folder}/{place}")]
+
+    def run(bodies: list[dict]) -> dict[str, list[dict]]:
+        path.write_text(yaml.safe_dump_all(bodies))
+        found = {}
+        for version in schemas.KUBERNETES:
+            argv = [str(program("kubeconform")), "-strict", "-verbose", "-output", "json", *places]
+            argv += ["-kubernetes-version", version.removeprefix("v"), str(path)]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+            found[version] = json.loads(done.stdout)["resources"]
+            assert len(found[version]) == len(bodies), done.stdout + done.stderr
+        return found
+
+    return run
+
+
+def wrong(found: dict[str, list[dict]]) -> list[tuple[str, str, str]]:
+    return [(v, one["kind"], one["msg"]) for v, all in found.items() for one in all if one["status"] != "statusValid"]
+
+
+def test_every_object_of_every_run(check, main_line):  # noqa: F811
+    runs = [manifest(main_line, options) for options in (CASES | MORE).values()]
+    runs += [structs.replace(manifest(main_line, {}), chosen=chosen) for chosen in CHOSEN.values()]
+    bodies = [json.loads(json.dumps(body)) for run in runs for body in render(run)]
+    assert {body["kind"] for body in bodies} == {"Secret", "ConfigMap", "Service", "NetworkPolicy", "Job", "JobSet"}
+    assert wrong(check(bodies)) == []
+
+
+def test_every_option_is_in_some_rendering():
+    """But those that say where and how the run is sent, not what."""
+    given = set().union(*CASES.values(), *MORE.values()) | {"image"}
+    elsewhere = {"context", "profile", "slices", "python", "user", "unreachable_s", "gather_timeout_s"}
+    elsewhere |= {"gpu_resource", "max_pod_failures", "pull_policy"}  # plain values in fields that are always there
+    assert set(KubernetesOptions.__struct_fields__) - given - elsewhere == set()
+
+
+def test_every_template_of_the_chart(check):
+    built("helm")
+    helm = program("helm")
+    bodies = [*rendered(helm, FULL), *rendered(helm, {"image": FULL["image"]})]
+    templates = {p.name for p in Path(CHART, "templates").rglob("*.yaml")}
+    assert len(templates) >= 8
+    assert {"PodMonitor", "PrometheusRule", "Topology", "ClusterQueue", "Role"} <= {body["kind"] for body in bodies}
+    assert wrong(check(bodies)) == []
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_a_field_that_nobody_knows_is_found(check, main_line, kind):  # noqa: F811
+    """The checker checks: strictly, deep inside, in every version."""
+    job = json.loads(json.dumps(render(manifest(main_line, {"kind": kind}))[-1]))
+    spec = job["spec"] if kind == "job" else job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    spec["template"]["spec"]["containers"][0]["securityContext"]["privilegedd"] = True
+    assert {version for version, _, _ in wrong(check([job]))} == set(schemas.KUBERNETES)
