@@ -144,7 +144,7 @@ class Cluster:
         query |= {"previous": "true"} if previous else {}
         with _answer(400, 404, 500) as answer:  # not started yet; gone; its node does not answer
             read_s = None if follow else _READ_S
-            answer.value = self._send("GET", self._path("Pod", pod) + "/log", query, read_s=read_s)
+            answer.value = self._send("GET", self._path("Pod", pod) + "/log", query, read_s=read_s, stream=True)
         if answer.value is None:
             return
         rest = b""
@@ -172,11 +172,7 @@ class Cluster:
     def _raw(
         self, method: str, path: str, query: Mapping[str, str], body: bytes | None = None, kind: str = ""
     ) -> bytes:
-        response = self._send(method, path, query, body, kind)
-        try:
-            return response.data
-        finally:
-            response.release_conn()
+        return self._send(method, path, query, body, kind).data
 
     def _send(
         self,
@@ -186,9 +182,12 @@ class Cluster:
         body: bytes | None = None,
         kind: str = "",
         read_s: float | None = _READ_S,
+        stream: bool = False,
     ) -> Any:
-        """A response of 2xx. Everything but POST says the same when it is repeated, so a lost connection is tried
-        again for some seconds."""
+        """A response of 2xx, whole unless it is to be streamed.
+
+        Everything but POST says the same when it is repeated, so a lost connection is tried again for some seconds.
+        """
         import urllib3
 
         to = self._access
@@ -201,7 +200,7 @@ class Cluster:
         while True:
             try:
                 response = to.pool.request(
-                    method, url, body=body, headers=headers, timeout=timeout, retries=False, preload_content=False
+                    method, url, body=body, headers=headers, timeout=timeout, retries=False, preload_content=not stream
                 )
             except urllib3.exceptions.HTTPError as error:
                 pause = next(pauses, None) if not isinstance(error, urllib3.exceptions.SSLError) else None

@@ -26,16 +26,18 @@ class Server:
 
     def __init__(self, folder: Path | None = None):
         self.asked: list[str] = []
-        asked = self.asked
+        self.broken = 0  # so many answers end in the middle
+        server = self
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self):
-                asked.append(self.headers.get("authorization", ""))
+                server.asked.append(self.headers.get("authorization", ""))
                 body = b'{"gitVersion": "v1.99.0"}'
                 self.send_response(200)
-                self.send_header("content-length", str(len(body)))
+                self.send_header("content-length", str(len(body) + (server.broken > 0)))
                 self.end_headers()
                 self.wfile.write(body)
+                server.broken -= 1
 
             def log_message(self, *_):
                 pass
@@ -144,6 +146,18 @@ def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
     assert found.headers() == {"authorization": "Bearer first"}
     monkeypatch.setattr("orchestrator.kubernetes.access._TOKEN_S", -1.0)
     assert found.headers() == {"authorization": "Bearer second"}
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(tmp_path, plain, monkeypatch):
+    """And is one line when it goes on; a body that stopped half-way ended the command with a traceback."""
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
+    plain.broken = 1
+    assert Cluster().version() == "v1.99.0"
+    plain.broken = 1 << 30
+    monkeypatch.setattr("orchestrator.kubernetes.client._AGAIN_S", (0.0,))
+    with pytest.raises(OrchError, match="no answer from the cluster") as caught:
+        Cluster().version()
+    assert caught.value.exit == Exit.CAPACITY
 
 
 @pytest.mark.process
