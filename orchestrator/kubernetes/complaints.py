@@ -12,6 +12,8 @@ import msgspec
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
+from .remedies import with_remedy
+
 _FORBIDDEN = re.compile(
     r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]*)")?'
@@ -59,9 +61,9 @@ def complaint(status: int, body: str) -> ApiError:
 def _forbidden(text: str) -> ApiError:
     """Quota, Pod Security or a missing right; of a right the rule that would give it."""
     if "exceeded quota" in text:
-        return ApiError(f"{text}: ask for a larger quota, or end other runs", Exit.CAPACITY, 403)
+        return ApiError(with_remedy(text), Exit.CAPACITY, 403)
     if "violates PodSecurity" in text:
-        return ApiError(f"{text}: backend.options.security must match the namespace's level", Exit.SECURITY, 403)
+        return ApiError(with_remedy(text), Exit.SECURITY, 403)
     found = _FORBIDDEN.search(text)
     if not found:
         return ApiError(text, Exit.SECURITY, 403)

@@ -161,7 +161,7 @@ def apiserver_flags(home: Path) -> list[str]:
 
 
 def manager_flags(home: Path, nodes_have_kubelets: bool = True) -> list[str]:
-    silence = "24s" if nodes_have_kubelets else "24h"  # after which a node is given up
+    silence = "50s" if nodes_have_kubelets else "24h"  # after which a node is given up; busy ones are late
     return [
         f"--kubeconfig={home}/admin.kubeconfig",
         f"--service-account-private-key-file={home}/pki/sa.key",

@@ -20,15 +20,29 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 SMALL = (*TINY, *SHORT)
 GPUS = ("cluster=h100x8", "model=llama3_8b", "parallel=tp8_zero1")
 LITTLE = {"cpus": 0.05}  # beside whatever else runs
-#: Sent without complaint: options, the words of the job, and what is told about it some seconds later.
-LATER: dict[str, tuple[dict, tuple[str, ...], str]] = {
-    "absent-image": ({"image": "nowhere.invalid/orch:1", "pull_policy": "Always"}, SMALL, "image cannot be pulled"),
-    "no-such-node": ({"node_selector": {"no": "where"}}, SMALL, "match Pod's node affinity/selector"),
-    "absent-claim": ({"claim": "absent"}, SMALL, 'persistentvolumeclaim "absent" not found'),
-    "baseline": ({"security": "baseline"}, SMALL, "violates PodSecurity"),
-    "larger-than-the-queue": ({"queue": "small", "cpus": 0.8}, SMALL, "insufficient quota for cpu"),
-    "queue-without-gpus": ({"queue": "small"}, GPUS, "nvidia.com/gpu"),
-}
+#: Sent without complaint: options, the words of the job, and what is told about it some seconds later: why, what to do.
+LATER: dict[str, tuple[dict, tuple[str, ...], str, str]] = {
+    "absent-image": (
+        {"image": "nowhere.invalid/orch:1", "pull_policy": "Always"}, SMALL,
+        "image cannot be pulled", "backend.options.image, pull_secrets",
+    ),
+    "no-such-node": (
+        {"node_selector": {"no": "where"}}, SMALL,
+        "match Pod's node affinity/selector", "; backend.options.node_selector names",
+    ),
+    "absent-claim": (
+        {"claim": "absent"}, SMALL,
+        'persistentvolumeclaim "absent" not found', "; backend.options.claim and volumes name",
+    ),
+    "baseline": ({"security": "baseline"}, SMALL, "violates PodSecurity", "; backend.options.security must match"),
+    "larger-than-the-queue": (
+        {"queue": "small", "cpus": 0.8}, SMALL,
+        "insufficient quota for cpu", "; the queue never gives that much",
+    ),
+    "queue-without-gpus": (
+        {"queue": "small"}, GPUS, "nvidia.com/gpu unavailable in ClusterQueue", "; the queue has none of that",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +66,13 @@ def refusal(user: Orch, *words: str, options: dict | None = None, env: dict | No
 
 
 def test_what_only_shows_later_is_the_reason_of_waiting(user):
-    sent = {name: user.submit(*words, options=options).id for name, (options, words, _) in LATER.items()}
+    sent = {name: user.submit(*words, options=options).id for name, (options, words, *_) in LATER.items()}
     reasons: dict[str, str] = {}
 
     def told() -> bool:
         for found in json.loads(user("list", "--json", "--all").stdout):
             reasons[found["state"]["run_id"]] = f"{found['state']['state']}: {found['state']['reason']}"
-        return all(LATER[name][2] in reasons[run_id] for name, run_id in sent.items())
+        return all(text in reasons[run_id] for name, run_id in sent.items() for text in LATER[name][2:])
 
     try:
         user.bed.wait(told, 300, "all reasons")

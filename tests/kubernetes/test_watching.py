@@ -101,7 +101,9 @@ def test_no_room_and_the_queue_s_own_words_are_said():
     body["status"]["conditions"] = [
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
     ]
-    assert "Insufficient nvidia.com/gpu" in meaning(seen(job(), [pod(0), body]), NOW).text
+    told = meaning(seen(job(), [pod(0), body]), NOW).text
+    assert "Insufficient nvidia.com/gpu" in told
+    assert told.endswith("wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)")
     queued = job()
     queued["spec"]["suspend"] = True
     told = 'couldn\'t assign flavors to pod set main: topology "ib" allows to fit only 4 out of 8 pod(s)'
