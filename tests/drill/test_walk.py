@@ -29,11 +29,12 @@ from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-BATCH = 24  # samples: one to eight nodes share them evenly, but for five and seven
+BATCH = 24  # samples: one to four nodes share them evenly
 
 
 def sized(nodes: int, **fields) -> Plan:
-    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields})
+    shape = {"micro_batches": BATCH // nodes, "steps": 100_000, **fields}
+    plan = make_plan(dp=nodes, nodes=nodes, **shape)
     return replan(plan, plan.cluster)
 
 
@@ -45,25 +46,33 @@ def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options)
     return RunFolder(runs / run_id)
 
 
-def walk(folder: RunFolder, seed: int, faults: int, pause_s: float) -> list[str]:
-    """That many faults, drawn by the seed; nodes come back meanwhile, and the run grows again."""
+def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool = False) -> list[str]:
+    """That many faults, drawn by the seed; nodes come back meanwhile, and the run grows again.
+
+    `down`: nodes are lost first, until a single one is left.
+    """
     request = from_bytes(folder.request.read_bytes())
     place, targets, draw = (
-        Range(folder, LocalBackend(), request, 120.0),
+        Range(folder, LocalBackend(), request, 300.0),
         LocalTargets(folder, request),
         random.Random(seed),
     )
     done = []
     for _ in range(faults):
         # a single node is only hit where the run gets over it by itself
-        seated = sum(1 for node in read_state(folder).nodes.values() if node.state == "running" and node.ranks)
-        fault = draw.choice(["kill_agent", "kill_node", "kill_agent", "kill_worker", "stop_worker"])
+        seated = seats(folder)
+        down = down and seated > 1
+        fault = draw.choice(["kill_agent", "kill_node"] + ["kill_agent", "kill_worker", "stop_worker"] * (not down))
         fault = "kill_worker" if seated < 2 else fault
         trial = place.shoot(Shot(fault, "any", draw.random()), targets, 4.0)
         assert trial.ok, trial
         done.append(fault)
         time.sleep(draw.uniform(0, pause_s))
     return done
+
+
+def seats(folder: RunFolder) -> int:
+    return sum(1 for node in read_state(folder).nodes.values() if node.state == "running" and node.ranks)
 
 
 def ledger_of(folder: RunFolder) -> Ledger:
@@ -117,22 +126,27 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     text.mkdir()
     (text / "a.py").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(2000)))
     files = {"data_paths": [str(text)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 10}
-    shape = {**files, "zero": 1, "steps": 3000, "seq_len": 32, "copy_every_steps": 1}
-    plans = {nodes: sized(nodes, **shape) for nodes in (8, 6, 4, 3, 2, 1)}
-    folder = start(runs, plans, restart_lost_nodes_after_s=30.0, grow_after_s=2.0)  # several are away at a time
-    wait_for(lambda: ledger_of(folder).samples, 200, "first steps")
-    walk(folder, seed=8, faults=20, pause_s=4.0)
+    shape = {**files, "zero": 1, "seq_len": 8, "copy_every_steps": 1}
+    batch = 840  # what every number of nodes up to eight divides
+    plans = {n: sized(n, **shape, micro_batch_size=batch // n, micro_batches=1) for n in range(8, 0, -1)}
+    folder = start(runs, plans, restart_lost_nodes_after_s=90.0, grow_after_s=2.0)  # the walk down is faster
+    wait_for(lambda: ledger_of(folder).samples, 300, "first steps")
+    walk(folder, seed=8, faults=20, pause_s=4.0, down=True)
+    wait_for(lambda: seats(folder) == 8, 600, "all nodes again")
+    before = ledger_of(folder).samples
+    wait_for(lambda: ledger_of(folder).samples > before, 300, "a step")
     assert cancel(folder).state == "cancelled"
     found = ledger_of(folder)
-    assert found.problems == [] and uneven(found.entries, BATCH) == []
-    assert len(set(sizes_seen(folder))) > 2, "it went over several sizes"
-    whole = start(runs, {1: sized(1, **shape)}, run_id="whole")
+    assert found.problems == [] and uneven(found.entries, batch) == []
+    assert set(sizes_seen(folder)) == set(range(1, 9)), "it went over all sizes"
+    whole = start(runs, {1: plans[1]}, run_id="whole")
     last = found.entries[-1].step
     wait_for(lambda: ledger_of(whole).samples >= found.samples, 1500, f"step {last} of the run that stays")
     LocalBackend().cancel(whole, force=True)
     want, have = losses(whole), losses(folder)
     assert sorted(have) == list(range(1, last + 1))
-    assert max(abs(have[step] - want[step]) for step in have) <= 1e-5
+    off = max(abs(have[step] - want[step]) for step in have)
+    assert off <= 1e-5, f"of {last} steps, after {sizes_seen(folder)}"
 
 
 def losses(folder: RunFolder) -> dict[int, float]:
