@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from orchestrator.errors import OrchError
+from orchestrator.plan import Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.suggest import did_you_mean
@@ -22,7 +23,7 @@ from . import namespaces
 from .deliver import delivered
 from .processes import Identity, identity, send_signal
 from .program import check_program
-from .request import LaunchRequest, Parcel, compose_environment
+from .request import LaunchRequest, Parcel, compose_environment, to_bytes, used_nodes
 from .run_folder import RunFolder, write_private
 from .state import RunState, paused, read_state, true_state, write_state
 from .untrusted import UNREADABLE
@@ -48,6 +49,7 @@ class LocalOptions(Frozen):
     grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # not before nodes have stayed this long
 
 
+_END_S = 60.0  # after the workers' grace, for agents and supervisor to go
 _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
 
 
@@ -110,6 +112,34 @@ class LocalBackend:
         self._start(folder, request, environ, resume=True)
         return request.handle
 
+    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+        """The next attempt, under the plan that was submitted for that many nodes. A living run saves and ends first.
+
+        OrchError: 64 when it is done by then, 76 when it does not end.
+        """
+        if self.is_alive(folder):
+            self.cancel(folder, force=False)
+            end = time.monotonic() + request.policy.grace_s + _END_S
+            while self.is_alive(folder):
+                if time.monotonic() > end:
+                    raise OrchError(f"run {folder.run_id} was asked to end and has not: try again", Exit.CAPACITY)
+                time.sleep(0.05)
+            if self.state(folder).state == "done":
+                raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
+        plan, first = load_plan(folder.sized_plan(nodes)), request.agents[0]
+        agents = [
+            msgspec.structs.replace(
+                first, node=node, argv=[node if word == first.node else word for word in first.argv]
+            )
+            for node in used_nodes(plan)
+        ]
+        request = msgspec.structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+        self.check(request)
+        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+        write_private(folder.request, to_bytes(request))
+        self._start(folder, request, environ, resume=True, plan=plan)
+        return request.handle
+
     def cancel(self, folder: RunFolder, force: bool) -> None:
         record = read_record(folder)
         if record is None or not self.is_alive(folder):
@@ -125,7 +155,12 @@ class LocalBackend:
         return true_state(folder, self.is_alive(folder))
 
     def _start(
-        self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str], resume: bool = False
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+        resume: bool = False,
+        plan: Plan | None = None,
     ) -> None:
         """Start the supervisor: own session, nothing of this terminal, holding the run's lock."""
         lock = folder.take_lock()
@@ -133,7 +168,7 @@ class LocalBackend:
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
         try:
             if resume:
-                prepare_resume(folder)
+                prepare_resume(folder, plan)
             argv = [sys.executable, "-P", "-m", "orchestrator.launch.supervisor", "--run-dir", str(folder.path)]
             log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.set_inheritable(lock, True)
@@ -161,14 +196,20 @@ def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path
         check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
 
 
-def prepare_resume(folder: RunFolder) -> None:
-    """Back to `pending`, keeping epochs and history. The caller holds the lock, so nobody else writes."""
+def prepare_resume(folder: RunFolder, plan: Plan | None = None) -> None:
+    """Back to `pending`, keeping epochs and history. The caller holds the lock, so nobody else writes.
+
+    `plan`: the one to go on with, where that is not the one in force.
+    """
     state = read_state(folder)
     folder.cancel.unlink(missing_ok=True)
     now = time.time()
     changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None}
     changes |= {"restarts": 0, "restarts_by_cause": {}, "first_epoch": state.epoch + 1, "excluded": {}, "slow": {}}
     changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": paused(state, now)}
+    if plan is not None:
+        summary = state.summary | {"world_size": plan.parallel.world_size}
+        changes |= {"plan_hash": plan.hash, "summary": summary}
     write_state(folder, msgspec.structs.replace(state, **changes))
 
 

@@ -51,6 +51,6 @@ def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
 
 
 def test_a_backend_that_follows_its_nodes_by_itself_says_so(rendered, capsys):
-    write_state(rendered, msgspec.structs.replace(read_state(rendered), backend="local"))
+    write_state(rendered, msgspec.structs.replace(read_state(rendered), backend="slurm"))
     assert main(["resize", "r1", "2"]) == Exit.USAGE
-    assert "local has no resize by hand" in capsys.readouterr().err
+    assert "slurm has no resize by hand" in capsys.readouterr().err

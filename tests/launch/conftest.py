@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .parcels import kill_runs
 
 
+def write_text(folder: Path) -> Path:
+    """A folder of text in there."""
+    text = folder / "text"
+    text.mkdir()
+    (text / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
+    return text
+
+
 @pytest.fixture
 def corpus(tmp_path):
     """A folder of text. Runs of `tmp_path / "runs"` end with the test."""
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
-    yield text
+    yield write_text(tmp_path)
     kill_runs(tmp_path / "runs")

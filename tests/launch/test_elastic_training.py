@@ -8,21 +8,25 @@ import signal
 
 import pytest
 
+from orchestrator.goodput.facts import LeadReader
+from orchestrator.goodput.ledger import ledger
 from orchestrator.launch.local import LocalBackend, read_record
+from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Plan, load_plan
-from tests.launch.parcels import make_parcel, wait_end, wait_for
+from tests.launch.conftest import write_text
+from tests.launch.parcels import events, kill_runs, make_parcel, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-STEPS, BATCH = 20, 6
+STEPS, BATCH = 100, 6
 
 
 def sized(corpus, tmp_path, nodes: int) -> Plan:
     """The same steps on any number of nodes: what changes is the accumulation."""
-    files = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 5}
+    files = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 20}
     shape = {"dp": nodes, "nodes": nodes, "zero": 1, "micro_batches": BATCH // nodes}
     return make_plan(**shape, **files, steps=STEPS, seq_len=32)
 
@@ -46,24 +50,57 @@ def losses(folder: RunFolder) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
 
 
-def test_a_run_that_loses_nodes_has_the_losses_of_one_that_does_not(tmp_path, corpus):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The loss of every step of a run on one node that nothing happens to."""
+    home = tmp_path_factory.mktemp("whole")
+    folder = start(home, "whole", {1: sized(write_text(home), home, 1)}, elastic=False)
+    try:
+        assert wait_end(folder, 600).state == "done", folder.rank_log(0).read_text()
+        return losses(folder)
+    finally:
+        kill_runs(home / "runs")
+
+
+def reached(folder: RunFolder, epoch: int, step: int) -> bool:
+    return any(line["epoch"] >= epoch and line["step"] >= step for line in steps_of(folder))
+
+
+def compare(folder: RunFolder, whole: dict[int, float]) -> None:
+    """Every step was made with the loss of the undisturbed run, and no sample was left out or taken twice."""
+    assert sorted(losses(folder)) == list(range(1, STEPS + 1))
+    for step, loss in whole.items():
+        assert losses(folder)[step] == pytest.approx(loss, rel=1e-5), step
+    book = ledger(LeadReader(folder).read(read_state(folder).nodes))
+    assert book.problems == [] and book.samples == STEPS * BATCH
+
+
+def test_a_run_that_loses_nodes_has_the_losses_of_one_that_does_not(tmp_path, corpus, whole):
     """Three nodes, two, one: the global batch, the order of the samples and, to rounding, every loss stay the same."""
     sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     assert {plan.parallel.global_batch_samples for plan in sizes.values()} == {BATCH}
-    whole = start(tmp_path, "whole", {1: sizes[1]}, elastic=False)
-    assert wait_end(whole, 300).state == "done", whole.rank_log(0).read_text()
-
     broken = start(tmp_path, "broken", sizes, elastic=True)
-    for epoch, step in ((0, 6), (1, 11)):
-        at = {"epoch": epoch, "step": step}
-        wait_for(lambda at=at: any(at.items() <= line.items() for line in steps_of(broken)), 200, f"{at}")
+    for epoch, step in ((0, 25), (1, 50)):
+        wait_for(lambda epoch=epoch, step=step: reached(broken, epoch, step), 400, f"step {step} of epoch {epoch}")
         state = read_state(broken)
         others = {node for node, one in state.nodes.items() if one.state == "running"} - {state.writer}
         victim = state.writer if epoch else others.pop()  # the coordinator's node the second time
         os.kill(read_record(broken).agents[victim], signal.SIGKILL)
-    state = wait_end(broken, 300)
+    state = wait_end(broken, 600)
     assert state.state == "done", (state.reason, broken.rank_log(0).read_text()[-2000:])
     assert [epoch.cause.kind for epoch in state.epochs[:2]] == ["node_lost", "coordinator_lost"]
-    assert load_plan(broken.plan).parallel.dp == 1 and sorted(losses(broken)) == list(range(1, STEPS + 1))
-    for step, loss in losses(whole).items():
-        assert losses(broken)[step] == pytest.approx(loss, rel=1e-5), step
+    assert load_plan(broken.plan).parallel.dp == 1
+    compare(broken, whole)
+
+
+def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
+    sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
+    folder = start(tmp_path, "resized", sizes, elastic=True)
+    for epoch, step, nodes in ((0, 5, 1), (1, 1, 2)):
+        wait_for(lambda epoch=epoch, step=step: reached(folder, epoch, step), 400, f"step {step} of epoch {epoch}")
+        LocalBackend().resize(folder, from_bytes(folder.request.read_bytes()), nodes, os.environ)
+    state = wait_end(folder, 600)
+    assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
+    assert [event["workers"] for event in events(folder, "epoch_runs")] == [3, 1, 2]
+    assert len(events(folder, "resumed")) == 2 and state.summary["world_size"] == 2
+    compare(folder, whole)
