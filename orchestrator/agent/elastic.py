@@ -18,6 +18,7 @@ from orchestrator.launch.request import used_nodes
 from orchestrator.launch.run_folder import write_private
 from orchestrator.launch.state import Cause
 from orchestrator.plan import Exit, Plan
+from orchestrator.planner.elastic import horizon_s
 
 from . import policy
 from .coordinator import Coordinator
@@ -327,8 +328,8 @@ class ElasticCoordinator(Coordinator):
         if now.stopping or not now.started.issuperset(self._seats):
             return
         left = (self._plan.job.train.steps - max(self._furthest, self._reported)) * self._plan.time.step_s
-        horizon = min(left, (time - self._began) / self._faults) if self._faults else left
         stable = time - self._changed
+        horizon = horizon_s(left, time - self._began, self._faults, stable)
         times = {"stable_s": stable, "cost_s": self._cost_s, "horizon_s": horizon}
         warm = len(self._able())
         larger = self._sizes.worth(self._plan, warm, **times)

@@ -72,6 +72,13 @@ def pays(current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s
     return stable_s >= dwell_s and saved > cost_s
 
 
+def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> float:
+    """Seconds until the run's end or the next fault, whichever is expected first: the usual time between faults, or,
+    where nodes have held for longer than that, as long again.
+    """
+    return min(left_s, max(watched_s / faults, stable_s)) if faults else left_s
+
+
 # ---------------------------------------------------------------------------------------------- nodes
 
 

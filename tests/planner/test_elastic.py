@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.compose import load
 from orchestrator.plan.codec import plan_hash
-from orchestrator.planner.elastic import larger_plan, legal_size, next_plan, pays, seats, within
+from orchestrator.planner.elastic import horizon_s, larger_plan, legal_size, next_plan, pays, seats, within
 from orchestrator.planner.sizes import plan_sizes
 from orchestrator.planner.topology import check_cluster
 
@@ -86,6 +86,14 @@ def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
     assert not pays(small, large, **{**times, "stable_s": 59})
     assert not pays(small, large, **{**times, "horizon_s": 29 / share})
     assert not pays(large, small, **{**times, "horizon_s": 1e9})
+
+
+def test_a_stormy_past_is_forgotten_after_a_calm():
+    """74 faults in nine minutes once kept a run small for good: no fault was expected to be far enough away."""
+    assert horizon_s(3600, 540, 0, 5) == 3600
+    assert horizon_s(3600, 540, 74, 2) == 540 / 74
+    assert horizon_s(3600, 640, 74, 100) == 100
+    assert horizon_s(60, 640, 74, 100) == 60
 
 
 @pytest.mark.parametrize("nodes", [NAMES[2:5], ["spare-0", *NAMES[:2]], SPARES])
