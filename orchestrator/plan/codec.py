@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,12 @@ class PlanError(ValueError):
 
 #: What decoding a damaged file may raise; the last two come from invalid UTF-8 in a key and from endless nesting.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+_OTHER_VERSION = (
+    "another version of orch sealed it: go on with that one, or submit anew with this one and the old run's"
+    " checkpoint.dir"
+)
 
 
 def _canonical(plan: Plan) -> bytes:
@@ -54,13 +61,40 @@ def from_json(raw: bytes | str) -> Plan:
     try:
         plan = msgspec.json.decode(raw, type=Plan)
     except _UNREADABLE as error:
-        raise PlanError(f"plan: {error}") from None
+        other = f"; {_OTHER_VERSION}" if _is_whole(raw) else ""
+        raise PlanError(f"plan: {error}{other}") from None
     if plan.hash != plan_hash(plan):
+        if _is_whole(raw):
+            missing = ", ".join(_missing(msgspec.json.decode(raw), msgspec.to_builtins(plan)))
+            raise PlanError(f"plan {plan.hash[:12]} does not have {missing or 'all fields'}; {_OTHER_VERSION}")
         raise PlanError(f"plan hash {plan.hash[:12] or '(empty)'} does not match its content {plan_hash(plan)[:12]}")
     problem = check_ranks(plan)
     if problem:
         raise PlanError(problem)
     return plan
+
+
+def _is_whole(raw: bytes | str) -> bool:
+    """Whether nobody has changed these bytes since they were sealed, whatever fields the plans of that time had."""
+    try:
+        document = msgspec.json.decode(raw)
+        sealed = msgspec.json.encode(document | {"hash": ""}, order="sorted")
+    except (*_UNREADABLE, TypeError):
+        return False
+    return document.get("hash") == hashlib.sha256(sealed).hexdigest()
+
+
+def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
+    """Fields of `known` that `found` lacks, as dotted paths; in lists only those of the first element."""
+    if isinstance(known, dict) and isinstance(found, dict):
+        for name, value in known.items():
+            where = f"{path}.{name}" if path else name
+            if name in found:
+                yield from _missing(found[name], value, where)
+            else:
+                yield where
+    elif isinstance(known, list) and isinstance(found, list) and known and found:
+        yield from _missing(found[0], known[0], f"{path}[0]")
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import msgspec
 import pytest
 
 from orchestrator.plan import PlanError, from_json, to_json
@@ -24,3 +27,24 @@ def test_tiny_parameters_of_a_known_shape():
 def test_damaged_bytes_are_refused_in_one_line(raw):
     with pytest.raises(PlanError):
         from_json(raw)
+
+
+def sealed(document: dict) -> bytes:
+    """As a version of orch with these fields would have written it."""
+    content = msgspec.json.encode(document | {"hash": ""}, order="sorted")
+    return msgspec.json.encode(document | {"hash": hashlib.sha256(content).hexdigest()})
+
+
+def test_a_plan_of_another_version_is_told_from_one_that_was_changed():
+    older = msgspec.json.decode(to_json(make_plan(dp=2)))
+    assert from_json(sealed(older)) == make_plan(dp=2)
+    del older["job"]["checkpoint"]["memory_every_steps"]
+    with pytest.raises(PlanError, match=r"does not have job\.checkpoint\.memory_every_steps; another version of orch"):
+        from_json(sealed(older))
+    newer = msgspec.json.decode(to_json(make_plan(dp=2)))
+    newer["parallel"]["folding"] = 3
+    with pytest.raises(PlanError, match=r"unknown field `folding`.*; another version of orch"):
+        from_json(sealed(newer))
+    older["job"]["train"]["seed"] = 7  # by hand: neither old nor new
+    with pytest.raises(PlanError, match="does not match its content"):
+        from_json(msgspec.json.encode(older))
