@@ -47,7 +47,7 @@ def test_a_node_that_dies_is_let_go_and_the_run_comes_back(orch, undisturbed):
     nodes.kill(orch.bed, 1)
     try:
         nodes.wait_ready(orch.bed, "node-1", ready=False)
-        run.until("words of what was done", lambda: "ended by force" in (run.state().reason or ""), 300)
+        run.until("words of what was done", lambda: "ended by force" in (run.state().reason or ""))
         run.until("end of them", lambda: not dead & {pod["metadata"]["name"] for pod in orch.pods(run.id)})
     finally:
         nodes.start(orch.bed, 1, again=True)
