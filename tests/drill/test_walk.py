@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
 import json
 import os
 import random
+import shutil
+import subprocess
 import sys
+import tarfile
 import time
+import typing
 from collections.abc import Mapping
 
 import pytest
@@ -124,7 +131,8 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
 def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_one_that_stays(runs, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
-    (text / "a.py").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(2000)))
+    for module in (argparse, ast, inspect, subprocess, tarfile, typing):  # too much to be learnt by heart: where the
+        shutil.copy(inspect.getsourcefile(module), text)  # loss falls to nothing, rounding makes a difference
     files = {"data_paths": [str(text)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 10}
     shape = {**files, "zero": 1, "seq_len": 8, "copy_every_steps": 1}
     batch = 840  # what every number of nodes up to eight divides
