@@ -89,5 +89,6 @@ def test_an_elastic_run_is_resized_there_and_back(orch, undisturbed):
     orch("cancel", run.id)
     losses = run.steps()
     assert sorted(losses) == list(range(1, len(losses) + 1))
+    assert losses[len(losses)] < losses[1] - 0.3
     same = sorted(losses)[:60]
     assert [losses[step] for step in same] == pytest.approx([undisturbed[step] for step in same], rel=1e-4)
