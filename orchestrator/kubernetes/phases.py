@@ -55,11 +55,13 @@ def meaning(seen: Seen, now: float) -> Meaning:
     if seen.main is None:
         return Meaning(phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True)
     facts = {"nodes": nodes_of(seen.pods), "restarts": _restarts(seen.job)}
-    for body in filter(None, (seen.job, seen.main)):
-        if _condition(body, "Complete", "Completed"):
-            return Meaning(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
-        if found := _condition(body, "Failed", "FailureTarget"):
-            return _failed(seen, found, facts)
+    bodies = [body for body in (seen.job, seen.main) if body]
+    if any(_condition(body, "Complete", "Completed") for body in bodies):
+        return Meaning(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
+    for kind in ("Failed", "FailureTarget"):  # a Job that has failed carries both, the announcement first
+        for body in bodies:
+            if found := _condition(body, kind):
+                return _failed(seen, found, facts)
     if seen.main["metadata"].get("deletionTimestamp"):
         text = stuck(seen.pods, now) or "ending: its pods save and leave"
         return Meaning(phase="stopping", text=text, **facts)
@@ -76,7 +78,9 @@ def _failed(seen: Seen, condition: Mapping[str, Any], facts: dict) -> Meaning:
     last = next((word for pod in seen.pods if exit_code(pod) == code and (word := last_word(pod))), "")
     text = last or f"{condition.get('reason', 'Failed')}: {_short(condition.get('message', ''))}"
     exit = Exit(code) if code in _CODES else Exit.USER
-    return Meaning(phase="failed", text=text, exit=exit, over=condition["type"] != "FailureTarget", **facts)
+    if condition["type"] == "FailureTarget":  # its other pods are still leaving
+        return Meaning(phase="stopping", text=text, **facts)
+    return Meaning(phase="failed", text=text, exit=exit, over=True, **facts)
 
 
 _CODES = {int(code) for code in MEANING}

@@ -34,14 +34,14 @@ def end(bed: Bed, pod: dict, code: int) -> None:
 
 
 def running(orch: Orch, run: Run, but: str = "") -> list[dict]:
-    """The run's eight pods, once all of them run and none is the one with that uid."""
+    """The run's eight pods, once all of them run and none is the one with that uid, which has failed."""
 
-    def alive() -> bool:
-        pods = orch.pods(run.id)
-        return len(pods) == 8 and all(p["status"]["phase"] == "Running" and p["metadata"]["uid"] != but for p in pods)
+    def found() -> list[dict]:
+        pods = [pod for pod in orch.pods(run.id) if pod["status"]["phase"] == "Running"]
+        return pods if len(pods) == 8 and but not in {pod["metadata"]["uid"] for pod in pods} else []
 
-    run.until("eight running pods", alive, 300)
-    return orch.pods(run.id)
+    run.until("eight running pods", found, 300)
+    return found()
 
 
 @pytest.mark.parametrize("queue", [None, "large"])

@@ -71,7 +71,12 @@ def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
 
 
 def test_a_job_that_ends_is_not_over_before_its_pods_are():
-    assert not meaning(seen(job(conditions=[condition("FailureTarget", message="")])), NOW).over
+    told = condition("FailureTarget", message="")
+    found = meaning(seen(job(conditions=[told])), NOW)
+    assert (found.phase, found.over) == ("stopping", False)
+    failed = condition("Failed", message="Container agent for pod x failed with exit code 65")
+    found = meaning(seen(job(conditions=[told, failed])), NOW)  # in the order in which the Job's controller adds them
+    assert (found.phase, found.over, found.exit) == ("failed", True, Exit.CONFIG)
     deleting = {**job(), "metadata": {"name": "r", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
     assert meaning(seen(deleting), NOW).phase == "stopping"
 
