@@ -74,6 +74,8 @@ def ended(orch: Orch) -> Iterator[Callable[[Run], Run]]:
     yield lambda run: runs.append(run) or run
     for run in runs:
         orch("cancel", "--force", run.id, code=None)
+        for kind in ("jobs", "jobsets"):  # of a run that has ended by itself; without JobSet there is no such kind
+            orch.bed.kubectl("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false", check=False)
         orch.bed.wait(lambda run=run: not orch.pods(run.id), 300, f"end of {run.id}")
 
 
