@@ -61,7 +61,7 @@ def _ended(state: RunState, what: Meaning, cancel_asked: bool, sent: bool) -> Ru
         return state
     if what.phase == "stopped" and not sent:
         return _replace(state, reason="its objects were rendered; the cluster has not seen them")
-    return _final(state, what.phase, what.exit or Exit.CAPACITY, what.text)
+    return _final(state, what.phase, Exit.CAPACITY if what.exit is None else what.exit, what.text)
 
 
 def _final(state: RunState, phase: str, exit: Exit, text: str) -> RunState:

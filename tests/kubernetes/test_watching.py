@@ -178,7 +178,8 @@ def test_cluster_and_pods_words_are_put_together():
     assert (lost.state, lost.exit_code) == ("stopped", Exit.RESTART)
     assert verdict(state("pending"), gone, False, sent=False).state == "pending"
     done = meaning(seen(job(conditions=[condition("Complete")])), NOW)
-    assert verdict(state("running"), done, True).state == "done"
+    ended = verdict(state("running"), done, True)
+    assert (ended.state, ended.exit_code, ended.cause) == ("done", Exit.DONE, None)
 
 
 # ------------------------------------------------------------------------------------------ refusals
