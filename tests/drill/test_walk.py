@@ -137,7 +137,8 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     shape = {**files, "zero": 1, "seq_len": 8, "copy_every_steps": 1}
     batch = 840  # what every number of nodes up to eight divides
     plans = {n: sized(n, **shape, micro_batch_size=batch // n, micro_batches=1) for n in range(8, 0, -1)}
-    folder = start(runs, plans, restart_lost_nodes_after_s=90.0, grow_after_s=2.0)  # the walk down is faster
+    options = {"restart_lost_nodes_after_s": 90.0, "grow_after_s": 2.0}  # the walk down is faster
+    folder = start(runs, plans, run_id=f"walk-{os.getpid()}-{time.time_ns()}", **options)
     wait_for(lambda: ledger_of(folder).samples, 300, "first steps")
     walk(folder, seed=8, faults=20, pause_s=4.0, down=True)
     wait_for(lambda: seats(folder) == 8, 600, "all nodes again")
@@ -147,7 +148,8 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     found = ledger_of(folder)
     assert found.problems == [] and uneven(found.entries, batch) == []
     assert set(sizes_seen(folder)) == set(range(1, 9)), "it went over all sizes"
-    whole = start(runs, {1: plans[1]}, run_id="whole")
+    # a name of its own: copies in memory are found by the run's name, and one that was killed leaves them behind
+    whole = start(runs, {1: plans[1]}, run_id=f"whole-{os.getpid()}-{time.time_ns()}")
     last = found.entries[-1].step
     wait_for(lambda: ledger_of(whole).samples >= found.samples, 1500, f"step {last} of the run that stays")
     LocalBackend().cancel(whole, force=True)
