@@ -108,7 +108,7 @@ class Run:
         self.engine = Engine(plan, mesh, device, recipe)
         claims = claims_folder(env.run_dir)
         token = Fence(env.run_id, env.epoch, str(claims) if claims.is_dir() else "")
-        folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), memory_dir(env.run_id, env.node)
+        folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), memory_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, loader.store.index.key, memory)
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0

@@ -118,13 +118,17 @@ def trace_file(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"
 
 
-def memory_dir(run_id: str, node: str) -> Path:
+def memory_dir(run_dir: str | Path, node: str) -> Path:
     """Where a node keeps copies of a run's state in its memory. Whoever ends a run removes it.
 
-    By the node's name too, because several nodes of the local backend share one machine.
+    By the run folder itself and not by its name: what a run left that was killed is not for the next of that name,
+    elsewhere or in a folder made anew. By the node's name too, because several nodes of the local backend share one
+    machine.
     """
-    name = hashlib.sha256(node.encode(errors="surrogatepass")).hexdigest()[:16]
-    return Path("/dev/shm") / f"orch-{os.getuid()}" / run_id / name
+    folder = Path(run_dir).resolve()
+    parts = (f"{folder}\0{folder.stat().st_ino}", node)
+    marks = [hashlib.sha256(part.encode(errors="surrogatepass")).hexdigest()[:16] for part in parts]
+    return Path("/dev/shm") / f"orch-{os.getuid()}" / f"{folder.name}-{marks[0]}" / marks[1]
 
 
 class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaults=True):

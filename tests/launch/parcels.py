@@ -43,7 +43,7 @@ def make_parcel(
     backend: dict | None = None,
     code: Code | None = None,
     names: Sequence[str] = ("PATH", "HOME"),
-    join_timeout_s: float = 60.0,
+    join_timeout_s: float = 30.0,
     env: dict[str, str] | None = None,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> Parcel:

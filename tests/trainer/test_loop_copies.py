@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import uuid
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,12 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def run_id():
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield name
-    shutil.rmtree(memory_dir(name, "any").parent, ignore_errors=True)
+def run(tmp_path: Path):
+    """A run folder; no copies of it are left in memory."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(memory_dir(folder, "any").parent, ignore_errors=True)
 
 
 def plan_of(cache: str, nodes: list[str], **layout: object) -> Plan:
@@ -38,49 +39,45 @@ def plan_of(cache: str, nodes: list[str], **layout: object) -> Plan:
     )
 
 
-def as_run(plan: Plan, run_id: str) -> dict[int, dict]:
-    return {rank: {"run_id": run_id} for rank in range(plan.parallel.world_size)}
-
-
-def lose(workers: Workers, node: str, run_id: str) -> int:
+def lose(workers: Workers, node: str) -> int:
     """All its workers and its memory, at once; the step that every rank had reported before."""
     before = min(workers.steps(rank)[-1].step for rank in range(len(workers.pids)))
     for place in workers.plan.ranks:
         if place.node == node:
             os.kill(workers.pids[place.rank], signal.SIGKILL)
     codes = workers.wait()
-    shutil.rmtree(memory_dir(run_id, node))
+    shutil.rmtree(memory_dir(workers.run_dir, node))
     assert set(codes) == {-signal.SIGKILL, Exit.RESTART}
     return before
 
 
-def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, tmp_path: Path, run_id):
+def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, tmp_path: Path, run):
     """No save on disk before the end. Node 0 is lost, a spare takes its place; then node 1, and nobody does."""
     layout = {"dp": 2, "tp": 2, "zero": 1, "bucket_bytes": 1 << 13}
     whole_plan = plan_of(cache, ["node0", "node1"], **layout)
-    _, whole = finish(whole_plan, tmp_path / "whole", changes=as_run(whole_plan, f"{run_id}-whole"))
-    assert not memory_dir(f"{run_id}-whole", "node0").exists(), "a run that is done gives the memory back"
+    _, whole = finish(whole_plan, tmp_path / "whole")
+    assert not memory_dir(tmp_path / "whole", "node0").exists(), "a run that is done gives the memory back"
 
     plans = [whole_plan, plan_of(cache, ["node7", "node1"], **layout)]
     losses, done = {}, 0
     for epoch, (plan, lost) in enumerate(zip(plans, ["node0", "node1"], strict=True)):
-        with running(plan, tmp_path / "run", epoch, as_run(plan, run_id)) as workers:
+        with running(plan, run, epoch) as workers:
             for rank in range(4):
                 workers.until(rank, done + 4)
             if epoch:
                 check_resumed(workers, done)
-            done = lose(workers, lost, run_id)
+            done = lose(workers, lost)
         losses |= workers.losses()
-    assert not list((tmp_path / "run" / "checkpoints").glob("step-*")), "nothing was on disk"
+    assert not list((run / "checkpoints").glob("step-*")), "nothing was on disk"
 
     one = plan_of(cache, ["node7"], dp=1, tp=2)
-    with running(one, tmp_path / "run", 2, as_run(one, run_id)) as workers:
+    with running(one, run, 2) as workers:
         assert workers.wait() == [0, 0]
     check_resumed(workers, done)
     losses |= workers.losses()
     assert losses.keys() == whole.losses().keys() == set(range(1, STEPS + 1))
     assert list(losses.values()) == pytest.approx(list(whole.losses().values()), rel=1e-5)
-    assert not memory_dir(run_id, "node7").exists()
+    assert not memory_dir(run, "node7").exists()
 
 
 def check_resumed(workers: Workers, done: int) -> None:
@@ -88,27 +85,27 @@ def check_resumed(workers: Workers, done: int) -> None:
     assert event.fields["source"] == "memory" and event.step >= done - 1
 
 
-def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run_id):
+def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run):
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
-    finish(plan, tmp_path / "whole", changes=as_run(plan, f"{run_id}-whole"))
-    with running(plan, tmp_path / "run", 0, as_run(plan, run_id)) as workers:
+    finish(plan, tmp_path / "whole")
+    with running(plan, run, 0) as workers:
         workers.until(0, 5)
         workers.until(1, 5)
-        done = lose(workers, "node1", run_id)
-    with running(plan, tmp_path / "run", 1, as_run(plan, run_id)) as workers:
+        done = lose(workers, "node1")
+    with running(plan, run, 1) as workers:
         assert workers.wait() == [0, 0]
     check_resumed(workers, done)
-    assert_same_state(saved_state(tmp_path / "whole", plan, STEPS), saved_state(tmp_path / "run", plan, STEPS))
+    assert_same_state(saved_state(tmp_path / "whole", plan, STEPS), saved_state(run, plan, STEPS))
 
 
-def test_a_notice_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run_id):
+def test_a_notice_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run):
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
-    with running(plan, tmp_path, 0, as_run(plan, run_id)) as workers:
+    with running(plan, run, 0) as workers:
         workers.until(0, 3)
-        assert list(memory_dir(run_id, "node1").glob("step-*"))
+        assert list(memory_dir(run, "node1").glob("step-*"))
         os.kill(workers.pids[1], signal.SIGTERM)
         assert workers.wait() == [Exit.RESTART] * 2
-    assert not memory_dir(run_id, "node0").exists() and not memory_dir(run_id, "node1").exists()
-    with running(plan, tmp_path, 1, as_run(plan, run_id)) as workers:
+    assert not memory_dir(run, "node0").exists() and not memory_dir(run, "node1").exists()
+    with running(plan, run, 1) as workers:
         assert workers.wait() == [0, 0]
     assert workers.events("resumed")[0].fields["source"] == "disk"

@@ -104,11 +104,23 @@ def same(pieces: list[Piece], rank: int, world: int, seed: int) -> bool:
     return all(torch.equal(a.data, b.data) for a, b in zip(pieces, shard(rank, world, seed), strict=True))
 
 
+def test_a_run_of_the_same_name_finds_nothing_of_another(tmp_path):
+    """One started at step 128, without a word, with what a killed one in another home had left."""
+    here, there = tmp_path / "a" / "runs" / "r", tmp_path / "b" / "runs" / "r"
+    here.mkdir(parents=True), there.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    assert memory_dir(here, "n") == memory_dir(str(tmp_path / "link"), "n") != memory_dir(there, "n")
+    before = memory_dir(here, "n")
+    here.rename(tmp_path / "old")
+    here.mkdir()
+    assert memory_dir(here, "n") != before and memory_dir(here, "m").parent == memory_dir(here, "n").parent
+
+
 FOUR = make_plan(dp=4, zero=1, nodes=4, copy_every_steps=1)
 
 
 def folder_of(home: Path, node: str) -> Path:
-    return home / "memory" / "run" / memory_dir("run", node).name
+    return home / "memory" / "run" / memory_dir(home, node).name
 
 
 def manager(home: Path, plan: Plan, rank: int, epoch: int) -> Checkpoints:

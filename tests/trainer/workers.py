@@ -21,6 +21,7 @@ from orchestrator.plan import Plan, to_json
 from orchestrator.plan.worker import EventReport, PulseReport, Report, StepReport, WorkerEnv
 from trainer.__main__ import main
 from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
+from trainer.verify.huge_pages import collapse
 
 
 def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:
@@ -42,6 +43,7 @@ class Workers:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_bytes(to_json(plan))
         port = free_port()
+        collapse()
         gc.freeze()
         self.pids = [self._start(rank, port, (changes or {}).get(rank, {})) for rank in range(plan.parallel.world_size)]
         gc.unfreeze()

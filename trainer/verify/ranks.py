@@ -29,6 +29,8 @@ import torch.distributed as dist
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 
+from .huge_pages import collapse
+
 torch.compiler.reset()  # imports torch._dynamo, which optimizers need: here once, instead of a second in every rank
 
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to say what they saw
@@ -51,6 +53,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """
     home = Path(tempfile.mkdtemp(prefix="ranks-"))
     ranks: list[_Rank] = []
+    collapse()
     gc.freeze()  # a collection in a child would write to, and so copy, every page it shares with this process
     try:
         for rank in range(world):
