@@ -11,7 +11,7 @@ from orchestrator.errors import OrchError
 from orchestrator.launch import namespaces
 from tests.launch.parcels import kill_runs
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 
 
 def cluster() -> str:

@@ -14,7 +14,7 @@ from orchestrator.launch.request import from_bytes
 from tests.launch.parcels import submit, wait_end
 from tests.plans import make_plan
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 
 PROGRAM = str(Path(__file__).with_name("faulty_trainer.py"))
 

@@ -101,7 +101,7 @@ def test_equals_brute_force_on_eight_hundred_clusters(case):
 
 @pytest.mark.slow
 @given(cases(most=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_equals_brute_force_on_larger_ones(case):
     equals_brute_force(case)
 

@@ -118,7 +118,9 @@ def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", [tiny_model(), TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(tiny_model(), id="untied", marks=pytest.mark.full), pytest.param(TIED, id="tied")]
+)
 def test_data_parallelism_and_zero_equal_torchs(kind, zero, model):
     plan = make_plan(dp=2, zero=zero, micro_batches=2, model=model, bucket_bytes=1 << 12)
     for worst in run_ranks(data_parallel, 2, plan, kind):
