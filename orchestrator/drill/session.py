@@ -28,9 +28,6 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
         text = f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner may drill it"
         raise OrchError(text, Exit.SECURITY)
     state = read_state(folder)
-    if state.backend not in ("local", "slurm"):
-        text = f"run {folder.run_id} is of the backend {state.backend}: orch drill does not reach its nodes"
-        raise OrchError(f"{text} (kubectl delete pod --grace-period=0 is a lost node, with one a notice)", Exit.USAGE)
     backend = get_backend(state.backend)
     state = backend.state(folder)
     if state.is_final:
@@ -38,7 +35,8 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     if position not in POSITIONS and position not in state.nodes:
         raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
     request = from_bytes(folder.request.read_bytes())
-    targets = targets_of(state.backend, folder, request)
+    check_allowed(request)
+    targets = targets_of(state.backend, folder, request, limit_s)
     for fault in faults:
         budget = restarts_left(fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {})
         never = refusal(fault, restarts_left=budget, elastic=bool(request.sizes), spare_nodes=1)
@@ -49,11 +47,21 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     return Range(folder, backend, request, limit_s), targets
 
 
-def targets_of(backend: str, folder: RunFolder, request: LaunchRequest) -> Targets:
+def check_allowed(request: LaunchRequest) -> None:
+    """OrchError (78) for a run that nobody meant to be drilled: on a cluster it must say so when it is submitted."""
+    wish = request.policy.allow_drills
+    if wish or (wish is None and request.backend == "local"):
+        return
+    why = "forbids it (backend.allow_drills=false)" if wish is False else "is on a cluster and does not allow it"
+    text = f"run {request.run_id} {why}: submit with backend.allow_drills=true what is to be drilled"
+    raise OrchError(text, Exit.SECURITY)
+
+
+def targets_of(backend: str, folder: RunFolder, request: LaunchRequest, limit_s: float) -> Targets:
     if backend == "slurm":
         from .slurm import SlurmTargets
 
-        return SlurmTargets(folder)
+        return SlurmTargets(folder, request, limit_s)
     from .local import LocalTargets
 
     return LocalTargets(folder, request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -41,14 +41,21 @@ class Trial(msgspec.Struct, kw_only=True):
     problem: str = ""
 
 
+class Done(NamedTuple):
+    """A fault that was injected."""
+
+    at: float  # Unix seconds just before, by the clock of where it was done
+    take_back: Callable[[], None]  # may be called again
+
+
 class Targets(Protocol):
     """What can be hit: on this machine, or inside a job."""
 
     def check(self, fault: str) -> None:
         """OrchError (64, 76) for a fault that this run cannot have."""
 
-    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Do it; what takes it back."""
+    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> Done:
+        """Do it."""
 
 
 class Range:
@@ -94,22 +101,23 @@ class Range:
         targets.check(shot.fault)
         about = {"fault": shot.fault, "position": shot.position, "node": node, "rank": rank}
         trial = Trial(**about, at=time.time(), epoch=state.epoch)
-        take_back = targets.inject(shot.fault, node, rank, for_s, shot.pick)
-        lifted = trial.at + for_s if KINDS[shot.fault].lasts else trial.at
+        done = targets.inject(shot.fault, node, rank, for_s, shot.pick)
+        trial.at = done.at
         try:
-            self._watch(trial, last.step, lifted, take_back)
+            self._watch(trial, last.step, for_s if KINDS[shot.fault].lasts else 0.0, done.take_back)
         finally:
-            take_back()
+            done.take_back()
         return trial
 
-    def _watch(self, trial: Trial, before: int, lifted: float, take_back: Callable[[], None]) -> None:
-        end, taken_back = time.monotonic() + self.limit_s, False
+    def _watch(self, trial: Trial, before: int, for_s: float, take_back: Callable[[], None]) -> None:
+        """Until it is over. What the run says is held against its clocks; on ours only spans are counted."""
+        began, taken_back, lifted = time.monotonic(), False, trial.at + for_s
         kind, silence_s = KINDS[trial.fault], self.request.policy.heartbeat_timeout_s
         # a fault that is over may have been too short to be noticed: later than that, nobody will
         same_life = lifted if not kind.restarts else lifted + silence_s if kind.lasts else math.inf
         while True:
-            now, state = time.time(), self.state()
-            if kind.lasts and now >= lifted and not taken_back:
+            state = self.state()
+            if kind.lasts and time.monotonic() >= began + for_s and not taken_back:
                 take_back()
                 taken_back = True
             steps = self.steps(state)
@@ -121,7 +129,7 @@ class Range:
             if len(anew) >= _STEADY_STEPS or any(step.at > same_life and step.step > before for step in steps):
                 trial.ok = True
                 return
-            if time.monotonic() > end:
+            if time.monotonic() > began + self.limit_s:
                 trial.problem = f"no steps within {self.limit_s:g} s; the run is {state.state}"
                 return
             time.sleep(_LOOK_S)

@@ -93,6 +93,7 @@ class Policy(Frozen):
     on_straggler: Literal["name", "exclude"] = "name"
     bad_node_after: int = 3
     remember_bad_nodes_h: float = 24.0
+    allow_drills: bool | None = None
 
 
 class LaunchRequest(Frozen):

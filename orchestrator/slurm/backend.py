@@ -70,9 +70,10 @@ class SlurmBackend:
 
     def script(self, request: LaunchRequest, plan: Plan) -> str:
         """The job script of a run, as `submit` sends it and `orch render` prints it."""
-        return render(self._job(request, plan))
+        return render(self.job_of(request, plan))
 
-    def _job(self, request: LaunchRequest, plan: Plan) -> JobScript:
+    def job_of(self, request: LaunchRequest, plan: Plan) -> JobScript:
+        """Everything that the script depends on."""
         options = self._options(request)
         work = [request.run_dir, plan.job.data.cache_dir, plan.job.checkpoint.dir]
         work += [path for path in plan.job.data.paths if path.startswith("/")]
@@ -132,7 +133,7 @@ class SlurmBackend:
         """All of these runs or none: one array job where they ask for the same, else one job each."""
         self.check(parcels[0].request)
         plans = [from_json(parcel.contents["plan.json"]) for parcel in parcels]
-        jobs = [self._job(parcel.request, plan) for parcel, plan in zip(parcels, plans, strict=True)]
+        jobs = [self.job_of(parcel.request, plan) for parcel, plan in zip(parcels, plans, strict=True)]
         slurm = Slurm(environ)
         said: dict[str, None] = {}
         for parcel, job in zip(parcels, jobs, strict=True):

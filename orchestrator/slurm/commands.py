@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -66,14 +67,14 @@ class Slurm:
             text = f"{argv[0]}: no answer within {self._timeout_s:g} s"
             raise OrchError(f"{text}; look at `scontrol ping`", Exit.CAPACITY) from None
         if done.returncode:
-            raise self._complaint(argv[0], done.stderr or done.stdout)
+            raise self.complaint(argv[0], done.stderr or done.stdout)
         return done.stdout
 
     def sbatch(self, script: str, *flags: str) -> str:
         """Submit a script file; the job id. A full queue is told at once: sbatch itself would try for two minutes."""
         code, out, err = self._sbatch(["sbatch", "--parsable", *flags, script])
         if code:
-            raise self._complaint("sbatch", err or out)
+            raise self.complaint("sbatch", err or out)
         return out.strip().split(";")[0]
 
     def start_estimate(self, text: str, *flags: str) -> str:
@@ -84,7 +85,7 @@ class Slurm:
         code, out, err = self._sbatch(["sbatch", "--test-only", *flags], text)
         start = estimated_start(err + out)
         if code and not start:
-            raise self._complaint("sbatch", err + out)
+            raise self.complaint("sbatch", err + out)
         return start
 
     def _sbatch(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
@@ -100,6 +101,15 @@ class Slurm:
         out, err = _read_both(process, self._timeout_s, lambda text: _FULL in text)
         return process.returncode, out, err
 
+    def step(self, argv: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a step that goes on beside us; its standard input and output are pipes."""
+        try:
+            return subprocess.Popen(
+                argv, env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
+        except FileNotFoundError:
+            raise _absent(argv[0]) from None
+
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
         """All of our jobs in at most two calls: what the controller remembers, and for the others the accounting."""
         self.check_controller()
@@ -111,7 +121,7 @@ class Slurm:
         """OrchError (76) at once when no controller answers, where other commands would try for MessageTimeout."""
         said = self.run(["scontrol", "ping"])
         if "is UP" not in said:
-            raise self._complaint("scontrol", said)
+            raise self.complaint("scontrol", said)
 
     def _call(self, argv: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -153,7 +163,8 @@ class Slurm:
         found = re.search(r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M)
         return int(found[1]) if found else None
 
-    def _complaint(self, program: str, text: str) -> OrchError:
+    def complaint(self, program: str, text: str) -> OrchError:
+        """What a command's own words come to: one line, an exit code, where to look."""
         line = first_complaint(text)
         for pattern, exit, look in _COMPLAINTS:
             if re.search(pattern, line, re.I):

@@ -129,6 +129,11 @@ def _search_paths(job: JobScript) -> list[str]:
     return lines
 
 
+def beside_agents(job: JobScript) -> tuple[list[str], list[str]]:
+    """How a further Python is started where the agents run: srun's flags, and its first words."""
+    return list(_container_flags(job)), [*_python(job), "-P"]
+
+
 def _single_step(job: JobScript) -> list[str]:
     """How one Python is started on the node of this script: directly, but inside a Pyxis container only by srun."""
     if job.options.container.runtime != "pyxis":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.drill.session import open_range
+from orchestrator.drill.session import check_allowed, open_range
 from orchestrator.errors import OrchError
 from orchestrator.goodput.facts import LeadReader
 from orchestrator.goodput.ledger import ledger, uneven
@@ -86,6 +86,17 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
     assert cancel(folder).state == "cancelled"
     with pytest.raises(OrchError, match="has ended"):
         open_range(folder, ["slow_worker"], "any", 5.0)
+
+
+def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
+    plan = sized(1)
+    for backend, wish, why in (("slurm", None, "does not allow it"), ("local", False, "allow_drills=false")):
+        request = make_parcel(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request
+        with pytest.raises(OrchError, match=why) as refused:
+            check_allowed(request)
+        assert refused.value.exit == 78
+    for backend, wish in (("local", None), ("slurm", True)):
+        check_allowed(make_parcel(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request)
 
 
 def test_a_run_of_somebody_else_is_refused(home, monkeypatch):

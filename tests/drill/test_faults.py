@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refusal, restarts_left, shots, victim
-from orchestrator.drill.local import flip_bit
+from orchestrator.drill.node import flip_bit
 from orchestrator.drill.score import score
 from orchestrator.drill.trial import Trial, fill
 from orchestrator.errors import OrchError

@@ -1,4 +1,4 @@
-"""`orch drill` inside a real Slurm job: signals to the agent of one node, through a step beside it."""
+"""`orch drill` inside a real Slurm job: faults on the node itself, by a step beside the agents."""
 
 from __future__ import annotations
 
@@ -11,18 +11,36 @@ from tests.drill.test_drill import TOGETHER
 
 from .test_elastic import JOB
 
-pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
+ALLOWED = ("backend.heartbeat_timeout_s=4", "backend.allow_drills=true")
 
 
-@pytest.mark.parametrize("fault", ["kill_agent", "stop_agent"])
+def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
+    """One that costs time, one a restart, one a node; each hits the rank or node that it says."""
+    run = orch.submit(*JOB, *ALLOWED, program=(sys.executable, TOGETHER))
+    run.step(3)
+    refused = orch("drill", run.id, "--faults", "partition", code=64)
+    assert "not its job's to cut; what can be done: bit_flip, disk_full, kill_agent" in refused.stderr
+    words = ("--victim", "other", "--for-s", "1", "--limit-s", "300", "--json")
+    said = json.loads(orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout)
+    slow, stop, kill = said["trials"]
+    assert slow["ok"] and stop["ok"] and kill["ok"] and not said["stopped"]
+    assert stop["noticed_s"] > 0 and kill["stepping_s"] > 0
+    (frozen, lost) = [epoch.cause for epoch in run.state().epochs if epoch.cause]
+    assert (frozen.kind, frozen.node, frozen.rank) == ("worker_frozen", stop["node"], stop["rank"])
+    assert (lost.kind, lost.node) == ("node_lost", kill["node"])
+    orch("cancel", run.id)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["kill_agent", "stop_agent", "kill_worker", "notice"])
 def test_the_agent_of_one_node_is_hit_and_the_run_goes_on(orch, fault):
-    run = orch.submit(*JOB, "backend.heartbeat_timeout_s=4", program=(sys.executable, TOGETHER))
+    run = orch.submit(*JOB, *ALLOWED, program=(sys.executable, TOGETHER))
     run.step(3)
     words = ("--faults", fault, "--victim", "other", "--for-s", "8", "--limit-s", "200", "--json")
     (trial,) = json.loads(orch("drill", run.id, *words).stdout)["trials"]
     assert trial["ok"] and trial["fault"] == fault
-    cause = run.state().epochs[0].cause
-    assert (cause.kind, cause.node) == ("node_lost", trial["node"])
-    refused = orch("drill", run.id, "--faults", "partition", code=64)
-    assert "what can: kill_agent, stop_agent, notice" in refused.stderr
+    cause = next((epoch.cause for epoch in run.state().epochs if epoch.cause), None)
+    kind = {"kill_worker": "worker_exit", "notice": None}.get(fault, "node_lost")
+    assert (cause and cause.kind) == kind and (cause is None or cause.node == trial["node"])
     orch("cancel", run.id)

@@ -1,0 +1,122 @@
+"""`python -m orchestrator.drill.inside`: one fault on the node where it runs, beside the agent, on a cluster.
+
+Whoever drills starts it there by the means that the cluster gives the run's owner: a step of the job (Slurm), exec into
+the pod (Kubernetes). It says one line, when it did it or what was wrong, then waits until its standard input ends or
+`--limit-s` have passed, and takes the fault back. So nothing stays broken when whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.processes import Identity, identity
+from orchestrator.launch.request import from_bytes
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.launch.untrusted import UNREADABLE
+from orchestrator.plan import Exit, PlanError
+from orchestrator.plan.document import Frozen
+
+from .faults import KINDS
+from .node import Node, nothing
+
+
+class Answer(Frozen):
+    """The one line."""
+
+    exit: int = 0
+    problem: str = ""
+    at: float = 0.0  # just before it was done, by this node's clock
+
+
+def words(folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float) -> list[str]:
+    """What comes after `python -P`."""
+    about = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
+    about |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
+    return ["-m", "orchestrator.drill.inside", *(f"--{name}={value}" for name, value in about.items())]
+
+
+def heard(line: bytes) -> float:
+    """When it was done, from the one line. OrchError when it was not."""
+    try:
+        answer = msgspec.json.decode(line, type=Answer)
+    except UNREADABLE:
+        raise OrchError(f"the node's answer cannot be read: {line[:200]!r}", Exit.CAPACITY) from None
+    if answer.problem:
+        raise OrchError(answer.problem, Exit(answer.exit))
+    return answer.at
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    folder = RunFolder(args.run_dir)
+    at = time.time()
+    try:
+        check_allowed(folder)
+        take_back = Node(folder, agent_of(folder, args.agent)).inject(args.fault, args.rank, args.for_s, args.pick)
+    except OrchError as error:
+        return _say(Answer(exit=int(error.exit), problem=error.message))
+    except (OSError, PlanError) as error:
+        return _say(Answer(exit=int(Exit.CAPACITY), problem=f"{args.fault}: {error}"))
+    try:
+        _say(Answer(at=at))
+        if take_back is not nothing:
+            _wait(args.limit_s)
+    finally:
+        take_back()
+    return Exit.DONE
+
+
+def check_allowed(folder: RunFolder) -> None:
+    """OrchError (78) for a run that was not submitted to be drilled."""
+    if not from_bytes(folder.request.read_bytes()).policy.allow_drills:
+        raise OrchError("the run was submitted without backend.allow_drills=true", Exit.SECURITY)
+
+
+def agent_of(folder: RunFolder, pid: int) -> Identity:
+    """The agent of this run that has that pid here. OrchError (76) when it is no more, or another process by now."""
+    found = identity(pid)
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    ours = pid == 1 or os.fsencode(folder.path) in words  # a pod is of one run
+    if found is None or not ours or not any(word.startswith(b"orchestrator.") for word in words):
+        raise OrchError(f"process {pid} is no agent of run {folder.run_id}", Exit.CAPACITY)
+    return found
+
+
+def _say(answer: Answer) -> int:
+    print(msgspec.json.encode(answer).decode(), flush=True)
+    return answer.exit
+
+
+def _wait(limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while (left := end - time.monotonic()) > 0:
+        readable, _, _ = select.select([sys.stdin], [], [], left)
+        if readable and not os.read(sys.stdin.fileno(), 512):
+            return
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="orchestrator.drill.inside")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--agent", required=True, type=int, help="its pid on this node")
+    parser.add_argument("--fault", required=True, choices=sorted(KINDS.keys() - {"partition"}))
+    parser.add_argument("--rank", required=True, type=int)
+    parser.add_argument("--for-s", type=float, default=5.0)
+    parser.add_argument("--pick", type=float, default=0.0)
+    parser.add_argument("--limit-s", type=float, default=120.0, help="after which the fault is taken back in any case")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Faults of the processes of one node of a run: its agent, and what descends from that. On the machine where they are.
+
+Who may signal them may do this and nobody else, so it needs no door into the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from orchestrator.errors import OrchError
+from orchestrator.launch.processes import Identity, descendants, identity, is_alive, send_signal
+from orchestrator.launch.run_folder import RunFolder
+from orchestrator.plan import Exit, load_plan
+from orchestrator.plan.worker import checkpoint_dir
+
+_RANK_NAME = "orch-rank-"
+_DUTY_S = 0.2, 0.1  # a slow worker's period, and how much of it it is stopped
+_SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
+
+
+class Node:
+    """The agent of a node, and everything below it, as it is now."""
+
+    def __init__(self, folder: RunFolder, agent: Identity):
+        self._folder, self._agent = folder, agent
+
+    def inject(self, fault: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        """Do it; what takes it back. A process that is gone already is no error: something was faster."""
+        return getattr(self, f"_{fault}")(rank, for_s, pick)
+
+    def _everything(self) -> list[Identity]:
+        """The agent first."""
+        return [self._agent, *filter(None, map(identity, descendants(self._agent.pid)))]
+
+    def _worker(self, rank: int) -> Identity:
+        found = self._workers().get(rank)
+        if found is None:
+            raise OrchError(f"rank {rank} does not run on its node now", Exit.CAPACITY)
+        return found
+
+    def _workers(self) -> dict[int, Identity]:
+        return {rank: one for one in self._everything()[1:] if (rank := _rank_of(one.pid)) is not None}
+
+    # ---------------------------------------------------------------------------------- faults
+
+    def _kill_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        send_signal(self._worker(rank), signal.SIGKILL)
+        return nothing
+
+    def _stop_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        worker = self._worker(rank)
+        send_signal(worker, signal.SIGSTOP)
+        return lambda: _wake([worker])
+
+    def _slow_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        worker, end = self._worker(rank), time.monotonic() + for_s
+        period, stopped = _DUTY_S
+        try:
+            while time.monotonic() < end and send_signal(worker, signal.SIGSTOP):
+                time.sleep(stopped)
+                send_signal(worker, signal.SIGCONT)
+                time.sleep(period - stopped)
+        finally:
+            _wake([worker])
+        return nothing
+
+    def _kill_agent(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        send_signal(self._agent, signal.SIGKILL)
+        return nothing
+
+    def _stop_agent(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        send_signal(self._agent, signal.SIGSTOP)
+        return lambda: _wake([self._agent])
+
+    def _kill_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        for one in self._everything():
+            send_signal(one, signal.SIGKILL)
+        return nothing
+
+    def _stop_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        everything = self._everything()
+        for one in everything:
+            send_signal(one, signal.SIGSTOP)
+        return lambda: _wake(everything)
+
+    def _notice(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        everything = self._everything()
+        send_signal(self._agent, signal.SIGTERM)
+
+        def pull_the_plug() -> None:
+            for one in everything:
+                send_signal(one, signal.SIGKILL)
+
+        return pull_the_plug
+
+    def _disk_full(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        """Checkpoints on a small filesystem of their own: it is filled, for all that write there (ENOSPC). Else no file
+        of these workers may grow, and no other's (RLIMIT_FSIZE: EFBIG).
+        """
+        folder = checkpoints_of(self._folder)
+        if is_small_disk(folder, self._folder.path):
+            return fill(folder)
+        before = {one: resource.prlimit(one.pid, resource.RLIMIT_FSIZE) for one in self._workers().values()}
+        for one, (_, most) in before.items():
+            _limit_files(one, (0, most))
+
+        def make_room() -> None:
+            for one, limits in before.items():
+                _limit_files(one, limits)
+
+        return make_room
+
+    def _bit_flip(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+        check_two_saves(self._folder)
+        flip_bit(saves(self._folder)[-1], random.Random(pick))
+        return self._kill_worker(rank, for_s, pick)
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoints_of(folder: RunFolder) -> Path:
+    plan = load_plan(folder.plan)
+    return checkpoint_dir(plan.job.checkpoint.dir, str(folder.path))
+
+
+def saves(folder: RunFolder) -> list[Path]:
+    """Committed ones, oldest first."""
+    found = checkpoints_of(folder).glob("step-????????")
+    return sorted(path for path in found if (path / "manifest.json").is_file())
+
+
+def check_two_saves(folder: RunFolder) -> None:
+    """OrchError (64) where a damaged checkpoint would be the only one."""
+    if len(saves(folder)) < 2:
+        text = "bit_flip damages the newest checkpoint, and there are not two yet: nothing could be resumed"
+        raise OrchError(text, Exit.USAGE)
+
+
+def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
+    """Turn over one bit of one file of a checkpoint; (file, number of the bit)."""
+    path = draw.choice(sorted(checkpoint.glob("*.safetensors")))
+    bit = draw.randrange(8 * path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+        file.flush()
+        os.fsync(file.fileno())
+    return path, bit
+
+
+def is_small_disk(folder: Path, run: Path) -> bool:
+    """Whether a folder lies on another filesystem than the run, one that may be filled."""
+    with contextlib.suppress(OSError):
+        of = os.statvfs(folder)
+        return folder.stat().st_dev != run.stat().st_dev and of.f_blocks * of.f_frsize <= _SMALL_DISK
+    return False
+
+
+def fill(folder: Path) -> Callable[[], None]:
+    """Take all room that is left on a folder's filesystem, with a file that has no name: it goes with this process."""
+    held = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    size, piece = 0, 1 << 24
+    while piece >= 4096:
+        try:
+            os.posix_fallocate(held, size, piece)
+            size += piece
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                os.close(held)
+                raise
+            piece //= 2
+    left = [held]
+
+    def make_room() -> None:
+        while left:
+            os.close(left.pop())
+
+    return make_room
+
+
+# ------------------------------------------------------------------------------------------ who is who
+
+
+def _rank_of(pid: int) -> int | None:
+    """The rank that a process is: by its name where it was forked, else by its environment; children have no rank."""
+    with contextlib.suppress(OSError, ValueError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if name.startswith(_RANK_NAME):
+            return int(name.removeprefix(_RANK_NAME))
+        mine = dict(_variables(Path(f"/proc/{pid}/environ").read_bytes()))
+        parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        above = dict(_variables(Path(f"/proc/{parent}/environ").read_bytes()))
+        if b"RANK" in mine and b"ORCH_EPOCH" in mine and above.get(b"RANK") != mine[b"RANK"]:
+            return int(mine[b"RANK"])
+    return None
+
+
+def _variables(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    for word in block.split(b"\0"):
+        name, _, value = word.partition(b"=")
+        yield name, value
+
+
+def _limit_files(process: Identity, limits: tuple[int, int]) -> None:
+    if is_alive(process):
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+
+
+def _wake(processes: list[Identity]) -> None:
+    for one in processes:
+        send_signal(one, signal.SIGCONT)
+
+
+def nothing() -> None:
+    """There is nothing to take back."""
