@@ -1,7 +1,9 @@
 """How the API server is reached: from a kubeconfig, or from inside a pod.
 
 Tokens, client certificates and a pod's own account are read here, in milliseconds. For whatever needs more (credential
-plugins, providers, proxies) the kubernetes package is asked; importing it takes longer than planning a job.
+plugins, providers, proxies) the kubernetes package is asked. It is not asked for everything because no part of it can
+be had alone: importing any module of it (37.0) loads the models of every API, and each `orch status` would take
+0.8 s of CPU for that instead of 0.25 s for what it needs here.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from msgspec import structs
 
 from orchestrator.plan import Plan, PlanError, from_json, to_json
 from orchestrator.plan.ranks import all_groups, coords, degrees
-from orchestrator.planner.layout import seat_ranks
 
 _MOST = 1 << 28  # bytes unpacked; no plan is that large
 
@@ -37,5 +36,7 @@ def unpack(raw: bytes) -> Plan:
 
 
 def _derived(plan: Plan) -> Plan:
+    from orchestrator.planner.layout import seat_ranks  # numpy, without which whoever only looks at runs is quicker
+
     places = coords(plan.parallel.order, degrees(plan.parallel))
     return structs.replace(plan, ranks=seat_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp))

@@ -127,9 +127,8 @@ def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
     if options.queue is None:
         return
     for option, kind in (("queue", "LocalQueue"), ("workload_priority", "WorkloadPriorityClass")):
-        name, known = getattr(options, option), None
-        if name is not None:
-            known = _names(cluster, kind)
+        name = getattr(options, option)
+        known = _names(cluster, kind) if name is not None else None
         if known is not None and name not in known:
             where = f" in namespace {cluster.namespace}" if kind == "LocalQueue" else ""
             hint = did_you_mean(name, known) if known else "there is none"
@@ -138,16 +137,16 @@ def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
 
 def _names(cluster: Cluster, kind: str) -> list[str] | None:
     """Of Kueue's objects of a kind; None where they may not be listed. OrchError (65) when the cluster has no Kueue."""
-    for version in ("", "Old"):
+    for version in (kind, f"Old{kind}"):
         try:
-            return [body["metadata"]["name"] for body in cluster.list(version + kind)]
+            return [body["metadata"]["name"] for body in cluster.list(version)]
         except OrchError as error:
-            status = getattr(error, "status", None)
-            if status == 403:
+            if getattr(error, "status", None) == 403:
                 return None
-            if status != 404 or version:
+            if getattr(error, "status", None) != 404:
                 raise
-    return None
+            absent = error
+    raise absent
 
 
 def profile(options: KubernetesOptions) -> str | Profile:

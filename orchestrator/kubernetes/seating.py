@@ -5,17 +5,20 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct, structs
 
 from orchestrator.launch.untrusted import UNREADABLE
 from orchestrator.plan import Plan
-from orchestrator.planner.replan import Difference, difference, replan
 from orchestrator.topology.fit import fit
 from orchestrator.topology.model import FLAT, Tier, Topology
 
 from .gather import Here
+
+if TYPE_CHECKING:
+    from orchestrator.planner.replan import Difference
 
 
 class Seating(Struct, frozen=True):
@@ -35,6 +38,8 @@ def seat(planned: Plan, members: Sequence[Here], topology: Topology | None) -> S
 
     OrchError: 65 when the topology contradicts itself, 76 when the pods are too few.
     """
+    from orchestrator.planner.replan import difference, replan  # numpy, as in compact.py
+
     names = node_names(members)
     real = replan(planned, fit(planned.cluster, names, shared(topology or FLAT, members, names)))
     return Seating(real, names, difference(planned, real))
