@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.debian import SBIN, find
 
 from . import bed_conf as conf
-from .building import build, program
+from .building import build, module_folder, program
 
 PREFIX = "orch-kubernetes-"
 CORE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
@@ -47,6 +47,30 @@ class Shape:
         if self.api_only:
             return ("kube-apiserver", "kubectl")
         return (*CORE, *more, *(("kueue",) if self.kueue else ()), *(("jobset",) if self.jobset else ()))
+
+
+def refusal(shape: Shape) -> str | None:
+    """None, or one line that says what this machine lacks beside the programs: rights in the kernel, an image, CRDs."""
+    from . import image
+
+    script = "mount -t tmpfs tmpfs /run && ip link add cni0 type bridge"
+    if shape.nodes:
+        script += " && iptables -t nat -S >/dev/null && cd /sys/fs/cgroup && if [ -d cpu ]; then cd cpu; fi"
+        script += ' && made=$(mktemp -d orch-XXXX) && rmdir "$made"'
+    argv = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "private", "sh", "-ec"]
+    env = {**os.environ, "PATH": f"{os.environ['PATH']}:{SBIN}"}
+    done = subprocess.run([*argv, script], capture_output=True, text=True, env=env, timeout=60)
+    if done.returncode:
+        return f"this root may not do what it takes ({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
+    try:
+        if shape.nodes:
+            image.base()
+            image.site_packages()
+        for name in ("kueue", "jobset") if shape.kueue else ():
+            module_folder(name, f"sigs.k8s.io/{name}")
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return None
 
 
 class Bed:
@@ -223,6 +247,8 @@ class Bed:
     def _control_plane(self) -> None:
         etcd = find("etcd") or "etcd"
         flags = ["--data-dir", str(self.home / "etcd"), "--unsafe-no-fsync", "--quota-backend-bytes=4294967296"]
+        # Else a cache of objects that do not change stays behind what others write, and refuses to be read.
+        flags.append("--experimental-watch-progress-notify-interval=1s")
         self.daemon("etcd", etcd, *flags, "--log-level=warn")
         self.start_apiserver()
         if self.shape.api_only:
