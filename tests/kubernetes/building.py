@@ -67,13 +67,15 @@ def missing(names: tuple[str, ...]) -> list[str]:
 
 
 def build(names: tuple[str, ...] = tuple(PROGRAMS), allowed: bool = True) -> str | None:
-    """Makes these programs present. None, or one line that says why it cannot."""
+    """Makes these programs present. None, or one line: why it cannot. Unless it is `allowed`, nothing is built;
+    and where something would have to be, nothing is installed either."""
+    if missing(names) and not allowed:
+        how = "`make testbed-kubernetes` builds all of them (ten minutes on two cores), and they are kept"
+        return f"{', '.join(missing(names))} not built yet; {how}"
     if failed := provide(("etcd", "containerd", "runc", "busybox", "iptables", "ip"), DEBIAN):
         return failed
     if not missing(names):
         return None
-    if not allowed:
-        return f"{', '.join(missing(names))} not built; `python -m tests.kubernetes.building` builds (ten minutes)"
     if find("go") is None:
         return f"{', '.join(missing(names))} not built, and this machine has no Go"
     cache().mkdir(parents=True, exist_ok=True)

@@ -12,17 +12,18 @@ from orchestrator.topology.kubernetes import Profile, parse_nodes
 from orchestrator.topology.model import Topology
 
 from . import addons
-from .bed import Bed, Shape, reap_stale
+from .bed import Bed, Shape, reap_stale, refusal
 from .building import build
 from .runs import SHORT, TINY, Orch, Run, check_rank_map
 from .simulate import LEVELS
 
 
 def built(*programs: str) -> None:
-    """These programs are there from now on; or the test is skipped with why this machine cannot have them."""
-    if not os.environ.get("ORCH_TEST_KUBERNETES"):
-        pytest.skip("no Kubernetes test cluster: ORCH_TEST_KUBERNETES=1, or make test-kubernetes, builds and starts it")
-    if reason := build(programs):
+    """These programs are there from now on; or the test is skipped with why this machine does not have them.
+
+    Those of an earlier build will do; only ORCH_TEST_KUBERNETES (make test-kubernetes) has them built here.
+    """
+    if reason := build(programs, allowed=bool(os.environ.get("ORCH_TEST_KUBERNETES"))):
         pytest.skip(f"no Kubernetes test cluster: {reason}")
 
 
@@ -31,6 +32,8 @@ def bring_up(shape: Shape, *more: str) -> Bed:
     if os.geteuid() != 0:
         pytest.skip("no Kubernetes test cluster: only root may have name spaces with a network of their own")
     built(*shape.programs, *more)
+    if reason := refusal(shape):
+        pytest.skip(f"no Kubernetes test cluster: {reason}")
     reap_stale()
     return Bed(shape)
 
@@ -76,7 +79,8 @@ def ended(orch: Orch) -> Iterator[Callable[[Run], Run]]:
         orch("cancel", "--force", run.id, code=None)
         for kind in ("jobs", "jobsets"):  # of a run that has ended by itself; without JobSet there is no such kind
             orch.bed.kubectl("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false", check=False)
-        orch.bed.wait(lambda run=run: not orch.pods(run.id), 300, f"end of {run.id}")
+        names = ("get", "pods", "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")
+        orch.bed.wait(lambda names=names: not orch.bed.kubectl(*names, timeout=300), 900, f"end of {run.id}")
 
 
 @pytest.fixture

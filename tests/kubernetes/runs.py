@@ -85,6 +85,13 @@ class Orch:
         (conf / "bed.yaml").write_text(f"{text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n")
         return ["submit", "--json", "--in-place", "--config-dir", str(conf.parent), "backend=bed"]
 
+    def bound(self, run_id: str, count: int, seconds: float = 600) -> list[dict]:
+        """The run's pods by completion index, once the scheduler has given every one a node. Thousands of looks at
+        hundreds of pods would be most of what the cluster has to do: a watch tells."""
+        argv = [sys.executable, "-m", "tests.kubernetes.bound", f"orch.dev/run={run_id}", str(count), self.namespace]
+        self.bed.run(*argv, env={"PYTHONPATH": str(ROOT)}, timeout=seconds)
+        return self.pods(run_id)
+
     def pods(self, run_id: str) -> list[dict]:
         found = self.bed.get("pods", "-n", self.namespace, "-l", f"orch.dev/run={run_id}")["items"]
         return sorted(found, key=lambda pod: int(pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
@@ -140,10 +147,10 @@ class Run:
         return json.loads((self.inside / "plan.json").read_text())
 
     def logs(self) -> str:
-        """Of every pod, and what the namespace's events say."""
+        """Of the first pods, and what the namespace's events say."""
         bed, space = self.orch.bed, self.orch.namespace
         with contextlib.suppress(Exception):
-            names = [pod["metadata"]["name"] for pod in self.orch.pods(self.id)]
+            names = [pod["metadata"]["name"] for pod in self.orch.pods(self.id)][:8]
             texts = [f"--- {n}\n{bed.kubectl('logs', '-n', space, n, '--tail=15', check=False)[-3000:]}" for n in names]
             return "\n".join([*texts, bed.kubectl("get", "events", "-n", space, check=False)[-3000:]])
         return "no logs"

@@ -7,8 +7,11 @@ them run at once, end well some seconds later when their annotation says so, and
 from __future__ import annotations
 
 import contextlib
+import http.client
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -16,11 +19,13 @@ from typing import Any
 from orchestrator.errors import OrchError
 from orchestrator.kubernetes.client import Cluster
 
+from .bound import watched
+
 NODES_PER_LEAF, LEAVES_PER_SPINE = 4, 16
 LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}  # level of a plan -> label of the nodes
 POOL = 24  # of the last nodes are a pool of their own: room for three runs of eight
 FINISHES = "orch.test/finishes"  # annotation of pods that end well
-LIFE_S, LOOK_S = 4.0, 1.0
+LIFE_S = 4.0
 
 
 def node(index: int, count: int) -> dict[str, Any]:
@@ -69,32 +74,52 @@ def _create(cluster: Cluster, body: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------ kubelets
 
 
-def serve(cluster: Cluster) -> None:
-    started: dict[str, float] = {}
-    with ThreadPoolExecutor(8) as pool:
-        while True:
-            with contextlib.suppress(OrchError):
-                pods = [p for p in cluster.list("AllPods") if p["spec"].get("nodeName", "").startswith("sim-")]
-                list(pool.map(lambda pod: attend(cluster, pod, started), pods))
-            time.sleep(LOOK_S)
+def serve() -> None:
+    """Whatever happens to pods is looked at; every half minute all of them are, for what has failed."""
+    kubelets = Kubelets()
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            for pod in watched("/api/v1/pods", {"fieldSelector": "spec.nodeName!="}, seconds=30):
+                if pod["spec"].get("nodeName", "").startswith("sim-"):
+                    kubelets.hear(pod)
+        time.sleep(0.2)
 
 
-def attend(cluster: Cluster, pod: dict[str, Any], started: dict[str, float]) -> None:
-    """One look of a kubelet at one pod."""
-    here = Cluster(None, pod["metadata"]["namespace"]) if pod["metadata"]["namespace"] != cluster.namespace else cluster
-    name, uid, phase = pod["metadata"]["name"], pod["metadata"]["uid"], pod["status"].get("phase")
-    with contextlib.suppress(OrchError):  # deleted or changed in between
+class Kubelets:
+    def __init__(self) -> None:
+        self._pool, self._clusters, self._ending = ThreadPoolExecutor(8), {}, set()
+
+    def hear(self, pod: dict[str, Any]) -> None:
+        uid, phase = pod["metadata"]["uid"], pod["status"].get("phase")
         if pod["metadata"].get("deletionTimestamp"):
-            if phase in ("Pending", "Running"):
-                here.patch_status("Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}}))
-            here.delete("Pod", name, grace_s=0)
+            self._pool.submit(self._attend, self._delete, pod)
         elif phase == "Pending":
-            started[uid] = time.monotonic()
-            here.patch_status("Pod", name, _status(pod, "Running", {"running": {"startedAt": _now()}}))
-        elif FINISHES in (pod["metadata"].get("annotations") or {}) and phase == "Running":
-            if time.monotonic() < started.setdefault(uid, time.monotonic()) + LIFE_S:
-                return
-            here.patch_status("Pod", name, _status(pod, "Succeeded", {"terminated": {"exitCode": 0}}))
+            self._pool.submit(self._attend, self._run, pod)
+        elif phase == "Running" and FINISHES in (pod["metadata"].get("annotations") or {}) and uid not in self._ending:
+            self._ending.add(uid)
+            threading.Timer(LIFE_S, self._pool.submit, (self._attend, self._finish, pod)).start()
+
+    def _attend(self, deed: Callable[[Cluster, str, dict[str, Any]], None], pod: dict[str, Any]) -> None:
+        space, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        here = self._clusters.setdefault(space, Cluster(None, space))
+        for pause in (0.5, 2.0, 0.0):
+            try:
+                return deed(here, name, pod)
+            except OrchError as error:
+                if getattr(error, "status", None) in (404, 409):  # deleted or changed in between
+                    return None
+                time.sleep(pause)
+
+    def _run(self, here: Cluster, name: str, pod: dict[str, Any]) -> None:
+        here.patch_status("Pod", name, _status(pod, "Running", {"running": {"startedAt": _now()}}))
+
+    def _finish(self, here: Cluster, name: str, pod: dict[str, Any]) -> None:
+        here.patch_status("Pod", name, _status(pod, "Succeeded", {"terminated": {"exitCode": 0}}))
+
+    def _delete(self, here: Cluster, name: str, pod: dict[str, Any]) -> None:
+        if pod["status"].get("phase") in ("Pending", "Running"):
+            here.patch_status("Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}}))
+        here.delete("Pod", name, grace_s=0)
 
 
 def _status(pod: dict[str, Any], phase: str, state: dict[str, Any]) -> dict[str, Any]:
@@ -112,4 +137,4 @@ def _now() -> str:
 
 
 if __name__ == "__main__":
-    make(Cluster(), int(sys.argv[2])) if sys.argv[1] == "make" else serve(Cluster())
+    make(Cluster(), int(sys.argv[2])) if sys.argv[1] == "make" else serve()

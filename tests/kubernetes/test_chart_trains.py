@@ -11,7 +11,7 @@ import pytest
 from tests import debian
 
 from . import image
-from .bed import Bed
+from .bed import Bed, BedError
 from .building import build, program
 from .runs import SHORT, SMALL, TINY, Orch, Run, check_rank_map
 
@@ -71,36 +71,53 @@ def query(bed: Bed, expression: str) -> list[dict]:
     return json.loads(done.stdout)["data"]["result"] if done.returncode == 0 else []
 
 
-def run_of(orch: Orch) -> Run:
-    """The run that the release's launcher has sent."""
-    found = orch.bed.get("jobs", "-n", orch.namespace, "-l", "orch.dev/run")["items"]
-    return Run(orch, found[0]["metadata"]["labels"]["orch.dev/run"])
-
-
-def test_installed_trained_scraped_and_gone(orch, helm, undisturbed):
+def installed(orch: Orch, helm) -> Run:
+    """A release, and the run that its launcher has sent."""
     bed, space = orch.bed, orch.namespace
     helm("install", "my-run", CHART, values=values())
-    launcher = lambda: bed.kubectl("logs", "-n", space, "-l", "app.kubernetes.io/component=launcher", check=False)  # noqa: E731
     sent = lambda: bed.get("jobs", "-n", space, "-l", "orch.dev/run")["items"]  # noqa: E731
-    bed.wait(sent, 180, f"run of the release: {launcher()}")
-    run = run_of(orch)
+    try:
+        bed.wait(sent, 300, "run of the release")
+    except BedError as error:
+        said = bed.kubectl("logs", "-n", space, "-l", "app.kubernetes.io/component=launcher", check=False)
+        raise AssertionError(f"{error}; the launcher: {said}") from None
+    return Run(orch, sent()[0]["metadata"]["labels"]["orch.dev/run"])
+
+
+def complete(run: Run) -> None:
+    words = ("wait", "-n", run.orch.namespace, f"job/{run.id}", "--for=condition=Complete")
+    run.orch.bed.kubectl(*words, "--timeout=600s", timeout=620)
+
+
+def test_installed_trained_scraped_and_gone(orch, helm):
+    bed, space = orch.bed, orch.namespace
+    run = installed(orch, helm)
     prometheus(bed, run.id, space)
     try:
         run.step(3)
         check_rank_map(orch, run)
-        run.until("four pods scraped", lambda: len(query(bed, "orch_last_step")) == 4, 60)
+        run.until("four pods scraped", lambda: len(query(bed, "orch_last_step")) == 4, 300)
         seen = {found["metric"]["node"]: int(float(found["value"][1])) for found in query(bed, "orch_last_step")}
         assert set(seen) == {rank["node"] for rank in run.plan["ranks"]}
         assert max(seen.values()) >= 3
-        complete = ("wait", "-n", space, f"job/{run.id}", "--for=condition=Complete")
-        bed.kubectl(*complete, "--timeout=240s", timeout=260)
+        complete(run)
     finally:
         bed.end("--web.listen-address=127.0.0.1:9090")
         bed.run("umount", "/etc/resolv.conf")
-    assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+    losses = run.steps()
+    assert sorted(losses) == list(range(1, 61))
+    assert losses[60] < losses[1] - 0.3
     assert max(run.saved()) == 60
     helm("test", "my-run", "--timeout", "180s", timeout=200)
     helm("uninstall", "my-run", "--wait", "--timeout", "60s")
     kinds = "all,secrets,configmaps,networkpolicies,serviceaccounts,roles,rolebindings"
     ours = "app.kubernetes.io/name=orch"
     bed.wait(lambda: not bed.get(kinds, "-n", space, "-l", ours)["items"], 60, "end of everything of the release")
+
+
+@pytest.mark.full
+def test_a_release_trains_as_a_submission_does(orch, helm, undisturbed):
+    run = installed(orch, helm)
+    complete(run)
+    assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+    helm("uninstall", "my-run", "--wait", "--timeout", "60s")

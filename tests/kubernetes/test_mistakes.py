@@ -65,6 +65,7 @@ def refusal(user: Orch, *words: str, options: dict | None = None, env: dict | No
     return done.returncode, said[0]
 
 
+@pytest.mark.full
 def test_what_only_shows_later_is_the_reason_of_waiting(user):
     sent = {name: user.submit(*words, options=options).id for name, (options, words, *_) in LATER.items()}
     reasons: dict[str, str] = {}
@@ -82,6 +83,7 @@ def test_what_only_shows_later_is_the_reason_of_waiting(user):
     assert all(reason.startswith("pending") and "\n" not in reason for reason in reasons.values())
 
 
+@pytest.mark.full
 def test_nodes_without_gpus_are_no_room(user):
     code, said = refusal(user, *GPUS)
     assert code == Exit.CAPACITY
@@ -102,6 +104,7 @@ def test_names_that_are_not_there_are_refused(user, options, says):
     assert says.format(space=user.namespace) in said
 
 
+@pytest.mark.full
 def test_a_quota_on_jobs_and_one_on_pods(user):
     """The first refuses the submission, the second lets the Job in and none of its pods."""
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": user.namespace}}

@@ -9,7 +9,7 @@ import pytest
 from . import addons
 from .runs import SHORT, TINY, Orch
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from . import nodes
 from .runs import SHORT, TINY
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 
 
 def test_training_in_four_pods_on_two_nodes(undisturbed):
@@ -23,7 +23,6 @@ def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed)
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
-@pytest.mark.full
 def test_a_drained_node_costs_nothing_but_time(orch, undisturbed):
     """Its pods save on notice and wait for room; what ended so is not counted."""
     run = orch.submit(*TINY, *SHORT)
@@ -38,7 +37,6 @@ def test_a_drained_node_costs_nothing_but_time(orch, undisturbed):
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
-@pytest.mark.full
 def test_a_node_that_dies_is_let_go_and_the_run_comes_back(orch, undisturbed):
     """Kubelet, containerd, shims and containers killed at once. Its pods would hang in Terminating for ever."""
     run = orch.submit(*TINY, *SHORT)
@@ -56,7 +54,6 @@ def test_a_node_that_dies_is_let_go_and_the_run_comes_back(orch, undisturbed):
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
-@pytest.mark.full
 def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
     run = orch.submit(*TINY, *SHORT)
     run.step(5)
@@ -69,7 +66,6 @@ def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
-@pytest.mark.full
 def test_an_elastic_run_is_resized_there_and_back(orch, undisturbed):
     """From four pods to two and to four again: the same global batch, each time from what the others had saved.
 

@@ -82,6 +82,7 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
     assert helm.everything() == before
 
 
+@pytest.mark.full
 def test_another_launcher_for_the_same_run_is_an_upgrade_too(helm):
     """A Job's pods cannot be changed: the launcher is another Job, of the same run."""
     helm("install", "my-run", CHART, values=FULL)

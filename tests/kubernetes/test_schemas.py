@@ -38,7 +38,11 @@ Check = Callable[[list[dict]], dict[str, list[dict]]]
 def check(tmp_path_factory) -> Check:
     """What kubeconform says of these objects, resource by resource, for each version."""
     built("kubeconform")
-    path, folder = tmp_path_factory.mktemp("rendered") / "all.yaml", schemas.folder()
+    path = tmp_path_factory.mktemp("rendered") / "all.yaml"
+    try:
+        folder = schemas.folder()
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"no schemas: {error}")
     places = [word for place in schemas.LOCATIONS for word in ("-schema-location", f"{folder}/{place}")]
 
     def run(bodies: list[dict]) -> dict[str, list[dict]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from orchestrator.kubernetes.seating import Seating, seat
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.topology.model import Topology
 
-from .bed import Bed
+from .bed import Bed, BedError
 from .runs import Orch, Run
 from .simulate import FINISHES, LEVELS
 
@@ -35,7 +36,7 @@ levels:
 """
 
 
-@pytest.fixture(params=["alone", "kueue"])
+@pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.full), "kueue"])
 def queue(request) -> str | None:
     """Which of Kueue's queues, or that there is no Kueue."""
     return "large" if request.param == "kueue" else None
@@ -48,14 +49,12 @@ def orch(request, queue, tmp_path) -> Orch:
     return Orch(bed, tmp_path, "default", options)
 
 
-def bound(orch: Orch, run: Run, count: int, seconds: float = 300) -> list[str]:
+def bound(orch: Orch, run: Run, count: int) -> list[str]:
     """The run's nodes by completion index, once the scheduler has given every pod one."""
-
-    def nodes() -> list[str]:
-        return [pod["spec"].get("nodeName") or "" for pod in orch.pods(run.id)]
-
-    run.until(f"{count} pods bound", lambda: len(found := nodes()) == count and all(found), seconds)
-    return nodes()
+    try:
+        return [pod["spec"]["nodeName"] for pod in orch.bound(run.id, count)]
+    except (subprocess.TimeoutExpired, BedError) as error:
+        raise AssertionError(f"{error}\n{run.state()}\n{run.logs()}") from None
 
 
 def seated(run: Run, nodes: Sequence[str], topology: Topology) -> Seating:
@@ -102,9 +101,9 @@ def test_five_hundred_and_twelve_nodes_in_one_run(orch, queue, ended, topology):
     conf = Path(words[words.index("--config-dir") + 1], "cluster")
     conf.mkdir()
     (conf / "h100x4096.yaml").write_text(LARGE)
-    done = orch(*words, "+cluster=h100x4096", "parallel=tp8_pp4_zero1", timeout=300)
+    done = orch(*words, "+cluster=h100x4096", "parallel=tp8_pp4_zero1", timeout=1200)
     run = ended(Run(orch, json.loads(done.stdout)["run_dir"]))
-    nodes = bound(orch, run, 512, 600)
+    nodes = bound(orch, run, 512)
     assert len(set(nodes)) == 512
     assert split_pipelines(seated(run, nodes, topology).plan, topology) == 0
     if queue:
@@ -122,6 +121,7 @@ def finished(job: dict) -> bool:
     return any(c["type"] == "Complete" and c["status"] == "True" for c in job["status"].get("conditions", ()))
 
 
+@pytest.mark.full
 def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
     """24 nodes, ten runs of eight. Without a queue a submission that finds no room says so (76), and is tried again."""
     bed, together, halves = orch.bed, [], []
