@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.backend import get_backend
+from orchestrator.launch.backend import Backend, get_backend
 from orchestrator.launch.request import LaunchRequest, from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
@@ -36,15 +36,16 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
         raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
     request = from_bytes(folder.request.read_bytes())
     check_allowed(request)
-    targets = targets_of(state.backend, folder, request, limit_s)
+    targets = targets_of(backend, folder, request, limit_s)
+    place = Range(folder, backend, request, limit_s)
     for fault in faults:
         budget = restarts_left(fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {})
-        never = refusal(fault, restarts_left=budget, elastic=bool(request.sizes), spare_nodes=1)
-        if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node"):
+        never = refusal(fault, restarts_left=budget, elastic=place.bears_losses, spare_nodes=1)
+        if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node" and not place.pods_come_back):
             raise OrchError(never or f"{fault} takes a node, and this run has one size", Exit.USAGE)
         if fault != "bit_flip":  # there may be checkpoints by then
             targets.check(fault)
-    return Range(folder, backend, request, limit_s), targets
+    return place, targets
 
 
 def check_allowed(request: LaunchRequest) -> None:
@@ -57,8 +58,12 @@ def check_allowed(request: LaunchRequest) -> None:
     raise OrchError(text, Exit.SECURITY)
 
 
-def targets_of(backend: str, folder: RunFolder, request: LaunchRequest, limit_s: float) -> Targets:
-    if backend == "slurm":
+def targets_of(backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float) -> Targets:
+    if backend.name == "kubernetes":
+        from .kubernetes import KubernetesTargets
+
+        return KubernetesTargets(folder, request, limit_s, backend)
+    if backend.name == "slurm":
         from .slurm import SlurmTargets
 
         return SlurmTargets(folder, request, limit_s)

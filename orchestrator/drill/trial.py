@@ -66,8 +66,22 @@ class Range:
         self._backend = backend
         self._lead = LeadReader(folder)
 
+    @property
+    def pods_come_back(self) -> bool:
+        """A node that is lost costs a life of the run, and is there again."""
+        return self._backend.name == "kubernetes"
+
+    @property
+    def bears_losses(self) -> bool:
+        return bool(self.request.sizes) or self.pods_come_back
+
     def state(self) -> RunState:
         return self._backend.state(self.folder)
+
+    def marks(self, state: RunState) -> list[Mark]:
+        """What the run's agents noted. Where only its state comes out of the cluster, the ends of its epochs."""
+        ends = [Mark("epoch_stops", epoch.ended_at, epoch.epoch) for epoch in state.epochs if epoch.ended_at]
+        return read_marks(self.folder, state.nodes) or ends
 
     def steps(self, state: RunState) -> list[Step]:
         return self._lead.read(state.nodes)
@@ -85,7 +99,7 @@ class Range:
             ranks = {name: node.ranks for name, node in state.nodes.items() if node.state == "running"}
             mine = [step for step in self.steps(state) if step.epoch == state.epoch]
             chosen = victim(shot, ranks, state.writer)
-            why = _why_not(state, self.request, shot.fault)
+            why = self._why_not(state, shot.fault)
             if chosen is None:
                 why = why or f"no node is {shot.position!r}: {', '.join(ranks) or 'none runs'}"
             if state.state == "running" and len(mine) >= _STEADY_STEPS and not why:
@@ -121,7 +135,7 @@ class Range:
                 take_back()
                 taken_back = True
             steps = self.steps(state)
-            fill(trial, steps, read_marks(self.folder, state.nodes))
+            fill(trial, steps, self.marks(state))
             if state.is_final:
                 trial.problem = f"the run has ended: {state.state}, {state.reason}"
                 return
@@ -133,6 +147,17 @@ class Range:
                 trial.problem = f"no steps within {self.limit_s:g} s; the run is {state.state}"
                 return
             time.sleep(_LOOK_S)
+
+    def _why_not(self, state: RunState, fault: str) -> str:
+        limits = self.request.policy.max_restarts_by_cause
+        seated = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
+        here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
+        return refusal(
+            fault,
+            restarts_left=restarts_left(fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause),
+            elastic=self.bears_losses,
+            spare_nodes=1 if self.pods_come_back else max(here, seated) - min(self.request.sizes, default=0),
+        )
 
 
 def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Mark]) -> None:
@@ -152,15 +177,3 @@ def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Mark]) -> None:
 def _by_wish(mark: Mark) -> bool:
     """A worker that ends well, or because it was told to, is no sign of trouble."""
     return mark.name == "worker_ended" and (mark.asked or not mark.code)
-
-
-def _why_not(state: RunState, request: LaunchRequest, fault: str) -> str:
-    limits = request.policy.max_restarts_by_cause
-    seated = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
-    here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
-    return refusal(
-        fault,
-        restarts_left=restarts_left(fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause),
-        elastic=bool(request.sizes),
-        spare_nodes=max(here, seated) - min(request.sizes, default=0),
-    )

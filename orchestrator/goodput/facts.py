@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ class LeadReader:
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
-        self._read: dict[str, int] = {}  # node -> bytes read
+        self._read: dict[str, tuple[int, int]] = {}  # node -> which file, bytes read of it
         self._found: dict[tuple[int, int], _StepLine] = {}
 
     def read(self, nodes: Iterable[str]) -> list[Step]:
@@ -134,12 +135,15 @@ class LeadReader:
             path = self._folder.metrics(node)
             try:
                 with path.open("rb") as file:
-                    file.seek(self._read.get(node, 0))
+                    which = os.fstat(file.fileno()).st_ino
+                    before, done = self._read.get(node, (which, 0))
+                    done = done if before == which else 0  # on Kubernetes it is replaced by what was heard last
+                    file.seek(done)
                     chunk = file.read()
             except OSError:
                 continue
             whole = chunk[: chunk.rfind(b"\n") + 1]
-            self._read[node] = self._read.get(node, 0) + len(whole)
+            self._read[node] = which, done + len(whole)
             for line in whole.splitlines():
                 if index < _READ_WHOLE or _RANK_0.search(line):
                     self._take(line)

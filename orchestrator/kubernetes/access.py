@@ -38,6 +38,9 @@ class Access(Struct, frozen=True):
     namespace: str  # of the context, or the pod's own
     pool: Any  # of urllib3
     headers: Callable[[], Mapping[str, str]]  # who we are, at this moment
+    tls: ssl.SSLContext | None = None  # as the pool has it; None: no TLS
+    server_name: str = ""  # in the certificate, where that is not the host
+    proxied: bool = False  # only the pool knows the way
 
 
 class Unusable(Exception):
@@ -176,7 +179,7 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
     tls = _tls(named, owner, user) if host.startswith("https") else None
     token = user.token or (_file(owner.folder, user.token_file).read_text().strip() if user.token_file else "")
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    return Access(host, space, _pool(tls, cluster.tls_server_name), lambda: headers)
+    return Access(host, space, _pool(tls, cluster.tls_server_name), lambda: headers, tls, cluster.tls_server_name)
 
 
 def _file(folder: str, name: str) -> Path:
@@ -229,7 +232,8 @@ def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
 
     headers()
     name = f"[{host}]" if ":" in host else host
-    return Access(f"https://{name}:{port}", (account / "namespace").read_text().strip(), _pool(tls, ""), headers)
+    space = (account / "namespace").read_text().strip()
+    return Access(f"https://{name}:{port}", space, _pool(tls, ""), headers, tls)
 
 
 def _pool(tls: ssl.SSLContext | None, server_name: str) -> Any:
@@ -261,4 +265,17 @@ def _by_package(context: str, namespace: str) -> Access:
         found = settings.auth_settings().values()
         return {auth["key"]: auth["value"] for auth in found if auth.get("in") == "header" and auth.get("value")}
 
-    return Access(settings.host, namespace, client.ApiClient(settings).rest_client.pool_manager, headers)
+    tls = _tls_of(settings) if settings.host.startswith("https") else None
+    name = settings.tls_server_name or ""
+    pool = client.ApiClient(settings).rest_client.pool_manager
+    return Access(settings.host, namespace, pool, headers, tls, name, bool(settings.proxy))
+
+
+def _tls_of(settings: Any) -> ssl.SSLContext:
+    """As the kubernetes package would have it."""
+    tls = ssl.create_default_context(cafile=settings.ssl_ca_cert)
+    if not settings.verify_ssl:
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    if settings.cert_file:
+        tls.load_cert_chain(settings.cert_file, settings.key_file)
+    return tls

@@ -30,8 +30,9 @@ from orchestrator.plan.codec import from_json
 from .client import Cluster
 from .live import Ahead, Place, look, place
 from .lost import let_go
-from .mirror import fill, followed
+from .mirror import fill, followed, names_of
 from .options import KubernetesOptions, read_options
+from .phases import index_of
 from .pod import MARGIN_S, grace_seconds
 from .record import KubernetesRecord, read_record, verdict, write_record
 from .render import NO_KEY, Manifest, render, to_yaml
@@ -157,6 +158,15 @@ class KubernetesBackend:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
             write_state(folder, state)  # the cluster forgets; this folder does not
         return state
+
+    def pods(self, folder: RunFolder) -> tuple[Cluster, dict[str, str]]:
+        """The run's cluster, and the name of the pod that is each of its nodes now."""
+        record = read_record(folder)
+        if record is None:
+            raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
+        found = self._watch.seen(record, folder.run_id).pods
+        names = names_of(found)
+        return self._of(record), {names[index_of(pod)]: pod["metadata"]["name"] for pod in found}
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:

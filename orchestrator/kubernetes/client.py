@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 from msgspec import Struct, field
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
 
 from .access import Access, access
 from .complaints import complaint, unreachable
+
+if TYPE_CHECKING:
+    from .inside_pod import Command
 
 _CONNECT_S, _READ_S, _PATIENCE_S = 5.0, 12.0, 8.0
 _PAGE = 2000  # objects
@@ -154,6 +158,22 @@ class Cluster:
                 yield from (line.decode(errors="backslashreplace") for line in whole)
         if rest:
             yield rest.decode(errors="backslashreplace")
+
+    def evict(self, pod: str, grace_s: int) -> None:
+        """As a drain does it: SIGTERM, and SIGKILL after the grace. OrchError (76) where a disruption budget forbids
+        it."""
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": self.namespace}}
+        body |= {"deleteOptions": {"gracePeriodSeconds": grace_s}}
+        self._json("POST", self._path("Pod", pod) + "/eviction", {}, msgspec.json.encode(body), "application/json")
+
+    def command(self, pod: str, container: str, argv: Sequence[str]) -> Command:
+        """Start a command in a running pod. OrchError (76, 78)."""
+        from .inside_pod import Command
+
+        to = self._access
+        if to.proxied:
+            raise OrchError("exec into pods does not go through a proxy", Exit.CAPACITY)
+        return Command(to.host, self._path("Pod", pod), argv, container, to.headers(), to.tls, to.server_name)
 
     def version(self) -> str:
         found = self._json("GET", "/version")

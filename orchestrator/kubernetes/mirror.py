@@ -21,7 +21,7 @@ _LOOK_S = 2.0  # for pods that have come
 
 def fill(folder: RunFolder, cluster: Cluster, seen: Seen) -> None:
     """Replace the local logs by what the pods have said until now. A pod that is gone leaves what was read before."""
-    names = _names(seen.pods)
+    names = names_of(seen.pods)
     for pod in seen.pods:
         texts: dict[int | None, list[str]] = {}
         for rank, line in _sorted(cluster.log(pod["metadata"]["name"])):
@@ -41,7 +41,7 @@ def followed(folder: RunFolder, cluster: Cluster, look: Callable[[], Seen]) -> I
         while not end.wait(_LOOK_S if known else 0.0):
             with contextlib.suppress(OrchError):
                 pods = look().pods
-                names = _names(pods)
+                names = names_of(pods)
                 for pod in pods:
                     name = pod["metadata"]["name"]
                     if name not in known and pod.get("status", {}).get("phase") != "Pending":
@@ -75,7 +75,7 @@ def _sorted(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
             yield None, line
 
 
-def _names(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def names_of(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Index -> what the plan calls that pod's share of a node."""
     here = [Here(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods]
     return {pod.index: name for pod, name in zip(here, node_names(here), strict=True)}

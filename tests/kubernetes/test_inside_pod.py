@@ -1,0 +1,157 @@
+"""Commands in pods: frames against a server that speaks them byte by byte, and what a drill does with a pod."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from contextlib import closing
+
+import pytest
+
+from orchestrator.drill import inside
+from orchestrator.drill.kubernetes import KubernetesTargets
+from orchestrator.errors import OrchError
+from orchestrator.kubernetes.inside_pod import Command
+from orchestrator.launch.run_folder import RunFolder
+from tests.launch.parcels import make_parcel
+from tests.plans import make_plan
+
+
+class Server:
+    """One connection: the request, an answer, frames as told; what the client sends is unmasked."""
+
+    def __init__(self, answer: str, *frames: bytes, protocol: str = "v5.channel.k8s.io"):
+        self._answer, self._frames, self._protocol = answer, frames, protocol
+        self.request, self.heard = "", []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.host = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._listener, self._listener.accept()[0] as peer, peer.makefile("rb") as file:
+            while (line := file.readline().decode()).strip():
+                self.request += line
+            upgrade = f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Protocol: {self._protocol}\r\n\r\n"
+            if "101" not in self._answer:
+                body = json.dumps({"message": self._answer})
+                peer.sendall(f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+                return
+            peer.sendall(f"HTTP/1.1 101 {self._answer}\r\n{upgrade}".encode() + b"".join(self._frames))  # in one piece
+            while head := file.read(2):
+                mask, size = file.read(4), head[1] & 0x7F
+                self.heard.append((head[0], bytes(b ^ mask[i % 4] for i, b in enumerate(file.read(size)))))
+                if self.heard[-1][1] == b"\xff\x00":
+                    peer.sendall(frame(b'\x03{"status":"Success"}'))
+
+    def join(self) -> None:
+        self._thread.join(10)
+
+
+def frame(content: bytes, first: int = 0x82) -> bytes:
+    size = bytes([len(content)]) if len(content) < 126 else b"\x7e" + struct.pack(">H", len(content))
+    return bytes([first]) + size + content
+
+
+def run(server: Server) -> Command:
+    return Command(server.host, "/api/v1/namespaces/n/pods/p", ["a b", "c"], "agent", {"authorization": "x"}, None)
+
+
+def test_a_command_says_its_line_and_leaves_when_its_input_ends():
+    long = b"x" * 300
+    frames = frame(b"\x02warned"), frame(b"hi", 0x89), frame(b"\x01" + long, 0x02), frame(b"yz\nmore", 0x80)
+    server = Server("101", *frames)
+    with closing(run(server)) as command:
+        assert command.line(10.0) == long + b"yz" and command.errors == b"warned"
+    command.close()
+    server.join()
+    assert server.heard == [(0x8A, b"hi"), (0x82, b"\xff\x00"), (0x88, b"\x03\xe8")]
+    line, *headers = server.request.splitlines()
+    assert line.startswith("GET /api/v1/namespaces/n/pods/p/exec?command=a+b&command=c&container=agent&stdin=true")
+    assert "authorization: x" in headers and "Upgrade: websocket" in headers
+
+
+def test_why_a_command_could_not_be_run():
+    server = Server("101", frame(b"\x02no such file"), frame(b'\x03{"message":"exit code 127"}'))
+    with closing(run(server)) as command:
+        assert command.line(10.0) == b""
+        assert "no such file exit code 127" in command.complaint().message
+    silent = Server("101", protocol="v4.channel.k8s.io")
+    with closing(run(silent)) as command, pytest.raises(OrchError, match="no answer in time"):
+        command.line(0.05)
+    server = Server(
+        'pods "p" is forbidden: User "u" cannot get resource "pods/exec" in API group "" in the namespace "n"'
+    )
+    with pytest.raises(OrchError, match=r"the rule to add: .*pods/exec.*get") as refused:
+        run(server)
+    assert refused.value.exit == 78
+
+
+# ------------------------------------------------------------------------------------------ drills
+
+
+class Pods:
+    """Stands in for backend and cluster: which calls a fault becomes."""
+
+    def __init__(self):
+        self.calls, self.said = [], inside.Answer(at=5.0)
+
+    def pods(self, folder):
+        return self, {"node-0.pod-0": "p0", "node-0.pod-1": "p1"}
+
+    def delete(self, kind, name, grace_s):
+        self.calls.append(("delete", name, grace_s))
+
+    def evict(self, name, grace_s):
+        self.calls.append(("evict", name, grace_s))
+
+    def command(self, pod, container, argv):
+        self.calls.append((pod, container, argv))
+        return self
+
+    def line(self, timeout_s):
+        return json.dumps({"at": 5.0} if not self.said.problem else {"exit": 76, "problem": self.said.problem}).encode()
+
+    def close(self):
+        self.calls.append("closed")
+
+
+def targets(tmp_path, **options) -> tuple[KubernetesTargets, Pods]:
+    backend = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
+    request, pods = make_parcel(make_plan(dp=2, nodes=2), tmp_path, backend=backend).request, Pods()
+    return KubernetesTargets(RunFolder(tmp_path / "r"), request, 60.0, pods), pods
+
+
+def test_what_a_fault_becomes_on_kubernetes(tmp_path):
+    drill, pods = targets(tmp_path, claim="runs")
+    drill.inject("kill_node", "node-0.pod-1", 3, 5.0, 0.0)
+    drill.inject("notice", "node-0.pod-0", 0, 20.0, 0.0)
+    assert pods.calls == [("delete", "p1", 0), ("evict", "p0", 20)]
+    done = drill.inject("stop_worker", "node-0.pod-1", 3, 5.0, 0.0)
+    done.take_back()
+    (pod, container, argv), closed = pods.calls[2:]
+    assert done.at == 5.0 and (pod, container, closed) == ("p1", "agent", "closed")
+    assert argv[:4] == ["python3", "-P", "-m", "orchestrator.drill.inside"]
+    assert {"--run-dir=/orch/runs/r", "--agent=1", "--fault=stop_worker", "--rank=3"} <= set(argv)
+    pods.said = inside.Answer(exit=76, problem="rank 3 does not run on its node now")
+    with pytest.raises(OrchError, match="does not run on its node"):
+        drill.inject("kill_worker", "node-0.pod-1", 3, 5.0, 0.0)
+    assert pods.calls[-1] == "closed"
+    with pytest.raises(OrchError, match="has no pod now"):
+        drill.inject("kill_node", "node-9", 3, 5.0, 0.0)
+
+
+def test_what_kubernetes_cannot_have_is_refused(tmp_path):
+    drill, pods = targets(tmp_path)
+    for fault, why in (
+        ("partition", "rights on the node"),
+        ("stop_agent", "process 1"),
+        ("kill_node", "options.claim"),
+    ):
+        with pytest.raises(OrchError, match=why) as refused:
+            drill.check(fault)
+        assert refused.value.exit == 64
+    drill.check("kill_worker")
+    assert pods.calls == []
