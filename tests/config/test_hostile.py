@@ -113,7 +113,9 @@ def assert_refused_or_exact(key: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=[ascii(text)[:24] for text in HOSTILE])
-@pytest.mark.parametrize("key", ["run.name", "data.tokenizer", "cluster.gpu.source"])
+@pytest.mark.parametrize(
+    "key", ["run.name", "cluster.gpu.source", pytest.param("data.tokenizer", marks=pytest.mark.full)]
+)
 def test_hostile_text_is_refused_or_exact(key, text):
     assert_refused_or_exact(key, text)
 

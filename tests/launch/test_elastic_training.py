@@ -93,6 +93,7 @@ def test_a_run_that_loses_nodes_has_the_losses_of_one_that_does_not(tmp_path, co
     compare(broken, whole)
 
 
+@pytest.mark.full  # test_walk.py makes two resumes with agents and a program of its own; here the real trainer
 def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
     sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     folder = start(tmp_path, "resized", sizes, elastic=True)

@@ -49,7 +49,7 @@ def measure(rank: int, plan) -> dict:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_bytes_sent_and_held(n, micro_batches):
     psi, many = MODEL.parameters, micro_batches
     for zero in range(4):

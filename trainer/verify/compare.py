@@ -10,7 +10,7 @@ fp32 eps is 1e-2, about the largest gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -49,11 +49,12 @@ def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], pa
     engine = Engine(plan, mesh, torch.device("cpu"), use)
     worst: dict[str, float] = {}
 
-    def compare(what: str, found: Tensor, wanted: Tensor, model: Iterable[Tensor] = ()) -> None:
-        """`model`: the tensors of which this is one; their scale is used if it is zero within the limit."""
-        scale, whole = largest(wanted), max(map(largest, model), default=0.0)
-        if scale < LIMIT[use.param] * whole:
-            scale = whole
+    def compare(what: str, found: Tensor, wanted: Tensor, model: float = 0.0) -> None:
+        """`model`: the largest element of all tensors of which this is one; the scale of one that is zero within the
+        limit."""
+        scale = largest(wanted)
+        if scale < LIMIT[use.param] * model:
+            scale = model
         error = largest(found.to(wanted.dtype) - wanted) / scale if wanted.numel() else 0.0
         worst[what] = max(worst.get(what, 0.0), error if error == error else float("inf"))
 
@@ -67,14 +68,14 @@ def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], pa
         if loss is not None:
             compare("loss", torch.tensor(loss, dtype=torch.float64), torch.tensor(outcome.loss, dtype=torch.float64))
         compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
+        grads, weights = (max(map(largest, model.values())) for model in (outcome.grads, outcome.weights))
         for name, grad in engine.buckets.full_grads().items():
-            info, wanted = engine.part.table[name], outcome.grads
-            compare(f"grad {name}", info.valid(grad), wanted[name][info.global_slices], wanted.values())
+            info = engine.part.table[name]
+            compare(f"grad {name}", info.valid(grad), outcome.grads[name][info.global_slices], grads)
         engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
         engine.buckets.wait_params()
         for info, param in engine.buckets.full_params():
-            name, wanted = info.name, outcome.weights
-            compare(f"weight {name}", info.valid(param), wanted[name][info.global_slices], wanted.values())
+            compare(f"weight {info.name}", info.valid(param), outcome.weights[info.name][info.global_slices], weights)
     return worst
 
 
