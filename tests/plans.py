@@ -48,6 +48,7 @@ def make_plan(
     schedule: str = "1f1b",
     micro_batch_size: int = 1,
     micro_batches: int = 2,
+    replica_micro_batches: list[int] | None = None,
     stage_layers: list[int] | None = None,
     steps: int = 4,
     seq_len: int = 16,
@@ -85,7 +86,8 @@ def make_plan(
         each, extra = divmod(model.layers, pp * vpp)
         stage_layers = [each + (index < extra) for index in range(pp * vpp)]
     places = coords(order, degrees)
-    samples = micro_batch_size * micro_batches * dp * ep
+    counts = replica_micro_batches or [micro_batches] * (dp * ep)
+    samples, micro_batches = micro_batch_size * sum(counts), max(counts)
     link = doc.Link(bytes_per_s=1e9, latency_s=1e-5, source="test")
     switch = doc.SwitchLevel(
         **{"name": "leaf", "switches": [list(range(len(names)))], "bytes_per_s": 1e9, "latency_s": 1e-5},
@@ -118,6 +120,7 @@ def make_plan(
             cp_method=cp_method,
             zero_group=zero_group,
             schedule_rows=schedule_rows or [],
+            replica_micro_batches=replica_micro_batches or [],
         ),
         job=doc.Job(
             train=doc.Train(

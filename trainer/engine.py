@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
+from orchestrator.plan.batch import computed, taken
 from orchestrator.plan.schedules import Kind, schedule_of
 
 from .checkpoint.format import Piece
-from .data.batch import MicroBatch
+from .data.batch import MicroBatch, without_targets
 from .metrics.comm import CommCounter, all_reduce
 from .metrics.timers import PhaseTimer
 from .optim.adamw import ShardedAdamW
@@ -60,7 +61,12 @@ class Engine:
             device=device,
             on_grad=self.buckets.on_grad,
             timer=self.timer,
+            micro_batches=computed(par, self._replica),
         )
+
+    @property
+    def _replica(self) -> int:
+        return self.mesh.coord.dp * self.plan.parallel.ep + self.mesh.coord.ep
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
@@ -85,6 +91,7 @@ class Engine:
         gradient before clipping, float64 and equal on all ranks; both 0-d.
         """
         self.buckets.wait_params()
+        batches = self._as_many_as_others(batches)
         self.buckets.expect(len(batches))
         scale = torch.tensor(self.loss_scale / valid_tokens, dtype=torch.float64, device=self.device)
         cp = self.mesh.size("cp"), self.mesh.index("cp")
@@ -97,6 +104,11 @@ class Engine:
         with self.timer.phase("optimizer"):
             norm = grad_norm(self.buckets, 1.0 / self.loss_scale)
         return loss_sum, norm
+
+    def _as_many_as_others(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Where every micro-batch is a collective and other replicas take more of them: with empty ones at the end."""
+        more = computed(self.plan.parallel, self._replica) - taken(self.plan.parallel)[self._replica]
+        return [*batches, *[without_targets(batches[-1])] * more]
 
     def update(self, norm: Tensor, lr: float, finite: bool = True) -> bool:
         """Apply the gradient; False if it was skipped: a scaled fp16 gradient overflowed, or it is known (`finite`) to

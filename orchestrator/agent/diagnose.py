@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from orchestrator.launch.request import Policy
 from orchestrator.plan import Plan
+from orchestrator.plan.batch import computed
 
 from .messages import Seen
 from .watch import is_frozen
@@ -71,20 +72,28 @@ def slow_nodes(plan: Plan, seen: Collection[Seen], least_ratio: float) -> dict[s
 
     Time spent in waiting for others is in nobody's own time, so those whom a slow rank holds up are not slow.
     """
-    own = {one.rank: one for one in seen if one.usual_own_s is not None and one.usual_step_s}
+    timed = {one.rank: one for one in seen if one.usual_own_s is not None and one.usual_step_s}
+    own = {rank: _of_the_most(plan, one) for rank, one in timed.items()}
     found: dict[str, float] = {}
-    for rank, one in own.items():
+    for rank, one in timed.items():
         place = plan.ranks[rank]
         peers = [
-            other.usual_own_s
-            for number, other in own.items()
+            seconds
+            for number, seconds in own.items()
             if plan.ranks[number].node != place.node and plan.ranks[number].coord.pp == place.coord.pp
         ]
         usual = statistics.median(peers) if peers else 0.0
-        more = one.usual_own_s - usual
-        if usual > 0 and more > max(_LEAST_S, _SHARE * one.usual_step_s) and one.usual_own_s / usual >= least_ratio:
-            found[place.node] = max(found.get(place.node, 0.0), round(one.usual_own_s / usual, 2))
+        more = own[rank] - usual
+        if usual > 0 and more > max(_LEAST_S, _SHARE * one.usual_step_s) and own[rank] / usual >= least_ratio:
+            found[place.node] = max(found.get(place.node, 0.0), round(own[rank] / usual, 2))
     return found
+
+
+def _of_the_most(plan: Plan, one: Seen) -> float:
+    """A rank's own time as it would be with the most micro-batches that a replica computes: who takes more is not
+    slow."""
+    par, coord = plan.parallel, plan.ranks[one.rank].coord
+    return one.usual_own_s * par.micro_batches / computed(par, coord.dp * par.ep + coord.ep)
 
 
 def _verdict(kind: str, plan: Plan, one: Seen, seen: Collection[Seen], how: str) -> Verdict:

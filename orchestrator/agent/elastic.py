@@ -243,7 +243,14 @@ class ElasticCoordinator(Coordinator):
         kind = "grow" if len(nodes) > len(before) else "shrink" if len(nodes) < len(before) else "swap"
         self._recorder.metrics.add("orch_replans", 1, kind)
         par = new.parallel
-        batch = {"dp": par.dp, "micro_batch_size": par.micro_batch_size, "micro_batches": par.micro_batches}
+        batch = {
+            "pp": par.pp,
+            "dp": par.dp,
+            "micro_batch_size": par.micro_batch_size,
+            "micro_batches": par.micro_batches,
+        }
+        if par.replica_micro_batches:
+            batch["replica_micro_batches"] = par.replica_micro_batches
         self._note("replanned", how=kind, nodes=nodes, plan=new.hash, **batch, reason=reason)
         self._changed = asyncio.get_running_loop().time()
 

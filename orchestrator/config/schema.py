@@ -175,6 +175,7 @@ class ParallelSpec(Frozen):
     cp_method: CpMethod | None = None  # None: zigzag
     zero_group: Natural = 0  # ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
     micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
+    uneven: bool = False  # where the global batch does not divide, some replicas take a micro-batch more than others
     stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost
     order: list[Axis] | None = None  # nesting of the axes, innermost first; None: the planner chooses by bytes
     allow_tp_across_nvlink: bool = False  # a tensor-parallel group may leave its NVLink domain

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from .batch import check_batch
 from .document import SCHEMA, Plan
 from .ranks import check_ranks
 
@@ -36,8 +37,8 @@ def plan_hash(plan: Plan) -> str:
 
 
 def seal(plan: Plan) -> Plan:
-    """The same plan with its hash filled in. Raises PlanError if the rank map contradicts the degrees."""
-    problem = check_ranks(plan)
+    """The same plan with its hash filled in. Raises PlanError if rank map or batch contradict the degrees."""
+    problem = check_ranks(plan) or check_batch(plan.parallel)
     if problem:
         raise PlanError(problem)
     return msgspec.structs.replace(plan, hash=plan_hash(plan))
@@ -68,7 +69,7 @@ def from_json(raw: bytes | str) -> Plan:
             missing = ", ".join(_missing(msgspec.json.decode(raw), msgspec.to_builtins(plan)))
             raise PlanError(f"plan {plan.hash[:12]} does not have {missing or 'all fields'}; {_OTHER_VERSION}")
         raise PlanError(f"plan hash {plan.hash[:12] or '(empty)'} does not match its content {plan_hash(plan)[:12]}")
-    problem = check_ranks(plan)
+    problem = check_ranks(plan) or check_batch(plan.parallel)
     if problem:
         raise PlanError(problem)
     return plan

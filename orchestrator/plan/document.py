@@ -151,14 +151,15 @@ class Parallel(Frozen):
     schedule: str  # name in orchestrator.plan.schedules
     stage_layers: list[int]  # decoder layers of each of the pp * vpp stages, in model order
     micro_batch_size: int  # samples
-    micro_batches: int  # a data-parallel rank and step; what the pipeline sees
+    micro_batches: int  # a data-parallel rank and step; what the pipeline sees; the most, where replicas differ
     accumulation: int  # micro-batches summed before one optimizer step (= micro_batches)
-    global_batch_samples: int  # micro_batch_size * micro_batches * dp * ep
+    global_batch_samples: int  # micro_batch_size * micro_batches * dp * ep, unless replicas differ
     global_batch_tokens: int
     bucket_bytes: int  # gradient bucket size, bytes of reduce dtype
     cp_method: CpMethod = "zigzag"
     zero_group: int = 0  # neighbours in "grad" that share one copy of what ZeRO shards; 0 = all (hybrid when fewer)
     schedule_rows: list[list[str]] = []  # of schedule "table": each pipeline rank's actions in order, as "0F3"
+    replica_micro_batches: list[int] = []  # of each data-parallel replica, where it does not divide; empty: all alike
 
 
 class Coord(Frozen):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from .schedules import TABLE, illegal
+
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
 
@@ -26,3 +30,15 @@ def sharding(zero: int, zero_group: int, pp: int, schedule: str, replicas: int, 
             " use zero0 or zero1"
         )
     return None
+
+
+def unequal(counts: Iterable[int], ep: int, pp: int, vpp: int, schedule: str, ramp: bool) -> str | None:
+    """One line, or None: whether replicas may compute these unequal numbers of micro-batches a step. `ramp`: the batch
+    grows during the run."""
+    if ep > 1:
+        return f"ep={ep}: the experts' exchanges join replicas for every micro-batch, so all need equally many"
+    if ramp:
+        return "train.batch_ramp grows the batch in whole micro-batches on every replica"
+    if schedule == TABLE:
+        return "a schedule table is for one number of micro-batches"
+    return next((problem for many in sorted(set(counts)) if (problem := illegal(schedule, pp, many, vpp))), None)

@@ -38,23 +38,33 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         cp_method=par.cp_method or "zigzag",
         zero_group=par.zero_group,
         allow_tp_across_nvlink=par.allow_tp_across_nvlink,
-        micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples),
+        micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples, par.uneven),
         global_batch_samples=samples,
+        uneven=par.uneven,
+        batch_ramp=train.batch_ramp is not None,
         seq_len=train.seq_len,
         model=model,
         cluster=cluster,
     )
 
 
-def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int) -> int:
+#: Where replicas take unequal numbers of micro-batches, the slowest has at most this many times an equal share.
+MOST_SLOWER = 1.1
+
+
+def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, uneven: bool) -> int:
     """Samples of a micro-batch where the user names none. One sample fills a GPU; on CPU processes the cost of calls
     rules, so up to eight, as long as every stage still has two micro-batches to work on.
     """
     if cluster.device == "cuda":
         return 1
-    share = samples // replicas
-    fits = (size for size in (8, 4, 2) if share * replicas == samples and share % size == 0 and share // size >= 2 * pp)
-    return next(fits, 1)
+
+    def fits(size: int) -> bool:
+        many, rest = divmod(samples, size)
+        slowest = -(-many // replicas) * replicas / max(1, many)
+        return not rest and many // replicas >= 2 * pp and slowest <= (MOST_SLOWER if uneven else 1.0)
+
+    return next(filter(fits, (8, 4, 2)), 1)
 
 
 def global_batch(config: Config) -> int:
@@ -98,6 +108,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         cp_method=case.cp_method,
         zero_group=par.zero_group,
         schedule_rows=case.schedule_rows,
+        replica_micro_batches=case.unequal,
     )
 
 

@@ -13,8 +13,9 @@ from msgspec import Struct, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, schedules
+from orchestrator.plan.batch import share
 from orchestrator.plan.document import Cluster, CpMethod, Model
-from orchestrator.plan.legal import sharding
+from orchestrator.plan.legal import sharding, unequal
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -35,6 +36,8 @@ class Case(Struct, frozen=True, kw_only=True):
     allow_tp_across_nvlink: bool
     micro_batch_size: int
     global_batch_samples: int
+    uneven: bool = False  # replicas may take unequal numbers of micro-batches
+    batch_ramp: bool = False
     seq_len: int
     model: Model
     cluster: Cluster
@@ -45,7 +48,20 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def micro_batches(self) -> int:
-        return self.global_batch_samples // (self.micro_batch_size * self.dp * self.ep)
+        """Of a replica; the most, where they take unequal numbers."""
+        return self.unequal[0] if self.unequal else self.global_batch_samples // self._samples
+
+    @property
+    def _samples(self) -> int:
+        """Of one micro-batch on every replica."""
+        return self.micro_batch_size * self.dp * self.ep
+
+    @property
+    def unequal(self) -> list[int]:
+        """Micro-batches that each replica takes, where that is allowed and they do not divide; else empty."""
+        if not self.uneven or self.global_batch_samples % self._samples == 0:
+            return []
+        return share(self.global_batch_samples // self.micro_batch_size, self.dp * self.ep)
 
     @property
     def schedule_name(self) -> str:
@@ -175,6 +191,8 @@ def _positions(case: Case) -> str | None:
 
 def _batch(case: Case) -> str | None:
     samples = case.micro_batch_size * case.dp * case.ep
+    if case.uneven and case.global_batch_samples % case.micro_batch_size == 0 and case.global_batch_samples >= samples:
+        return _unequal(case) if case.unequal else None
     if case.global_batch_samples % samples:
         below = case.global_batch_samples // samples * samples
         near = " or ".join(str(size) for size in (below, below + samples) if size)
@@ -184,6 +202,13 @@ def _batch(case: Case) -> str | None:
             f" (train.global_batch_samples={near} does)"
         )
     return None
+
+
+def _unequal(case: Case) -> str | None:
+    """From ZeRO-2 on all compute as many micro-batches as the replica that takes most (`plan.batch.computed`)."""
+    counts = case.unequal if case.zero < 2 else case.unequal[:1]
+    problem = unequal(counts, case.ep, case.pp, case.vpp, case.schedule_name, case.batch_ramp)
+    return problem and f"replicas take {case.unequal[-1]} or {case.unequal[0]} micro-batches: {problem}"
 
 
 def _schedule(case: Case) -> str | None:

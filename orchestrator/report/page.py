@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 
-from orchestrator.plan import AXES, Plan
+from orchestrator.plan import AXES, Plan, batch
 from orchestrator.plan.document import Certificate
 
 from .placement import grid
@@ -48,8 +48,7 @@ def _header(plan: Plan, style: Style) -> str:
         (
             "batch",
             f"{par.global_batch_samples} samples = {si(par.global_batch_tokens)} tokens a step:"
-            f" {par.micro_batches} micro-batches of {par.micro_batch_size} x {par.dp * par.ep} replicas,"
-            f" sequences of {train.seq_len}",
+            f" {_shares(plan)}, sequences of {train.seq_len}",
         ),
         (
             "train",
@@ -65,6 +64,15 @@ def _header(plan: Plan, style: Style) -> str:
         lines.append(f"{style.paint(f'{name:<10}', GRAY)} {wrapped[0]}")
         lines += [" " * 11 + more for more in wrapped[1:]]
     return "\n".join(lines)
+
+
+def _shares(plan: Plan) -> str:
+    par = plan.parallel
+    replicas = par.dp * par.ep
+    if not par.replica_micro_batches:
+        return f"{par.micro_batches} micro-batches of {par.micro_batch_size} x {replicas} replicas"
+    shares = f"{batch.text(par)} of {par.micro_batch_size} on {replicas} replicas"
+    return f"{shares}, which are idle for {batch.idle(par):.1%} of the time"
 
 
 def _moving(plan: Plan) -> list[str]:

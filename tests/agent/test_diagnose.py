@@ -90,6 +90,15 @@ def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
     assert slow_nodes(plan, [structs.replace(slow, usual_step_s=9.0), *seen[1:]], 1.5) == {}, "it costs nobody anything"
 
 
+def test_who_takes_more_micro_batches_is_not_slow():
+    for zero, own in ((1, [0.4, 0.2, 0.2]), (2, [0.4, 0.4, 0.4])):  # with ZeRO-2 all compute equally many
+        plan = make_plan(dp=3, nodes=3, zero=zero, replica_micro_batches=[2, 1, 1])
+        seen = [works(rank, usual_own_s=seconds) for rank, seconds in enumerate(own)]
+        assert slow_nodes(plan, seen, 1.5) == {}
+        seen[1] = works(1, usual_own_s=2 * own[1])
+        assert slow_nodes(plan, seen, 1.5) == {"node1": 2.0}
+
+
 def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
     lookout, told = Lookout(RULES), []
     lookout.begin_epoch(PLAN)

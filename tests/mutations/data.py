@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
+import trainer.data.order as order
 import trainer.engine as engine
 import trainer.optim.clip as clip
 import trainer.parallel.apply as apply
@@ -102,6 +103,40 @@ def _(patch):
 
     original = FSDPModule.set_gradient_divide_factor
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0))
+
+
+UNEQUAL = {"dp": 3, "replica_micro_batches": [2, 1, 1]}
+
+
+@DATA("mean of the means of replicas that take unequal numbers of micro-batches", **UNEQUAL)
+def _(patch):
+    gradients = engine.Engine.gradients
+
+    def mean(self, batches, tokens):
+        mine = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        return gradients(self, batches, max(1, mine) * self.mesh.size("dp"))
+
+    patch.setattr(engine.Engine, "gradients", mean)
+
+
+@DATA("a replica that takes fewer reads the samples of the one that takes more", **UNEQUAL)
+def _(patch):
+    original = order.firsts
+
+    def shifted(counts, replica):
+        return [place + (replica > 0 and turn > 0) for turn, place in enumerate(original(counts, 0))][: counts[replica]]
+
+    patch.setattr(order, "firsts", shifted)
+
+
+@DATA("ZeRO-2: a replica ends its step before the others have reduced theirs", caught="failed", zero=2, **UNEQUAL)
+def _(patch):
+    patch.setattr(engine.Engine, "_as_many_as_others", lambda self, batches: batches)
+
+
+@DATA("ZeRO-2: what fills up a replica that takes fewer counts again", zero=2, **UNEQUAL)
+def _(patch):
+    patch.setattr(engine, "without_targets", lambda batch: batch)
 
 
 # ------------------------------------------------------------------------------------------- tokens

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.compose import load
+from orchestrator.plan.batch import taken
 from orchestrator.plan.codec import plan_hash
 from orchestrator.planner.elastic import horizon_s, larger_plan, legal_size, next_plan, pays, seats, within
 from orchestrator.planner.sizes import plan_sizes
@@ -17,9 +18,15 @@ from orchestrator.planner.topology import check_cluster
 
 @lru_cache
 def sizes():
-    """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: those that divide the global batch."""
+    """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not divide."""
     words = ["+cluster=h100x64", "model=llama3_8b", "parallel=tp8", "nodes=1..8", "train.global_batch_samples=48"]
     return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True)).legal}
+
+
+@lru_cache
+def even():
+    """Those in which every replica takes as many samples as the others: with 5 nodes one of them is a spare."""
+    return {nodes: plan for nodes, plan in sizes().items() if not plan.parallel.replica_micro_batches}
 
 
 NAMES = [f"node-{index}" for index in range(8)]
@@ -28,7 +35,7 @@ pools = st.sets(st.sampled_from(NAMES + SPARES), max_size=10)
 
 
 def test_the_sizes_of_this_file():
-    assert sorted(sizes()) == [1, 2, 3, 4, 6, 8]
+    assert sorted(sizes()) == list(range(1, 9)) and sorted(even()) == [1, 2, 3, 4, 6, 8]
 
 
 @given(st.lists(pools, min_size=1, max_size=5))
@@ -44,7 +51,7 @@ def test_any_walk_over_nodes_keeps_the_batch_and_seats_every_rank_once(walk):
         assert new.hash == plan_hash(new) and check_cluster(new.cluster) is None
         assert set(seats(new)) <= healthy and len(seats(new)) == legal_size(sizes(), len(healthy))
         par = new.parallel
-        assert par.micro_batch_size * par.micro_batches * par.dp == 48 == par.global_batch_samples
+        assert par.micro_batch_size * sum(taken(par)) == 48 == par.global_batch_samples
         assert len({(rank.node, rank.gpu) for rank in new.ranks}) == par.world_size == 8 * len(seats(new))
         assert all(len({new.ranks[rank].node for rank in group}) == 1 for group in new.groups["tp"])
         if len(seats(new)) == len(held):  # spares took over: nobody else moved
@@ -57,28 +64,28 @@ def test_any_walk_over_nodes_keeps_the_batch_and_seats_every_rank_once(walk):
 
 
 def test_the_nearest_spare_takes_over():
-    four = next_plan(sizes()[8], sizes(), [*NAMES[:3], "node-4"])  # leaves: 0-3 and 4-7
+    four = next_plan(even()[8], even(), [*NAMES[:3], "node-4"])  # leaves: 0-3 and 4-7
     assert set(seats(four)) == {"node-0", "node-1", "node-2", "node-4"}
-    lost = next_plan(four, sizes(), ["node-0", "node-2", "node-4", "node-3", "node-7"])
+    lost = next_plan(four, even(), ["node-0", "node-2", "node-4", "node-3", "node-7"])
     assert seats(lost)[seats(four).index("node-1")] == "node-3"
 
 
 def test_shrinking_parks_the_node_that_stands_apart():
-    plan = next_plan(sizes()[6], sizes(), [*NAMES[:4], "node-4"])
+    plan = next_plan(even()[6], even(), [*NAMES[:4], "node-4"])
     assert set(seats(plan)) == set(NAMES[:4])
 
 
 def test_nothing_changes_when_nothing_has():
-    plan = sizes()[8]
-    assert next_plan(plan, sizes(), NAMES) is plan
-    assert next_plan(plan, sizes(), NAMES + SPARES) is plan
-    assert larger_plan(plan, sizes(), 10) is None
+    plan = even()[8]
+    assert next_plan(plan, even(), NAMES) is plan
+    assert next_plan(plan, even(), NAMES + SPARES) is plan
+    assert larger_plan(plan, even(), 10) is None
 
 
 def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
-    small = next_plan(sizes()[8], sizes(), NAMES[:4])
-    large = larger_plan(small, sizes(), 9)
-    assert len(seats(large)) == 8 and larger_plan(small, sizes(), 5) is None
+    small = next_plan(even()[8], even(), NAMES[:4])
+    large = larger_plan(small, even(), 9)
+    assert len(seats(large)) == 8 and larger_plan(small, even(), 5) is None
     assert large.time.step_s < small.time.step_s
     share = 1 - large.time.step_s / small.time.step_s
     times = {"stable_s": 100, "dwell_s": 60, "cost_s": 30, "horizon_s": 31 / share}

@@ -17,14 +17,14 @@ def sizes(*words: str, any_memory: bool = False):
 
 
 def test_whole_replicas_with_the_same_batch():
-    found = sizes("parallel=tp8_pp2", "nodes=3..8")
-    assert [(size.nodes, size.plan.parallel.dp) for size in found.legal] == [(8, 4), (4, 2)]
+    found = sizes("parallel=tp8_pp2", "nodes=4..8")
+    assert [(size.nodes, size.plan.parallel.dp) for size in found.legal] == [(8, 4), (6, 3), (4, 2)]
     assert {size.plan.parallel.global_batch_samples for size in found.legal} == {1024}
-    assert [size.plan.parallel.micro_batches for size in found.legal] == [256, 512], "accumulation takes up the rest"
+    assert [size.plan.parallel.micro_batches for size in found.legal] == [256, 342, 512], "accumulation takes the rest"
+    assert [size.plan.parallel.replica_micro_batches for size in found.legal] == [[], [342, 341, 341], []]
     assert all(len(size.plan.cluster.node_names) == size.nodes == size.config.cluster.nodes for size in found.legal)
     assert all(size.config.nodes is None for size in found.legal)
-    assert "replica of 16" in found.refused[7] and "rule 'batch'" in found.refused[6]
-    assert list(found.refused) == [7, 6, 5, 3]
+    assert "replica of 16" in found.refused[7] and list(found.refused) == [7, 5]
 
 
 def test_one_size_without_a_range():
@@ -36,7 +36,8 @@ def test_ragged_switches_are_cut():
     levels = "{name: leaf, nodes_per_switch: [3,1,4], gbit_per_s: 400, latency_us: 5, source: test}"
     top = "{name: spine, nodes_per_switch: 8, gbit_per_s: 400, latency_us: 5, source: test}"
     found = sizes("parallel=tp8_pp2", "nodes=4..8", f"cluster.levels=[{levels},{top}]").legal
-    assert [[len(switch) for switch in size.plan.cluster.levels[0].switches] for size in found] == [[3, 1, 4], [3, 1]]
+    cut = [[len(switch) for switch in size.plan.cluster.levels[0].switches] for size in found]
+    assert cut == [[3, 1, 4], [3, 1, 2], [3, 1]]
 
 
 def test_auto_finds_one_layout_for_all_sizes():

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.plan.document import Coord
 from tests.plans import make_plan
-from trainer.data.order import Permutation, SampleOrder, samples_of_step
+from trainer.data.order import Permutation, SampleOrder, samples_at, samples_of_step
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -94,6 +95,17 @@ def test_a_step_reads_the_same_samples_on_every_layout(layout, accumulation, siz
         assert read.setdefault((rank.coord.dp, rank.coord.ep), mine) == mine  # tp neighbours agree
     everything = sorted(sample for mine in read.values() for micro in mine for sample in micro)
     assert everything == list(range(consumed, consumed + plan.parallel.global_batch_samples))
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.sampled_from([1, 2]), st.integers(0, 10_000))
+def test_replicas_of_unequal_shares_read_each_sample_once(counts, size, consumed):
+    if len(set(counts)) == 1:
+        counts[0] += 1
+    par = make_plan(dp=len(counts), replica_micro_batches=counts, micro_batch_size=size).parallel
+    read = [samples_of_step(par, Coord(pp=0, dp=dp, cp=0, ep=0, tp=0), consumed) for dp in range(par.dp)]
+    assert [len(mine) for mine in read] == counts and {len(micro) for mine in read for micro in mine} == {size}
+    everything = sorted(place for mine in read for micro in mine for place in micro)
+    assert everything == list(range(consumed, consumed + samples_at(par, None, consumed)))
 
 
 def test_a_place_far_out_costs_no_more_than_the_first():

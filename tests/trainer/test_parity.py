@@ -62,6 +62,23 @@ CASES: dict[str, dict] = {
         **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "micro_batches": 4, "micro_batch_size": 2},
         **{"model": GPT, "stage_layers": [3, 1], "bucket_bytes": 1 << 12},
     },
+    "dp3 unequal": {"dp": 3, "replica_micro_batches": [2, 1, 1]},
+    "dp3 zero1 unequal, many buckets": {
+        **{"dp": 3, "zero": 1, "replica_micro_batches": [2, 1, 1], "bucket_bytes": 1 << 10, "model": TIED},
+    },
+    "dp3 zero3 unequal": {"dp": 3, "zero": 3, "replica_micro_batches": [2, 1, 1]},
+    "tp2 dp3 zero1 unequal": {"tp": 2, "dp": 3, "zero": 1, "replica_micro_batches": [2, 1, 1]},
+    "tp2 dp3 zero2 unequal, gpt": {
+        **{"tp": 2, "dp": 3, "zero": 2, "replica_micro_batches": [2, 1, 1], "model": GPT, "micro_batch_size": 2},
+    },
+    "pp2 dp3 zero1 unequal, tied": {"pp": 2, "dp": 3, "zero": 1, "replica_micro_batches": [4, 3, 3], "model": TIED},
+    "pp2 dp3 zero2 unequal, interleaved": {
+        **{"pp": 2, "vpp": 2, "schedule": "interleaved", "dp": 3, "zero": 2, "bucket_bytes": 1 << 10},
+        "replica_micro_batches": [2, 1, 1],
+    },
+    "pp2 dp3 zero1 unequal, split backward": {
+        **{"pp": 2, "schedule": "zb_h1", "dp": 3, "zero": 1, "replica_micro_batches": [1, 3, 2]},
+    },
     "tp2 pp2 dp2 zero1 uneven, tied, one kv head": {
         **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "micro_batches": 3, "bucket_bytes": 1 << 10},
         "model": tiny_model(layers=3, kv_heads=1, tied_embeddings=True),
@@ -83,7 +100,8 @@ def parity_plan(dtype: torch.dtype, **options: object) -> Plan:
 
 #: Those that are also compared in fp32, the precision of real runs; the others with `make verify`.
 IN_FP32 = (
-    "dp4 accumulation 3", "tp4 sp gpt", "pp2 tied, uneven layers", "tp2 pp2 tied, uneven layers",
+    "dp4 accumulation 3", "tp4 sp gpt", "tp2 dp3 zero2 unequal, gpt",
+    "pp2 dp3 zero1 unequal, tied", "pp2 tied, uneven layers", "tp2 pp2 tied, uneven layers",
     "tp2 pp2 dp2 zero1 accumulation 4, uneven, tied, gpt", "tp2 pp2 dp2 zero1 uneven, tied, one kv head",
 )  # fmt: skip
 

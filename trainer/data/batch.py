@@ -57,6 +57,11 @@ def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
     return MicroBatch(tokens, targets.masked_fill(ends, IGNORED), positions, starts.long().cumsum(dim=1))
 
 
+def without_targets(batch: MicroBatch) -> MicroBatch:
+    """The same samples, of which no token counts: the loss is zero, and so is every gradient."""
+    return replace(batch, targets=torch.full_like(batch.targets, IGNORED))
+
+
 def numbered(batch: MicroBatch, places: Sequence[int]) -> MicroBatch:
     """The batch with its tokens' serials; `places`: of its samples in the run's order of data."""
     length = batch.tokens.shape[1]

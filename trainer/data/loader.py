@@ -10,7 +10,7 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from trainer.data.batch import MicroBatch, from_windows, numbered
-from trainer.data.order import SampleOrder, micro_batches_at, samples_of_step
+from trainer.data.order import SampleOrder, micro_batches_at, samples_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
 
@@ -54,8 +54,7 @@ class Loader:
 
     def samples_at(self, consumed: int) -> int:
         """Samples that the step after `consumed` takes, over all ranks."""
-        par = self.parallel
-        return micro_batches_at(par, self.ramp, consumed) * par.micro_batch_size * par.dp * par.ep
+        return samples_at(self.parallel, self.ramp, consumed)
 
     def _read(self, consumed: int) -> list[MicroBatch]:
         many = micro_batches_at(self.parallel, self.ramp, consumed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from orchestrator.plan.batch import firsts, taken
 from orchestrator.plan.document import BatchRamp, Coord, Parallel
 
 _ROUNDS = 6  # four are indistinguishable from random in theory (Luby & Rackoff 1988); two more for tiny domains
@@ -74,7 +75,8 @@ def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) 
     """Micro-batches a rank reads in the step that starts after `consumed` samples: all, or fewer during a ramp.
 
     The global batch is `start + (full - start) * consumed / over`, rounded down to whole micro-batches on every
-    replica (at least one each); DeepSeek-V3 ramps like this, arXiv 2412.19437, section 4.2.
+    replica (at least one each); DeepSeek-V3 ramps like this, arXiv 2412.19437, section 4.2. Where replicas take
+    unequal numbers, the largest; then there is no ramp.
     """
     if ramp is None or consumed >= ramp.over_samples:
         return parallel.micro_batches
@@ -83,19 +85,27 @@ def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) 
     return max(1, (ramp.start_samples + grown) // unit)
 
 
+def samples_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int:
+    """Samples that the step after `consumed` takes, over all ranks."""
+    return sum(_counts(parallel, micro_batches_at(parallel, ramp, consumed))) * parallel.micro_batch_size
+
+
 def samples_of_step(
     parallel: Parallel, coord: Coord, consumed: int, micro_batches: int | None = None
 ) -> list[list[int]]:
     """Places in the global order that a rank reads in the step that starts after `consumed` samples:
-    [micro_batches][micro_batch_size].
+    [micro-batches of this replica][micro_batch_size].
 
     A step takes the next `global_batch_samples` places, whatever the layout: micro-batch by micro-batch, within it
-    replica by replica (dp outermost, then ep). Ranks that differ only in tp, cp or pp read the same samples.
-    `micro_batches`: of this step, if not the plan's.
+    replica by replica (dp outermost, then ep), those left out that have had all of theirs. Ranks that differ only in
+    tp, cp or pp read the same samples. `micro_batches`: of this step, if not the plan's.
     """
-    size, replicas = parallel.micro_batch_size, parallel.dp * parallel.ep
-    replica = coord.dp * parallel.ep + coord.ep
-    firsts = (
-        consumed + (micro * replicas + replica) * size for micro in range(micro_batches or parallel.micro_batches)
-    )
-    return [list(range(first, first + size)) for first in firsts]
+    size, counts = parallel.micro_batch_size, _counts(parallel, micro_batches)
+    starts = (consumed + first * size for first in firsts(counts, coord.dp * parallel.ep + coord.ep))
+    return [list(range(start, start + size)) for start in starts]
+
+
+def _counts(parallel: Parallel, micro_batches: int | None) -> list[int]:
+    if micro_batches in (None, parallel.micro_batches):
+        return taken(parallel)
+    return [micro_batches] * (parallel.dp * parallel.ep)

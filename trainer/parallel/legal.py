@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.plan import Plan
-from orchestrator.plan.legal import sharding
+from orchestrator.plan.batch import computed
+from orchestrator.plan.legal import sharding, unequal
 from orchestrator.plan.schedules import copies_of
 from trainer.errors import LayoutError
 from trainer.parallel.context.order import BALANCED
@@ -26,6 +27,7 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from _recompute(plan)
     yield from _sharding(plan)
     yield from _ramp(plan)
+    yield from _unequal(plan)
 
 
 def _unproven(plan: Plan) -> Iterator[str]:
@@ -114,3 +116,14 @@ def _ramp(plan: Plan) -> Iterator[str]:
         )
     if par.schedule in ("table", "dualpipe"):
         yield f"train.batch_ramp changes the number of micro-batches, which schedule {par.schedule} fixes"
+
+
+def _unequal(plan: Plan) -> Iterator[str]:
+    par = plan.parallel
+    if not par.replica_micro_batches:
+        return
+    counts = {computed(par, replica) for replica in range(par.dp * par.ep)}
+    ramp = plan.job.train.batch_ramp is not None
+    problem = unequal(counts, par.ep, par.pp, par.vpp, par.schedule, ramp)
+    if problem:
+        yield f"replicas take {par.replica_micro_batches} micro-batches: {problem}"

@@ -69,13 +69,16 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
             print(f"\nSlurm: {starts[0]}")
         return
     from orchestrator.cli.terminal import style
+    from orchestrator.plan import batch
     from orchestrator.report.style import seconds
 
     print(f"\n{style().title('Sizes')}")
+    usual = sizes.legal[0].plan.parallel.pp
     for index, size in enumerate(sizes.legal):
         par, when = size.plan.parallel, f"  {starts[index]}" if starts else ""
+        shape = f"dp={par.dp}" if par.pp == usual else f"pp={par.pp} dp={par.dp}"
         step = f"step {seconds(size.plan.time.step_s)}"
-        print(f"{size.nodes:>4} nodes  dp={par.dp}, {par.micro_batches} micro-batches  {step}{when}")
+        print(f"{size.nodes:>4} nodes  {shape}, {batch.text(par)}  {step}{when}")
     for nodes, why in list(sizes.refused.items())[:_REASONS]:
         print(f"{nodes:>4} nodes  not legal: {why}")
     if rest := list(sizes.refused)[_REASONS:]:
