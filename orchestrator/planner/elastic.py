@@ -1,9 +1,10 @@
 """What an elastic run goes on with when its nodes change: which of the healthy ones, under which plan. Pure.
 
-The sizes are those that `sizes.plan_sizes` found legal at submission, with a plan each: same global batch, same tensor,
-pipeline and context parallelism, other data parallelism, accumulation and, where the job leaves it open, micro-batch.
-Order of choices, by the least change (reliability.md 4): a spare takes the seat of a lost node and every other rank
-stays; else the largest size that the healthy nodes can hold, the rest of them being spares; below the smallest, none.
+The sizes are those that `sizes.plan_sizes` found legal at submission, with a plan each: same global batch, same tensor
+and context parallelism; other data parallelism, accumulation, shares of replicas, and for the fewest nodes another
+pipeline depth. Order of choices, by the least change (reliability.md 4): a spare takes the seat of a lost node and
+every other rank stays; else the largest size that the healthy nodes can hold, the rest of them being spares; below
+the smallest, none. Which of two layouts a number of nodes gets was decided there.
 """
 
 from __future__ import annotations

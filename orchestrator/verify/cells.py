@@ -76,10 +76,9 @@ def of_entry(base: Config, entry: Entry) -> Config:
     model = structs.replace(base.model, name=entry.variation.model, **entry.model)
     bucket = BUCKET_MIB[entry.variation.buckets]
     parallel = structs.replace(base.parallel, **entry.degrees, micro_batch_size=1, bucket_mib=bucket)
-    samples = entry.accumulation * entry.degrees["dp"]
     train = structs.replace(
         base.train,
-        global_batch_samples=samples,
+        global_batch_samples=entry.samples,
         seq_len=16,
         steps=4,
         recompute=entry.recompute,

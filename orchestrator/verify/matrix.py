@@ -88,6 +88,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
 REFUSED = {("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")}
 REFUSED |= {("zero2", "pp2 dualpipe")}
 
+#: Replicas that take unequal numbers of micro-batches, and what they are combined with.
+UNEQUAL = tuple(
+    Technique(f"dp3 zero{zero} unequal", {"dp": 3, "zero": zero, "uneven": True}, pairs="none") for zero in range(4)
+)
+BESIDE_UNEQUAL = ("tp2 sp", "cp2 zigzag", "pp2 1f1b", "pp2 interleaved", "pp2 zb_h1", "pp2 zbv", "full", "dropout")
+
 _SMALL = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 48, "vocab": 257, "max_seq_len": 64}
 #: 257 tokens: no tp divides them. Five layers: no pp does.
 MODELS: dict[str, dict[str, Any]] = {
@@ -134,11 +140,23 @@ class Entry(NamedTuple):
 
     @property
     def accumulation(self) -> int:
-        return self.variation.accumulation + (self.variation.accumulation % 2 and self._even)
+        """Micro-batches of a replica; the most, where they take unequal numbers."""
+        least = 2 if self._unequal or self._even else 1
+        return max(self.variation.accumulation, least)
+
+    @property
+    def samples(self) -> int:
+        """Of the global batch, with one in a micro-batch."""
+        replicas = self.degrees["dp"]
+        return replicas * (self.accumulation - 1) + 1 if self._unequal else replicas * self.accumulation
 
     @property
     def _even(self) -> bool:
         return any(technique.even for technique in self.techniques)
+
+    @property
+    def _unequal(self) -> bool:
+        return any(technique in UNEQUAL for technique in self.techniques)
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -173,6 +191,7 @@ PARTS = {
     "alone": "Every technique alone",
     "pair": "Every pair",
     "product": "A covering set of triples, and products up to eight processes",
+    "unequal": "Replicas that take unequal numbers of micro-batches",
 }
 
 
@@ -181,7 +200,8 @@ def full() -> list[Entry]:
     alone = [Entry("alone", (), variation) for variation in VARIATIONS[::5]]
     techniques = [technique for axis in AXES.values() for technique in axis]
     alone += [Entry("alone", (technique,), PLAIN) for technique in techniques]
-    return [*alone, *_spread("pair", pairs()), *_spread("pair", few_pairs()), *_spread("product", triples())]
+    together = [*_spread("pair", pairs()), *_spread("pair", few_pairs()), *_spread("product", triples())]
+    return [*alone, *together, *_spread("unequal", unequal())]
 
 
 def quick() -> list[Entry]:
@@ -209,6 +229,13 @@ def few_pairs() -> Iterator[tuple[Technique, ...]]:
 def triples() -> list[tuple[Technique, ...]]:
     """Every triple of deep techniques that is legal is in one of these; most hold four or five on eight processes."""
     return [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
+
+
+def unequal() -> Iterator[tuple[Technique, ...]]:
+    others = [technique for axis in AXES.values() for technique in axis if technique.name in BESIDE_UNEQUAL]
+    for one in UNEQUAL:
+        yield (one,)
+        yield from ((one, other) for other in others if (f"zero{one.parallel['zero']}", other.name) not in REFUSED)
 
 
 def _deep(axis: str) -> list[Technique]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from orchestrator.plan.parity import LIMITS, Errors, Verdict
 from orchestrator.report.style import GRAY, GREEN, RED, YELLOW, Style
 
-from .matrix import AXES, MODELS, PARTS, Entry
+from .matrix import AXES, MODELS, PARTS, UNEQUAL, Entry
 
 COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
 COLUMNS = ("loss", "grad", "norm", "weight")
@@ -115,5 +115,6 @@ def _models() -> str:
 
 
 def _techniques() -> str:
-    rows = [f"- {axis}: {', '.join(technique.name for technique in techniques)}" for axis, techniques in AXES.items()]
+    axes = {**AXES, "unequal replicas, of which the first takes one micro-batch more": UNEQUAL}
+    rows = [f"- {axis}: {', '.join(technique.name for technique in techniques)}" for axis, techniques in axes.items()]
     return "Techniques, of which a cell takes at most one an axis:\n\n" + "\n".join(rows) + "\n"

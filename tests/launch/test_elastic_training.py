@@ -1,4 +1,5 @@
-"""The bundled trainer in an elastic run: nodes are lost, the coordinator's among them, and the losses stay the same."""
+"""The bundled trainer in an elastic run: nodes are lost, the coordinator's among them, and the losses stay the same:
+with another accumulation, with replicas of unequal shares, at another pipeline depth."""
 
 from __future__ import annotations
 
@@ -15,20 +16,29 @@ from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
 from orchestrator.plan import Plan, load_plan
+from orchestrator.plan.batch import share
 from tests.launch.conftest import write_text
 from tests.launch.parcels import events, kill_runs, make_parcel, wait_end, wait_for
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-STEPS, BATCH = 100, 6
+STEPS, BATCH = 100, 4
 
 
-def sized(corpus, tmp_path, nodes: int) -> Plan:
-    """The same steps on any number of nodes: what changes is the accumulation."""
+def sized(corpus, tmp_path, nodes: int, **shape) -> Plan:
+    """The same steps on any number of nodes: what changes is how many micro-batches a replica takes. Three do not
+    divide them."""
     files = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 20}
-    shape = {"dp": nodes, "nodes": nodes, "zero": 1, "micro_batches": BATCH // nodes}
-    return make_plan(**shape, **files, steps=STEPS, seq_len=32)
+    counts = share(BATCH, nodes)
+    unequal = {"replica_micro_batches": counts} if BATCH % nodes else {"micro_batches": counts[0]}
+    return make_plan(**({"dp": nodes, "zero": 1, **unequal} | shape), **files, nodes=nodes, steps=STEPS, seq_len=32)
+
+
+def staged(corpus, tmp_path, nodes: int) -> Plan:
+    """The same steps in a pipeline over any number of nodes, which keep each other's state in memory."""
+    shape = {"dp": 1, "pp": nodes, "micro_batches": BATCH, "replica_micro_batches": None, "copy_every_steps": 1}
+    return sized(corpus, tmp_path, nodes, **shape)
 
 
 def start(tmp_path, run_id: str, sizes: dict[int, Plan], elastic: bool) -> RunFolder:
@@ -75,10 +85,10 @@ def compare(folder: RunFolder, whole: dict[int, float]) -> None:
     assert book.problems == [] and book.samples == STEPS * BATCH
 
 
-def test_a_run_that_loses_nodes_has_the_losses_of_one_that_does_not(tmp_path, corpus, whole):
-    """Three nodes, two, one: the global batch, the order of the samples and, to rounding, every loss stay the same."""
-    sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
-    assert {plan.parallel.global_batch_samples for plan in sizes.values()} == {BATCH}
+def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_path, corpus, whole):
+    """Three stages, two, one: of each lost stage another node has the state in memory, and the rest share it out anew.
+    The global batch, the order of the samples and, to rounding, every loss stay the same."""
+    sizes = {nodes: staged(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     broken = start(tmp_path, "broken", sizes, elastic=True)
     for epoch, step in ((0, 25), (1, 50)):
         wait_for(lambda epoch=epoch, step=step: reached(broken, epoch, step), 400, f"step {step} of epoch {epoch}")
@@ -89,13 +99,18 @@ def test_a_run_that_loses_nodes_has_the_losses_of_one_that_does_not(tmp_path, co
     state = wait_end(broken, 600)
     assert state.state == "done", (state.reason, broken.rank_log(0).read_text()[-2000:])
     assert [epoch.cause.kind for epoch in state.epochs[:2]] == ["node_lost", "coordinator_lost"]
-    assert load_plan(broken.plan).parallel.dp == 1
+    assert [event["pp"] for event in events(broken, "replanned")] == [2, 1] and load_plan(broken.plan).parallel.pp == 1
+    for resumed, step in zip(events(broken, "resumed"), (25, 50), strict=True):
+        assert resumed["source"] == "memory" and not resumed["same_layout"] and resumed["step"] >= step - 1, resumed
     compare(broken, whole)
 
 
 @pytest.mark.full  # test_walk.py makes two resumes with agents and a program of its own; here the real trainer
 def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
+    """From three nodes, one of which takes more micro-batches than the others."""
     sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
+    assert sizes[3].parallel.replica_micro_batches == [2, 1, 1]
+    assert {plan.parallel.global_batch_samples for plan in sizes.values()} == {BATCH}
     folder = start(tmp_path, "resized", sizes, elastic=True)
     for epoch, step, nodes in ((0, 5, 1), (1, 1, 2)):
         wait_for(lambda epoch=epoch, step=step: reached(folder, epoch, step), 400, f"step {step} of epoch {epoch}")
