@@ -199,10 +199,14 @@ class ElasticCoordinator(Coordinator):
         plan = await self._sizes.next(self._plan, self._able())
         if plan is None and self._silent:
             plan = await self._step_back()
+        if plan is None and code == Exit.CAPACITY:
+            plan = await self._await_others()
         if plan is None:
             healthy = list(self._group.members)
             text = f"{len(healthy)} nodes are left, the smallest size of this run is {self._sizes.least}"
             reason = "; ".join(filter(None, (decision.reason, text)))
+            if self._request is not None:
+                state, code, reason = self._request.kind, Exit.RESTART, f"{self._request.reason}; {reason}"
             return policy.Decision(False, state, reason, self._budget, int(code), cause=decision.cause)
         self._record.claim()
         self._beat()  # with the new claim: agents go only where the newest one is
@@ -236,6 +240,30 @@ class ElasticCoordinator(Coordinator):
             if len(self._group.members) >= self._sizes.least:
                 break
         self._beating, self._silent = True, False
+        return await self._sizes.next(self._plan, self._able())
+
+    async def _await_others(self) -> Plan | None:
+        """Too few are left, but others may be on their way back: hold on for a while, with the state in the nodes'
+        memories, before the run gives everything up. None when they do not come, or somebody asks for the end."""
+        loop, held = asyncio.get_running_loop(), self._rules.min_nodes_grace_s
+        if not held or not self._record.nodes:  # at the beginning all have been waited for
+            return None
+        end, least = loop.time() + held, self._sizes.least
+        self._note("awaits_nodes", nodes=len(self._group.members), least=least, seconds=held)
+        self._record.update(state="restarting", reason=f"waiting up to {held:g} s for {least} nodes to be there")
+        while len(self._group.members) < least:
+            event = await self._next(end)
+            if event is None:
+                return None
+            node, what = event
+            if isinstance(what, Notice) and (node == self._node or self._folder.cancel.exists()):
+                self._ask(what)
+                return None
+            if isinstance(what, Notice):
+                self._send_away(node, Exit.RESTART, what.reason)
+            elif isinstance(what, Lost) and what.member in (None, self._group.members.get(node)):
+                self._group.drop(node, "node_lost", what.text)
+                self._record.lost(node)
         return await self._sizes.next(self._plan, self._able())
 
     def _tell_change(self, old: Plan, new: Plan, reason: str) -> None:

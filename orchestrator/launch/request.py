@@ -93,6 +93,7 @@ class Policy(Frozen):
     on_straggler: Literal["name", "exclude"] = "name"
     bad_node_after: int = 3
     remember_bad_nodes_h: float = 24.0
+    min_nodes_grace_s: float = 0.0
     allow_drills: bool | None = None
 
 

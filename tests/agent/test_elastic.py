@@ -31,10 +31,13 @@ def sized(nodes: int, **fields) -> Plan:
     return replan(plan, plan.cluster)
 
 
-def start(runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, max_restarts=0, **options) -> RunFolder:
+def start(
+    runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, max_restarts=0, held_s=0.0, **options
+) -> RunFolder:
     """A run of the largest of the sizes, whose workers save when they are told to end."""
     env = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": str(worker_s), "ORCH_TEST_SAVE": "1"} | (env or {})
     backend = {"grace_s": 5.0, "heartbeat_timeout_s": heartbeat_s, "max_restarts": max_restarts, "options": options}
+    backend["min_nodes_grace_s"] = held_s
     plans = {nodes: sized(nodes) for nodes in sizes}
     parcel = make_parcel(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
     LocalBackend().submit(parcel, os.environ)
@@ -125,7 +128,7 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
 
 
 def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
-    folder = start(runs, 3, 2, restart_lost_nodes_after_s=0.5, grow_after_s=1.0)
+    folder = start(runs, 3, 2, held_s=60.0, restart_lost_nodes_after_s=0.5, grow_after_s=1.0)
     first = running(folder, "node0", "node1", "node2")
     kill(folder, "node1")
     running(folder, "node0", "node2", after=first.epoch)
@@ -139,6 +142,10 @@ def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
     running(folder, *third.nodes.keys() - {left}, after=third.epoch)
     running(folder, "node0", "node1", "node2", after=third.epoch + 1)
     assert [e["how"] for e in events(folder, "replanned")][2:] == ["shrink", "grow"]
+    last = running(folder, "node0", "node1", "node2")
+    for node in last.nodes.keys() - {last.writer}:  # one is too few: it waits for a second
+        kill(folder, node)
+    wait_for(lambda: read_state(folder).epoch > last.epoch and read_state(folder).state == "running", what="two nodes")
     assert cancel(folder).state == "cancelled"
 
 

@@ -25,15 +25,15 @@ from tests.plans import make_plan
 
 
 @contextlib.asynccontextmanager
-async def coordinated(tmp_path, heartbeat_s=30.0):
+async def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     """An elastic coordinator of two nodes or one, on node0, and the world that plays its agents."""
-    sizes = {2: PLAN, 1: make_plan(dp=2, nodes=1)}
+    sizes = {nodes: plan for nodes, plan in {2: PLAN, 1: make_plan(dp=2, nodes=1)}.items() if nodes >= least}
     folder = make_folder(tmp_path)
     for nodes, plan in sizes.items():
         write_private(folder.sized_plan(nodes), to_json(plan))
     write_private(folder.plan, to_json(PLAN))
     request = make_parcel(PLAN, tmp_path / "elsewhere", sizes=sizes).request
-    rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0)
+    rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0, **more)
     claims = Claims(folder, "node0")
     claims.take(0)
     recorder = Recorder(folder, "node0", PLAN)
@@ -166,5 +166,36 @@ def test_a_coordinator_that_hardly_runs_fences_nobody(tmp_path):
             assert world.events("was_away") and not world.events("epoch_stops")
             while not world.events("epoch_stops"):  # it runs again, and they are silent
                 await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("then", "state", "code"),
+    [("comes back", "", None), ("stays away", "failed", Exit.CAPACITY), ("told to end", "stopped", Exit.RESTART)],
+)
+def test_too_few_nodes_wait_for_those_that_may_be_on_their_way_back(tmp_path, then, state, code):
+    held = 0.3 if then == "stays away" else 60.0
+
+    async def main():
+        async with coordinated(tmp_path, least=2, min_nodes_grace_s=held) as world:
+            a, b = await world.join("node0"), await world.join("node1")
+            await asyncio.gather(a.follow(), b.follow())
+            b.channel.abort()
+            assert isinstance((await a.hear())[1], Stop)
+            a.say(Stopped())
+            while not world.events("awaits_nodes"):
+                await asyncio.sleep(0.01)
+            if then == "comes back":
+                again = await world.join("node1", epoch=0)
+                for assigned in await asyncio.gather(a.follow(1), again.follow(1)):
+                    assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash
+                return
+            if then == "told to end":
+                a.say(Notice(reason="drained", signal="SIGTERM", force=False))
+            assert (await a.hear())[1].code == code
+            a.channel.abort()
+            over = await world.task
+            assert (over.state, over.code) == (state, code) and "1 nodes are left" in over.reason
 
     asyncio.run(main())

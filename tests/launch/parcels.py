@@ -47,7 +47,8 @@ def make_parcel(
     env: dict[str, str] | None = None,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> Parcel:
-    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0} | (backend or {})
+    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0, "min_nodes_grace_s": 0}
+    fields |= backend or {}
     site = Site(
         run_id=run_id,
         home=str(runs.parent),
