@@ -39,7 +39,8 @@ def test_only_free_nodes_and_those_that_lie_together(orch):
     refused = orch("plan", *JOB, code=Exit.CAPACITY)
     assert "8 nodes are wanted, 6 are free" in refused.stderr
     sizes = orch("plan", *JOB, "nodes=3..8").stdout
-    assert "4 nodes  dp=1" in sizes and all(f"{nodes} nodes  not legal: " in sizes for nodes in (8, 3))
+    assert "4 nodes  dp=1" in sizes and all(f"{nodes} nodes  not legal: " in sizes for nodes in (8, 5))
+    assert "3 nodes  pp=" in sizes, "in another pipeline"
 
 
 def test_a_partition(orch):
