@@ -19,7 +19,6 @@ from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 
 from .control import Channel, Refused, WrongKey, connect, free_port
-from .membership import HEARTBEAT_S, PAUSE_S
 from .messages import (
     AgentAlive,
     Assign,
@@ -39,6 +38,7 @@ from .messages import (
     WorkerExit,
 )
 from .nursery import REPORT_FD
+from .pace import HEARTBEAT_S, Pace
 from .recorder import Recorder
 from .stacks import save_stack, tail_of
 from .succession import Succession
@@ -212,16 +212,16 @@ class Agent:
         """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
         most = max(2, round(self._request.policy.heartbeat_timeout_s / HEARTBEAT_S))
         looks = round(HEARTBEAT_S / LOOK_S)
-        clock = asyncio.get_running_loop().time
+        pace = Pace()
         while True:
-            began = clock()
+            pace.start()
             for look in range(looks):
                 await asyncio.sleep(LOOK_S)
                 seen = self._recorder.watch.look(self._workers.pids)
                 if look == looks - 1 or any(map(is_frozen, seen)):
                     self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
-            if clock() - began > PAUSE_S:
+            if pace.missed_s():
                 continue
             self._silent_ticks += 1
             if self._silent_ticks == most:

@@ -23,8 +23,9 @@ from orchestrator.planner.elastic import horizon_s
 from . import policy
 from .coordinator import Coordinator
 from .epoch import Epoch
-from .membership import PAUSE_S, Lost, Unfit
+from .membership import Lost, Unfit
 from .messages import Done, Join, Notice, Prepare, Started, Warm
+from .pace import Pace
 from .run_record import NO_ROOM
 from .sizes import Sizes
 from .succession import TICK_S, TURN_TICKS, Whereabouts
@@ -51,7 +52,7 @@ class ElasticCoordinator(Coordinator):
         self._silent = False  # a node was lost that may live: perhaps it is this one that is cut off, or was frozen
         self._beating = True
         now = asyncio.get_running_loop().time()
-        self._ticked = now
+        self._pace = Pace()
         self._began, self._changed = now, now  # loop times: of this coordinator, of the last change of nodes
         self._stopped_at: float | None = None
         self._cost_s: float | None = None  # of the last restart, from the request to stop to the workers' start
@@ -82,11 +83,9 @@ class ElasticCoordinator(Coordinator):
         self._beat()
 
     def _tick(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._ticked > PAUSE_S:  # we were frozen: nodes that have hung up meanwhile may well live
-            self._note("was_away", seconds=round(now - self._ticked, 1))
+        if missed_s := self._pace.missed_s():  # we were frozen: nodes that have hung up meanwhile may well live
+            self._note("was_away", seconds=round(missed_s, 1))
             self._silent = True
-        self._ticked = now
         try:
             self._beat()
         except Deposed as error:

@@ -15,9 +15,8 @@ from orchestrator.plan import Exit, Plan
 
 from .control import Channel, Refused, accept
 from .messages import AgentAlive, CoordinatorAlive, Done, Fenced, FromAgent, Join, Notice, Ready, Warm
+from .pace import HEARTBEAT_S, Pace
 
-HEARTBEAT_S = 1.0
-PAUSE_S = 2.0 * HEARTBEAT_S  # between two ticks: this process did not run, and has nothing to say about others
 _MOST_GREETING = 64  # connections that have not yet proven themselves
 _JOIN_S = 10.0
 
@@ -194,11 +193,11 @@ class Membership:
     async def tick(self, each: Callable[[], None] = lambda: None) -> None:
         """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
         most = max(2, round(self._silence_s / HEARTBEAT_S))
-        clock = asyncio.get_running_loop().time
+        pace = Pace()
         while True:
-            began = clock()
+            pace.start()
             await asyncio.sleep(HEARTBEAT_S)
-            paused = clock() - began > PAUSE_S
+            paused = pace.missed_s() > 0
             each()
             for node, member in list(self.members.items()):
                 member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))

@@ -21,7 +21,7 @@ from msgspec import structs
 from orchestrator.errors import OrchError
 from orchestrator.launch.deliver import delivered
 from orchestrator.launch.local import prepare_resume, write_cancel
-from orchestrator.launch.request import PASSED, AgentCommand, LaunchRequest, Parcel, to_bytes, used_nodes
+from orchestrator.launch.request import PASSED, LaunchRequest, Parcel, at_size, to_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import RunState, read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
@@ -108,8 +108,7 @@ class KubernetesBackend:
         """The next generation, under the plan that was submitted for that many nodes. A living run saves and leaves
         first."""
         plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
-        agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
-        request = structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+        request = at_size(request, plan)
         if record:
             grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
             remove(self._of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S)

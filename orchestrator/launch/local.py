@@ -23,7 +23,7 @@ from . import namespaces
 from .deliver import delivered
 from .processes import Identity, identity, send_signal
 from .program import check_program
-from .request import LaunchRequest, Parcel, compose_environment, to_bytes, used_nodes
+from .request import LaunchRequest, Parcel, at_size, compose_environment, to_bytes
 from .run_folder import RunFolder, write_private
 from .state import RunState, paused, read_state, true_state, write_state
 from .untrusted import UNREADABLE
@@ -126,14 +126,8 @@ class LocalBackend:
                 time.sleep(0.05)
             if self.state(folder).state == "done":
                 raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
-        plan, first = load_plan(folder.sized_plan(nodes)), request.agents[0]
-        agents = [
-            msgspec.structs.replace(
-                first, node=node, argv=[node if word == first.node else word for word in first.argv]
-            )
-            for node in used_nodes(plan)
-        ]
-        request = msgspec.structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+        plan = load_plan(folder.sized_plan(nodes))
+        request = at_size(request, plan)
         self.check(request)
         write_private(folder.plan, to_json(plan, indent=1) + b"\n")
         write_private(folder.request, to_bytes(request))

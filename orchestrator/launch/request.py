@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import structs
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
@@ -217,6 +218,26 @@ def make_request(
         sizes=sorted(sizes, reverse=True),
     )
     return Parcel(request=request, contents=contents)
+
+
+def at_size(request: LaunchRequest, plan: Plan) -> LaunchRequest:
+    """The same run under another plan: an agent on each node that has ranks there."""
+    agents = on_nodes(request, used_nodes(plan))
+    return structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+
+
+def on_nodes(request: LaunchRequest, nodes: Iterable[str]) -> list[AgentCommand]:
+    """The agents for these nodes, each with the command of the first but for its name."""
+    first = request.agents[0]
+    return [structs.replace(first, node=node, argv=_with_node(first.argv, node)) for node in nodes]
+
+
+def _with_node(argv: list[str], node: str) -> list[str]:
+    """Some backends fill the command in on the node itself: theirs is empty here."""
+    if not argv:
+        return []
+    at = argv.index("--node") + 1
+    return [*argv[:at], node, *argv[at + 1 :]]
 
 
 def used_nodes(plan: Plan) -> list[str]:

@@ -51,6 +51,9 @@ def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
     first, last = node_range(config.nodes)
     if config.parallel.dp is not None:
         raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
+    if config.train.batch_ramp is not None:
+        text = "a ramp grows in whole micro-batches on every replica, so each size would make steps of its own"
+        raise OrchError(f"nodes={config.nodes} with train.batch_ramp: {text}; leave one of them out", Exit.USAGE)
     file = config.cluster.topology_file
     if file is not None and not file.startswith(LIVE):
         raise OrchError(f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are", Exit.USAGE)

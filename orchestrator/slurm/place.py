@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.request import AgentCommand, LaunchRequest, to_bytes, used_nodes
+from orchestrator.launch.request import LaunchRequest, at_size, on_nodes, to_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import paused, read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
@@ -141,13 +141,8 @@ def _elastic(folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequ
         if not kept(path).exists():
             write_private(kept(path), path.read_bytes())
     write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
-    agents = _agents(request, nodes)
+    agents = on_nodes(request, nodes)
     return structs.replace(request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size])
-
-
-def _agents(request: LaunchRequest, nodes: Iterable[str]) -> list[AgentCommand]:
-    first = request.agents[0]
-    return [structs.replace(first, node=node, argv=_with_node(first.argv, node)) for node in nodes]
 
 
 def largest_size(sizes: Iterable[int], nodes: int) -> int | None:
@@ -156,8 +151,10 @@ def largest_size(sizes: Iterable[int], nodes: int) -> int | None:
 
 
 def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Placement) -> None:
-    agents = request.agents if request.sizes else _agents(request, used_nodes(plan))
-    request = structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+    if request.sizes:
+        request = structs.replace(request, plan_hash=plan.hash, nodes=len(request.agents))
+    else:
+        request = at_size(request, plan)
     folder.coordinator.unlink(missing_ok=True)  # of an earlier life
     write_private(folder.plan, to_json(plan, indent=1) + b"\n")
     write_private(folder.request, to_bytes(request))
@@ -175,8 +172,3 @@ def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Pla
     before = read_state(folder)
     again |= {"plan_hash": plan.hash, "updated_at": now, "writer": "backend", "pauses": paused(before, now)}
     write_state(folder, structs.replace(before, **again))
-
-
-def _with_node(argv: list[str], node: str) -> list[str]:
-    at = argv.index("--node") + 1
-    return [*argv[:at], node, *argv[at + 1 :]]

@@ -65,6 +65,7 @@ def test_memory_counts_unless_told_otherwise():
         (["parallel=tp8_pp2", "nodes=8..4"], Exit.USAGE, "smaller number comes first"),
         (["parallel=tp8_pp8", "nodes=2..3"], Exit.CONFIG, "with 3: 24 GPUs are no multiple of a model replica of 64"),
         (["nodes=9..10"], Exit.CONFIG, "with 10: cluster h100x64 has 8 nodes; cluster.nodes=10 gives it more"),
+        (["nodes=4..8", "+train.batch_ramp={start_samples: 64, over_samples: 4096}"], Exit.USAGE, "steps of its own"),
         (["nodes=4..8", "cluster.topology_file=x.conf"], Exit.USAGE, "says which nodes there are"),
     ],
 )
