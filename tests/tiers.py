@@ -1,11 +1,13 @@
-"""`python -m tests.tiers WORKERS`: what `make test` runs, two pytest processes beside each other.
+"""`python -m tests.tiers WORKERS`: what `make test` runs, three pytest processes beside each other.
 
-The Slurm tier mostly waits for a scheduler, everything else computes: together they take little longer than the rest
-alone. What the rest says is seen at once; what the tier says, skips with their reasons included, when both are over.
+The tiers on real clusters mostly wait, for schedulers and for pods, everything else computes: together they take little
+longer than the rest alone. What the rest says is seen at once; what the tiers say, skips with their reasons included,
+when all are over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -14,34 +16,45 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
-#: The cluster tests of one file keep to one worker, which has clusters of its own.
-SLURM = ("-n", "2", "--dist", "loadgroup", "-rs", "-m", "slurm and not full", "tests/slurm")
+TIERS = {
+    # The cluster tests of one file keep to one worker, which has clusters of its own.
+    "Slurm": ("-n", "2", "--dist", "loadgroup", "-rs", "-m", "slurm and not full", "tests/slurm"),
+    # One bed after the other: each is a whole control plane.
+    "Kubernetes": ("-p", "no:xdist", "-rs", "-m", "kubernetes and not full", "tests/kubernetes"),
+}
 REST = ("--dist", "worksteal", "-m", "not slurm and not kubernetes and not full")
 
 
 def main(argv: list[str]) -> int:
-    """The exit code of the first of the two that failed; 130 when interrupted, by SIGTERM too."""
+    """The exit code of the first that failed; 130 when interrupted, by SIGTERM too."""
     workers = argv[0] if argv else "3"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell in the background lets it be ignored
-    with tempfile.TemporaryFile() as said:
-        tier = subprocess.Popen([*PYTEST, *SLURM], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+    with contextlib.ExitStack() as files:
+        said = {name: files.enter_context(tempfile.TemporaryFile()) for name in TIERS}
+        tiers = {
+            name: subprocess.Popen([*PYTEST, *words], cwd=ROOT, stdout=said[name], stderr=subprocess.STDOUT)
+            for name, words in TIERS.items()
+        }
         rest = subprocess.Popen([*PYTEST, "-n", workers, *REST], cwd=ROOT)
+        everyone = (rest, *tiers.values())
 
         def end(*_: object) -> None:
-            for process in (rest, tier):
+            for process in everyone:
                 process.send_signal(signal.SIGINT)  # their fixtures end daemons and clusters
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGTERM, end)
         try:
             codes = [rest.wait()]
-            if tier.poll() is None:
-                print("waiting for the Slurm tier", flush=True)
-            codes.append(tier.wait())
+            for name, tier in tiers.items():
+                if tier.poll() is None:
+                    print(f"waiting for the {name} tier", flush=True)
+                codes.append(tier.wait())
         except KeyboardInterrupt:  # a terminal has told all of us
-            codes = [130, rest.wait(), tier.wait()]
-        said.seek(0)
-        print(f"\n{' the Slurm tier ':=^80}\n{said.read().decode(errors='replace')}", end="", flush=True)
+            codes = [130, *(process.wait() for process in everyone)]
+        for name, output in said.items():
+            output.seek(0)
+            print(f"\n{f' the {name} tier ':=^80}\n{output.read().decode(errors='replace')}", end="", flush=True)
     return next((code for code in codes if code), 0)
 
 

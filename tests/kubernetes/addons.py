@@ -143,8 +143,10 @@ def _documents(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 def _make_crds(bed: Bed, crds: list[dict[str, Any]]) -> None:
     bed.apply(*crds)
-    names = [crd["metadata"]["name"] for crd in crds]
-    bed.kubectl("wait", "--for=condition=Established", "--timeout=60s", *(f"crd/{name}" for name in names), timeout=90)
+    names = [f"crd/{crd['metadata']['name']}" for crd in crds]
+    wait = (str(program("kubectl")), "wait", "--for=condition=Established", "--timeout=60s", *names)
+    # kubectl does not wait for conditions to begin with: it fails on a kind that has none yet
+    bed.wait(lambda: bed.run(*wait, check=False, timeout=90).returncode == 0, 180, "kinds", "kube-apiserver")
 
 
 def _hooks(bed: Bed, name: str, port: int, manifest: Path, resources: set[str]) -> None:
