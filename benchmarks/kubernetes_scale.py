@@ -140,8 +140,8 @@ def main() -> int:
     args = parser.parse_args()
     cases = {
         "64 GPUs, Kueue": (["+cluster=h100x64"], 8, "large"),
-        "4096 GPUs, Kueue": (["+cluster=h100x4096"], 512, "large"),
         "64 GPUs, no queue": (["+cluster=h100x64"], 8, None),
+        "4096 GPUs, Kueue": (["+cluster=h100x4096"], 512, "large"),
         "4096 GPUs, no queue": (["+cluster=h100x4096"], 512, None),
     }
     if args.without_kueue:
