@@ -36,6 +36,8 @@ class Chosen(Struct, frozen=True):
     label: str = ""  # of the tightest switch above all of them; "" when there is none
     values: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()  # without such a switch: where else pods may go, should one of the nodes be lost
+    whole: tuple[tuple[str, tuple[str, ...]], ...] = ()  # also then: (label, switches) with no other node, and
+    rest: tuple[str, ...] = ()  # the nodes that are under none of these
 
 
 def kueue_labels(options: KubernetesOptions) -> dict[str, str]:
@@ -105,7 +107,26 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
     whole = in_whole_units(fitting, topology, unit)
     nodes = choose_nodes(whole if len(whole) >= wanted else fitting, topology, wanted)
     label, values = _common(nodes, topology, labels)
-    return Chosen(tuple(nodes), label, values, () if label else _spares(nodes, fitting, topology))
+    if label:
+        return Chosen(tuple(nodes), label, values)
+    whole, rest = _whole(nodes, topology, labels)
+    return Chosen(tuple(nodes), spares=_spares(nodes, fitting, topology), whole=whole, rest=rest)
+
+
+def _whole(
+    nodes: Sequence[str], topology: Topology, labels: Mapping[str, str]
+) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[str, ...]]:
+    """The largest switches with a label whose every node is chosen, outermost first, and the nodes that are left.
+
+    Every pod carries its affinity, so 512 names are 12 KB to be read and written with each change of each of 512 pods.
+    """
+    left, found = set(nodes), []
+    for tier in reversed(topology.tiers):
+        full = [name for name, members in tier.switches.items() if members and left.issuperset(members)]
+        if tier.name in labels and full:
+            found.append((labels[tier.name], tuple(full)))
+            left.difference_update(*(tier.switches[name] for name in full))
+    return tuple(found), tuple(node for node in nodes if node in left)
 
 
 def _spares(nodes: Sequence[str], fitting: Sequence[str], topology: Topology) -> tuple[str, ...]:
@@ -146,16 +167,21 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
 
 def node_affinity(chosen: Chosen) -> dict[str, Any]:
     """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares."""
-    hosts = {"key": HOST, "operator": "In", "values": list(chosen.nodes)}
-    found: dict[str, Any] = {
-        "preferredDuringSchedulingIgnoredDuringExecution": [
-            {"weight": 100, "preference": {"matchExpressions": [hosts]}}
-        ]
-    }
+    names = chosen.rest if chosen.whole else chosen.nodes
+    first = [*chosen.whole, *([(HOST, names)] if names else [])]
     if chosen.label:
-        within = {"key": chosen.label, "operator": "In", "values": list(chosen.values)}
+        within = [(chosen.label, chosen.values)]
     else:
-        within = {"key": HOST, "operator": "In", "values": [*chosen.nodes, *chosen.spares]}
-    terms = {"nodeSelectorTerms": [{"matchExpressions": [within]}]}
-    found["requiredDuringSchedulingIgnoredDuringExecution"] = terms
-    return {"nodeAffinity": found}
+        elsewhere = (*names, *chosen.spares)
+        within = [*chosen.whole, *([(HOST, elsewhere)] if elsewhere else [])]
+
+    def term(label: str, values: Sequence[str]) -> dict[str, Any]:
+        return {"matchExpressions": [{"key": label, "operator": "In", "values": list(values)}]}
+
+    affinity = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 100, "preference": term(*place)} for place in first
+        ],
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term(*place) for place in within]},
+    }
+    return {"nodeAffinity": affinity}

@@ -30,6 +30,7 @@ MORE = {
 CHOSEN = {
     "chosen under a switch": Chosen(("n1", "n2"), "example.org/leaf", ("leaf-1",)),
     "chosen with spares": Chosen(("n1", "n2"), spares=("n3",)),
+    "whole switches": Chosen(("n1", "n2"), spares=("n3",), whole=(("example.org/leaf", ("leaf-1",)),), rest=("n2",)),
 }
 Check = Callable[[list[dict]], dict[str, list[dict]]]
 

@@ -298,6 +298,25 @@ def test_pods_may_go_to_chosen_nodes_and_few_others():
     assert wish["preference"]["matchExpressions"][0]["values"] == list(chosen.nodes)
 
 
+def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
+    """Hundreds of names in each of hundreds of pods are most of what the cluster has to read and write."""
+    plan = make_plan(tp=2, dp=12, nodes=12)
+    chosen = choose(plan, CLUSTER, {"leaf": "example.org/leaf"})
+    leaves = [name for name, members in LEAVES.items() if set(members) <= set(chosen.nodes)]
+    assert chosen.whole == (("example.org/leaf", tuple(leaves)),)
+    assert leaves
+    covered = {node for leaf in leaves for node in LEAVES[leaf]}
+    assert set(chosen.rest) == set(chosen.nodes) - covered
+    affinity = node_affinity(chosen)["nodeAffinity"]
+    within, elsewhere = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert within["matchExpressions"] == [{"key": "example.org/leaf", "operator": "In", "values": leaves}]
+    assert elsewhere["matchExpressions"][0]["values"] == [*chosen.rest, *chosen.spares]
+    wishes = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert [len(wish["preference"]["matchExpressions"][0]["values"]) for wish in wishes] == [
+        len(leaves), len(chosen.rest)
+    ]  # fmt: skip
+
+
 def test_all_nodes_or_none():
     plan = make_plan(tp=2, pp=2, dp=5, nodes=10)
     assert len(choose(plan, CLUSTER, {}).nodes) == 10
