@@ -17,9 +17,9 @@ from orchestrator.planner.topology import check_cluster
 
 
 @lru_cache
-def sizes():
+def sizes(word: str = "tp8"):
     """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not divide."""
-    words = ["+cluster=h100x64", "model=llama3_8b", "parallel=tp8", "nodes=1..8", "train.global_batch_samples=48"]
+    words = ["+cluster=h100x64", "model=llama3_8b", f"parallel={word}", "nodes=1..8", "train.global_batch_samples=48"]
     return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True)).legal}
 
 
@@ -36,20 +36,29 @@ pools = st.sets(st.sampled_from(NAMES + SPARES), max_size=10)
 
 def test_the_sizes_of_this_file():
     assert sorted(sizes()) == list(range(1, 9)) and sorted(even()) == [1, 2, 3, 4, 6, 8]
+    assert {nodes: plan.parallel.pp for nodes, plan in sizes("tp8_pp2").items()} == {1: 1, 2: 2, 4: 2, 6: 2, 8: 2}
 
 
 @given(st.lists(pools, min_size=1, max_size=5))
 def test_any_walk_over_nodes_keeps_the_batch_and_seats_every_rank_once(walk):
-    plan = sizes()[8]
+    check_walk(sizes(), walk)
+
+
+def test_a_walk_through_pipeline_depths():
+    check_walk(sizes("tp8_pp2"), [NAMES[1:], NAMES[:2] + SPARES, NAMES[5:6], SPARES[:1], NAMES])
+
+
+def check_walk(plans, walk):
+    plan = plans[8]
     for healthy in walk:
         held = seats(plan)
-        new = next_plan(plan, sizes(), healthy)
+        new = next_plan(plan, plans, healthy)
         if not healthy:
             assert new is None
             continue
-        assert new == next_plan(plan, sizes(), sorted(healthy)), "the order in which nodes are heard of means nothing"
+        assert new == next_plan(plan, plans, sorted(healthy)), "the order in which nodes are heard of means nothing"
         assert new.hash == plan_hash(new) and check_cluster(new.cluster) is None
-        assert set(seats(new)) <= healthy and len(seats(new)) == legal_size(sizes(), len(healthy))
+        assert set(seats(new)) <= set(healthy) and len(seats(new)) == legal_size(plans, len(healthy))
         par = new.parallel
         assert par.micro_batch_size * sum(taken(par)) == 48 == par.global_batch_samples
         assert len({(rank.node, rank.gpu) for rank in new.ranks}) == par.world_size == 8 * len(seats(new))
@@ -59,7 +68,7 @@ def test_any_walk_over_nodes_keeps_the_batch_and_seats_every_rank_once(walk):
             assert all(a == b for a, b in pairs if a.node in healthy)
             assert new.groups == plan.groups
         elif len(seats(new)) < len(held):
-            assert set(seats(new)) <= set(held) or len(set(held) & healthy) < len(seats(new))
+            assert set(seats(new)) <= set(held) or len(set(held) & set(healthy)) < len(seats(new))
         plan = new
 
 
