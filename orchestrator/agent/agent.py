@@ -38,7 +38,7 @@ from .messages import (
     WorkerExit,
 )
 from .nursery import REPORT_FD
-from .pace import HEARTBEAT_S, Pace
+from .pace import Beat, patience
 from .recorder import Recorder
 from .stacks import save_stack, tail_of
 from .succession import Succession
@@ -210,21 +210,19 @@ class Agent:
 
     async def _tick(self) -> None:
         """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
-        most = max(2, round(self._request.policy.heartbeat_timeout_s / HEARTBEAT_S))
-        looks = round(HEARTBEAT_S / LOOK_S)
-        pace = Pace()
+        most = patience(self._request.policy.heartbeat_timeout_s, LOOK_S)
+        clock = asyncio.get_running_loop().time
+        beat = Beat(LOOK_S, clock())
         while True:
-            pace.start()
-            for look in range(looks):
-                await asyncio.sleep(LOOK_S)
-                seen = self._recorder.watch.look(self._workers.pids)
-                if look == looks - 1 or any(map(is_frozen, seen)):
-                    self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
+            began = clock()
+            await asyncio.sleep(LOOK_S)
+            due, in_time = beat.tick(began, clock())
+            seen = self._recorder.watch.look(self._workers.pids)
+            if due or any(map(is_frozen, seen)):
+                self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
-            if pace.missed_s():
-                continue
-            self._silent_ticks += 1
-            if self._silent_ticks == most:
+            self._silent_ticks += in_time
+            if in_time and self._silent_ticks == most:
                 self._channel.abort()  # _listen goes on from there
 
     async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:

@@ -15,8 +15,9 @@ from orchestrator.plan import Exit, Plan
 
 from .control import Channel, Refused, accept
 from .messages import AgentAlive, CoordinatorAlive, Done, Fenced, FromAgent, Join, Notice, Ready, Warm
-from .pace import HEARTBEAT_S, Pace
+from .pace import Beat, patience
 
+_TICK_S = 0.25
 _MOST_GREETING = 64  # connections that have not yet proven themselves
 _JOIN_S = 10.0
 
@@ -30,7 +31,7 @@ class Member:
     channel: Channel
     join: Join
     warm: bool = True  # its workers would start at once
-    silent_ticks: int = 0  # heartbeats since it was last heard. Counted, so that our own pauses are not blamed on it
+    silent_ticks: int = 0  # since it was last heard. Counted, so that our own pauses are not blamed on it
     ready: Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
     slowdown: float | None = None  # own compute time over its peers', where that is known
@@ -192,17 +193,20 @@ class Membership:
 
     async def tick(self, each: Callable[[], None] = lambda: None) -> None:
         """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
-        most = max(2, round(self._silence_s / HEARTBEAT_S))
-        pace = Pace()
+        most = patience(self._silence_s, _TICK_S)
+        clock = asyncio.get_running_loop().time
+        beat = Beat(_TICK_S, clock())
         while True:
-            pace.start()
-            await asyncio.sleep(HEARTBEAT_S)
-            paused = pace.missed_s() > 0
-            each()
+            began = clock()
+            await asyncio.sleep(_TICK_S)
+            due, in_time = beat.tick(began, clock())
+            if due:
+                each()
             for node, member in list(self.members.items()):
-                member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))
-                member.silent_ticks += not paused
-                if member.silent_ticks == most and not paused:
+                if due:
+                    member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))
+                member.silent_ticks += in_time
+                if in_time and member.silent_ticks == most:
                     self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
 
     def close(self) -> None:

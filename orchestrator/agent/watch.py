@@ -19,6 +19,7 @@ from .messages import Seen
 LOOK_S = 0.5
 FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
 _USUAL_STEPS = 32  # that a median is taken of
+_OWN_STEPS = 16  # of own compute time: who becomes slow is so after nine
 _BUSY_LOOKS = 4
 _LONGEST_WORD = 120
 
@@ -35,7 +36,7 @@ class _Rank:
     load: Load | None = None
     used_s: deque[float] = field(default_factory=lambda: deque(maxlen=_BUSY_LOOKS))  # CPU seconds between looks
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
-    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
+    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_STEPS))
 
 
 class NodeWatch:
