@@ -46,11 +46,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "reliability.jsonl"
 POSITIONS = ("rank0", "coordinator", "other")
 NODES, HEARTBEAT_TIMEOUT_S, LIMIT_S, STEP_S = 3, 3.0, 90.0, 0.05
 TRAINER = ("bit_flip", "disk_full")  # faults that need real checkpoints
+SLOW = ("slow_worker",)  # also with the trainer, which tells its own compute time
 BUDDY = ("kill_worker", "kill_node")  # also with the trainer, which keeps each step in the memory of two nodes
 WORKERS = {"host": "stand-ins", "cable": "stand-ins", "trainer": "trainer", "buddy": "trainer, copies in memory"}
 #: seconds that a fault lasts: longer than silence is borne
 FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
-LASTS_S = 5.0
+LASTS_S, SLOW_S = 5.0, 20.0
+DISK = "size=256m"  # of the trainer's checkpoints
 BACK_S, TRAINER_BACK_S = 0.2, 5.0  # after which a lost node is there again, and, with the trainer, imports torch
 
 
@@ -73,6 +75,9 @@ class OrchRun:
         command = ["--in-place", "--", sys.executable, str(ROOT / "benchmarks" / "together.py")]
         trains = kind in ("trainer", "buddy")
         words += [f"checkpoint.memory_every_steps={int(kind == 'buddy')}"] if trains else []
+        self.disk = home / f"disk-{self.run_id}"
+        if trains and mounted(self.disk):
+            words += [f"checkpoint.dir={self.disk}"]
         self.orch(*words, "--run-id", self.run_id, *([] if trains else command))
         folder = RunFolder(home / "runs" / self.run_id)
         request = from_bytes(folder.request.read_bytes())
@@ -92,7 +97,8 @@ class OrchRun:
             time.sleep(0.05)
         if fault == "bit_flip":
             self._wait_saves(end)
-        return self.range.shoot(Shot(fault, position, pick), self.targets, FOR_S.get(fault, LASTS_S))
+        for_s = SLOW_S if self.kind == "trainer" and fault in SLOW else FOR_S.get(fault, LASTS_S)
+        return self.range.shoot(Shot(fault, position, pick), self.targets, for_s)
 
     def _whole(self) -> bool:
         state = self.range.state()
@@ -130,6 +136,14 @@ class OrchRun:
 
     def close(self) -> None:
         self.orch("cancel", "--force", self.run_id, check=False)
+        if self.disk.is_mount():
+            subprocess.run(["umount", str(self.disk)], check=False)
+
+
+def mounted(folder: Path) -> bool:
+    """A small filesystem of its own, so that a full disk is one; False where this user may not mount."""
+    folder.mkdir()
+    return not subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(folder)], check=False).returncode
 
 
 def kind_of(fault: str) -> str:
@@ -160,6 +174,7 @@ def rows(args: argparse.Namespace) -> list[tuple[str, str, str, str]]:
     """(system, kind of run, fault, position) of everything that was asked for, those of one kind together."""
     faults = args.faults.split(",") if args.faults else list(KINDS)
     kinds = [(kind, fault) for kind in ("host", "cable", "trainer") for fault in faults if kind_of(fault) == kind]
+    kinds += [("trainer", fault) for fault in faults if fault in SLOW]
     kinds += [("buddy", fault) for fault in faults if fault in BUDDY]
     found = [("orch", kind, fault, position) for kind, fault in kinds for position in args.positions.split(",")]
     # torchrun has no checkpoints of its own, and its agents here no network of theirs

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.drill import node
 from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refusal, restarts_left, shots, victim
-from orchestrator.drill.node import flip_bit
 from orchestrator.drill.score import score
 from orchestrator.drill.trial import Trial, fill
 from orchestrator.errors import OrchError
@@ -87,6 +91,42 @@ def test_a_score_counts_what_did_not_go_on():
 def test_a_flipped_bit_is_one(tmp_path_factory, content, seed):
     folder = tmp_path_factory.mktemp("step-00000001")
     (folder / "rank-00000.safetensors").write_bytes(content)
-    path, _ = flip_bit(folder, random.Random(seed))
+    path, _ = node.flip_bit(folder, random.Random(seed))
     changed = int.from_bytes(path.read_bytes()) ^ int.from_bytes(content)
     assert changed.bit_count() == 1 and len(path.read_bytes()) == len(content)
+
+
+def test_a_full_disk_is_one_where_checkpoints_have_a_small_one_of_their_own(tmp_path):
+    """In a mount namespace of a child: nothing is full for anybody else."""
+    child = os.fork()
+    if child == 0:
+        os._exit(on_a_small_disk(tmp_path))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 77:
+        pytest.skip("needs the right to mount")
+    assert code == 0
+
+
+def on_a_small_disk(folder: Path) -> int:
+    libc, disk = ctypes.CDLL(None, use_errno=True), folder / "checkpoints"
+    disk.mkdir()
+    if node.is_small_disk(disk, folder):
+        return 1  # the run's own disk is nobody's to fill
+    private, new_namespace = 0x44000, 0x20000
+    if libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None):
+        return 77
+    if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", 0, b"size=1m"):
+        return 77
+    (disk / "before").write_bytes(b"x" * 100_000)
+    make_room = node.fill(disk)
+    try:
+        (disk / "save").write_bytes(b"x" * 8192)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return 3
+    make_room()
+    make_room()  # may be said twice
+    (disk / "save").write_bytes(b"x" * 500_000)
+    left = sorted(path.name for path in disk.iterdir())
+    return 0 if left == ["before", "save"] and node.is_small_disk(disk, folder) else 4
