@@ -215,6 +215,9 @@ def main() -> None:
                         found = orch_trial(runs, Path(home), kind, fault, position, (number * 0.37) % 1)
                     else:
                         found = torchrun_trial(Path(home), fault, position, FOR_S.get(fault, LASTS_S), LIMIT_S)
+                    if found is None:
+                        print(f"{number + 1:>3} {system:<9}{fault:<13}{position:<12}did not come to step", flush=True)
+                        continue
                     found |= row
                     found |= {"commit": commit.stdout.strip(), "machine": machine}
                     found["load"] = round(os.getloadavg()[0], 1)
