@@ -43,7 +43,14 @@ class Job:
                     argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
             if node == 1:
-                _listens(port)
+                self._wait(port)
+
+    def _wait(self, port: int) -> None:
+        try:
+            _listens(port)
+        except BaseException:  # told to end meanwhile
+            self.close()
+            raise
 
     def steps(self) -> list[dict]:
         try:

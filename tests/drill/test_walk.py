@@ -60,7 +60,7 @@ def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool =
     """
     request = from_bytes(folder.request.read_bytes())
     place, targets, draw = (
-        Range(folder, LocalBackend(), request, 300.0),
+        Range(folder, LocalBackend(), request, 600.0),
         LocalTargets(folder, request),
         random.Random(seed),
     )
@@ -139,11 +139,11 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     plans = {n: sized(n, **shape, micro_batch_size=batch // n, micro_batches=1) for n in range(8, 0, -1)}
     options = {"restart_lost_nodes_after_s": 90.0, "grow_after_s": 2.0}  # the walk down is faster
     folder = start(runs, plans, run_id=f"walk-{os.getpid()}-{time.time_ns()}", **options)
-    wait_for(lambda: ledger_of(folder).samples, 300, "first steps")
+    wait_for(lambda: ledger_of(folder).samples, 900, "first steps")
     walk(folder, seed=8, faults=20, pause_s=4.0, down=True)
-    wait_for(lambda: seats(folder) == 8, 600, "all nodes again")
+    wait_for(lambda: seats(folder) == 8, 900, "all nodes again")
     before = ledger_of(folder).samples
-    wait_for(lambda: ledger_of(folder).samples > before, 300, "a step")
+    wait_for(lambda: ledger_of(folder).samples > before, 900, "a step")
     assert cancel(folder).state == "cancelled"
     found = ledger_of(folder)
     assert found.problems == [] and uneven(found.entries, batch) == []
@@ -151,7 +151,7 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     # a name of its own: copies in memory are found by the run's name, and one that was killed leaves them behind
     whole = start(runs, {1: plans[1]}, run_id=f"whole-{os.getpid()}-{time.time_ns()}")
     last = found.entries[-1].step
-    wait_for(lambda: ledger_of(whole).samples >= found.samples, 1500, f"step {last} of the run that stays")
+    wait_for(lambda: ledger_of(whole).samples >= found.samples, 2400, f"step {last} of the run that stays")
     LocalBackend().cancel(whole, force=True)
     want, have = losses(whole), losses(folder)
     assert sorted(have) == list(range(1, last + 1))
