@@ -96,9 +96,10 @@ def by_orch(orch: Orch, words: list[str], count: int, queue: str | None, name: s
     }  # as where it is installed
     command = lambda: orch(*submission, *words, "--run-id", name, timeout=1800, env=env)  # noqa: E731
     bound, sent = timed(bed, f"orch.dev/run={name}", count, command)
-    job, split = bed.get("job", name), split_slices(orch.pods(name))
+    job, pods = bed.get("job", name), orch.pods(name)
     remove(bed, name, f"orch.dev/run={name}")
-    return job, {"orch_s": bound, "of_it_command_s": sent, "split_slices": split}
+    split = {"split_slices": split_slices(pods)} if queue else {}  # without it ranks go where their pods came
+    return job, {"orch_s": bound, "of_it_command_s": sent} | split
 
 
 def by_kubectl(bed: Bed, job: dict, name: str, count: int) -> dict[str, float]:
