@@ -145,13 +145,23 @@ async def gather(
 ) -> Go:  # fmt: skip
     """One pod's whole part. `settle`: what index 0 does with the members before it lets them go; returns the plan's
     hash."""
-    if own.index:
-        return await follow(own, host, port, run, key, timeout_s)
-    async with Leader(own, count, run, key, port) as leader:
-        members = await leader.members(timeout_s)
-        go = Go(members, settle(members))
-        leader.release(go)
-    return go
+    looks = asyncio.create_task(_look_up())
+    try:
+        if own.index:
+            return await follow(own, host, port, run, key, timeout_s)
+        async with Leader(own, count, run, key, port) as leader:
+            members = await leader.members(timeout_s)
+            go = Go(members, settle(members))
+            leader.release(go)
+        return go
+    finally:
+        looks.cancel()
+
+
+async def _look_up() -> None:
+    """A signal that comes between Python's last look and a long wait is acted upon when that ends: let none be long."""
+    while True:
+        await asyncio.sleep(1.0)
 
 
 def _some(names: list[str]) -> str:

@@ -112,7 +112,8 @@ def _leave(*_: object) -> None:
 
 
 def _last_word(code: int, text: str) -> None:
-    print(f"orch: leaving with {code}: {text}", flush=True)
+    # past sys.stdout: a notice may come while that is written to, and its buffer refuses to be entered twice
+    os.write(1, f"orch: leaving with {code}: {text}\n".encode())
     with contextlib.suppress(OSError):
         LAST_WORD.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
 

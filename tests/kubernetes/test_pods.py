@@ -189,9 +189,10 @@ def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
     import subprocess
     import sys
 
+    # short sleeps, as in `gather`: a signal between Python's last look and the start of a long one waits for its end
     script = (
         "import orchestrator.kubernetes.task as task, time, sys;"
-        "task._live = lambda *_: (print('waiting', flush=True), time.sleep(60));"
+        "task._live = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for _ in range(1200)]);"
         "task.read_pod = task.read_input = lambda *_: None;"
         "sys.exit(task.main())"
     )
