@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from orchestrator.plan.batch import computed, taken
+from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.schedules import Kind, schedule_of
 
 from .checkpoint.format import Piece
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def _replica(self) -> int:
-        return self.mesh.coord.dp * self.plan.parallel.ep + self.mesh.coord.ep
+        return replica_of(self.plan.parallel, self.mesh.coord)
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel

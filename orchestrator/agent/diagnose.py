@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from orchestrator.launch.request import Policy
 from orchestrator.plan import Plan
-from orchestrator.plan.batch import computed
+from orchestrator.plan.batch import computed, replica_of
 
 from .messages import Seen
 from .watch import is_frozen
@@ -92,8 +92,8 @@ def slow_nodes(plan: Plan, seen: Collection[Seen], least_ratio: float) -> dict[s
 def _of_the_most(plan: Plan, one: Seen) -> float:
     """A rank's own time as it would be with the most micro-batches that a replica computes: who takes more is not
     slow."""
-    par, coord = plan.parallel, plan.ranks[one.rank].coord
-    return one.usual_own_s * par.micro_batches / computed(par, coord.dp * par.ep + coord.ep)
+    par = plan.parallel
+    return one.usual_own_s * par.micro_batches / computed(par, replica_of(par, plan.ranks[one.rank].coord))
 
 
 def _verdict(kind: str, plan: Plan, one: Seen, seen: Collection[Seen], how: str) -> Verdict:

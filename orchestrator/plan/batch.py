@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .document import Parallel
+    from .document import Coord, Parallel
 
 
 _LISTED = 4  # replicas, one by one
@@ -21,6 +21,11 @@ def share(micro_batches: int, replicas: int) -> list[int]:
     """As equal as can be; the first replicas take one more where it does not divide."""
     each, more = divmod(micro_batches, replicas)
     return [each + (replica < more) for replica in range(replicas)]
+
+
+def replica_of(parallel: Parallel, coord: Coord) -> int:
+    """Which of the dp * ep replicas a rank belongs to (dp outermost)."""
+    return coord.dp * parallel.ep + coord.ep
 
 
 def taken(parallel: Parallel) -> list[int]:

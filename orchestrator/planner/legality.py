@@ -49,17 +49,17 @@ class Case(Struct, frozen=True, kw_only=True):
     @property
     def micro_batches(self) -> int:
         """Of a replica; the most, where they take unequal numbers."""
-        return self.unequal[0] if self.unequal else self.global_batch_samples // self._samples
+        return self.unequal[0] if self.unequal else self.global_batch_samples // self.samples_at_once
 
     @property
-    def _samples(self) -> int:
+    def samples_at_once(self) -> int:
         """Of one micro-batch on every replica."""
         return self.micro_batch_size * self.dp * self.ep
 
     @property
     def unequal(self) -> list[int]:
         """Micro-batches that each replica takes, where that is allowed and they do not divide; else empty."""
-        if not self.uneven or self.global_batch_samples % self._samples == 0:
+        if not self.uneven or self.global_batch_samples % self.samples_at_once == 0:
             return []
         return share(self.global_batch_samples // self.micro_batch_size, self.dp * self.ep)
 
@@ -190,7 +190,7 @@ def _positions(case: Case) -> str | None:
 
 
 def _batch(case: Case) -> str | None:
-    samples = case.micro_batch_size * case.dp * case.ep
+    samples = case.samples_at_once
     if case.uneven and case.global_batch_samples % case.micro_batch_size == 0 and case.global_batch_samples >= samples:
         return _unequal(case) if case.unequal else None
     if case.global_batch_samples % samples:

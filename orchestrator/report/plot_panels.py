@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.plan import Plan
+from orchestrator.plan.batch import replica_of
 from orchestrator.plan.schedules import Kind
 from orchestrator.planner.memory import accounts
 from orchestrator.planner.timeline import timeline
@@ -144,7 +145,7 @@ class Topology:
         result = {}
         for rank in self.plan.ranks:
             tint = 0.0 if par.pp == 1 else 0.55 * rank.coord.pp / (par.pp - 1)
-            replica = rank.coord.dp * par.ep + rank.coord.ep
+            replica = replica_of(par, rank.coord)
             result[index[rank.node], rank.gpu] = shade(REPLICA[replica % len(REPLICA)], tint)
         return result
 

@@ -153,7 +153,6 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     found = ledger_of(folder)
     assert found.problems == [] and uneven(found.entries, batch) == []
     assert set(sizes_seen(folder)) == set(range(1, 9)), "it went over all sizes"
-    # a name of its own: copies in memory are found by the run's name, and one that was killed leaves them behind
     whole = start(runs, {1: plans[1]}, run_id=f"whole-{os.getpid()}-{time.time_ns()}")
     last = found.entries[-1].step
     wait_for(lambda: ledger_of(whole).samples >= found.samples, 2400, f"step {last} of the run that stays")

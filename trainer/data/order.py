@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from orchestrator.plan.batch import firsts, taken
+from orchestrator.plan.batch import firsts, replica_of, taken
 from orchestrator.plan.document import BatchRamp, Coord, Parallel
 
 _ROUNDS = 6  # four are indistinguishable from random in theory (Luby & Rackoff 1988); two more for tiny domains
@@ -101,7 +101,7 @@ def samples_of_step(
     tp, cp or pp read the same samples. `micro_batches`: of this step, if not the plan's.
     """
     size, counts = parallel.micro_batch_size, _counts(parallel, micro_batches)
-    starts = (consumed + first * size for first in firsts(counts, coord.dp * parallel.ep + coord.ep))
+    starts = (consumed + first * size for first in firsts(counts, replica_of(parallel, coord)))
     return [list(range(start, start + size)) for start in starts]
 
 
