@@ -53,6 +53,7 @@ WORKERS = {"host": "stand-ins", "cable": "stand-ins", "trainer": "trainer", "bud
 FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
 LASTS_S, SLOW_S = 5.0, 20.0
 DISK = "size=256m"  # of the trainer's checkpoints
+WHOLE_S = 600.0  # until a run is whole, which is not measured: a busy machine imports torch for minutes
 BACK_S, TRAINER_BACK_S = 0.2, 5.0  # after which a lost node is there again, and, with the trainer, imports torch
 
 
@@ -90,7 +91,7 @@ class OrchRun:
 
     def trial(self, fault: str, position: str, pick: float) -> Trial:
         """In the whole run: all seats are taken, and where there are spares one stands by."""
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + WHOLE_S
         while not self._whole():
             if time.monotonic() > end:
                 raise OrchError(f"the run did not become whole again: {self.range.state().reason}")
