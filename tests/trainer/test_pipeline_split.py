@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.model.linear import Embedding, Linear
-from trainer.pipeline.split import WeightQueue, install, weight_grad
+from trainer.pipeline.split import WeightQueue, install
 
 
 def layers(bias: bool = True) -> nn.Sequential:
@@ -91,6 +91,12 @@ def test_an_op_that_something_else_replaced_is_refused():
         install([linear], WeightQueue())
 
 
-def test_weight_grad_sums_leading_dimensions():
-    x, grad = torch.randn(2, 3, 5), torch.randn(2, 3, 7)
-    torch.testing.assert_close(weight_grad(x, grad), torch.einsum("abi,abo->oi", x, grad))
+def test_a_weight_gradient_sums_leading_dimensions_and_adds_in_place():
+    linear, x, grad = Linear(5, 7, bias=False), torch.randn(2, 3, 5), torch.randn(2, 3, 7)
+    queue, whole = WeightQueue(), torch.einsum("abi,abo->oi", x, grad)
+    queue.work_off([(linear, x, grad)])
+    torch.testing.assert_close(linear.weight.grad, whole)
+    first = linear.weight.grad
+    queue.work_off([(linear, x, grad)])
+    assert linear.weight.grad is first  # it may be a bucket's view
+    torch.testing.assert_close(first, 2 * whole)

@@ -6,6 +6,7 @@ looks up and no softmax counts. Full logits exist nowhere (Shoeybi et al. 2019, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +39,46 @@ class VocabParallelLoss:
     """Sum of -log p(target) over valid tokens, from this rank's columns of the logits; equal on every tp rank.
 
     logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of columns that are not
-    padding. Without a group it is the plain loss, computed without keeping an fp32 copy of the logits.
+    padding.
     """
 
     def __init__(self, start: int, valid: int, group: dist.ProcessGroup | None, counter: CommCounter):
         self.start, self.valid, self.group, self.counter = start, valid, group, counter
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.group is None and self.valid == logits.shape[-1]:
+            return _WholeCrossEntropy.apply(logits, targets)
         return _CrossEntropy.apply(logits, targets, self.start, self.valid, self.group, self.counter)
+
+
+class _WholeCrossEntropy(torch.autograd.Function):
+    """The plain loss. torch's own keeps the log-softmax in fp32 from forward to backward; here the logits stay as they
+    are, and backward takes their softmax anew, in place of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        flat, goal = logits.flatten(0, -2), targets.flatten()
+        ctx.save_for_backward(logits, goal)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        parts = [
+            F.nll_loss(torch.log_softmax(rows, -1, dtype=wide), to, ignore_index=IGNORED, reduction="sum")
+            for rows, to in _parts(flat, goal)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """d/dlogits = softmax - onehot(target), for valid tokens; zero elsewhere."""
+        logits, goal = ctx.saved_tensors
+        flat, scale = logits.flatten(0, -2), ((goal != IGNORED) * grad)[:, None]
+        out = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+        for rows, there, factor, column in _parts(flat, out, scale, goal.clamp(min=0)[:, None]):
+            part = there if out.dtype == grad.dtype else torch.empty_like(there, dtype=grad.dtype)
+            torch.softmax(rows, -1, dtype=grad.dtype, out=part)
+            part.mul_(factor).scatter_add_(1, column, -factor)
+            if part is not there:
+                there.copy_(part)
+        return out.view(logits.shape), None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -105,5 +138,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _chunks(flat: Tensor) -> list[slice]:
     """Slices of rows that hold at most CHUNK elements each."""
-    step = max(1, CHUNK // max(1, flat.shape[1]))
+    step = _rows(flat)
     return [slice(first, first + step) for first in range(0, flat.shape[0], step)]
+
+
+def _parts(flat: Tensor, *others: Tensor) -> Iterable[Sequence[Tensor]]:
+    """`flat` and what has as many rows, cut into the rows of `_chunks`."""
+    step, all_ = _rows(flat), (flat, *others)
+    return [all_] if step >= flat.shape[0] else zip(*(one.split(step) for one in all_), strict=True)
+
+
+def _rows(flat: Tensor) -> int:
+    return max(1, CHUNK // max(1, flat.shape[1]))

@@ -47,22 +47,18 @@ class WeightQueue:
 
     @torch.no_grad()
     def work_off(self, notes: list[Note]) -> None:
-        """Compute the weight gradients, add each to its parameter, drop the activations one by one."""
+        """Compute the weight gradients, [out, in], summed over all leading dimensions of [..., in] and [..., out]; add
+        each to its parameter, drop the activations one by one."""
         notes.reverse()
         while notes:
             linear, x, grad = notes.pop()
-            weight = linear.weight
+            weight, factors = linear.weight, (grad.flatten(0, -2).T, x.flatten(0, -2))
             if weight.grad is None:
-                weight.grad = weight_grad(x, grad)
+                weight.grad = torch.mm(*factors)
             else:
-                weight.grad += weight_grad(x, grad)
+                weight.grad.addmm_(*factors)
             if self._on_grad is not None:
                 self._on_grad(weight)
-
-
-def weight_grad(x: Tensor, grad: Tensor) -> Tensor:
-    """[..., in], [..., out] -> [out, in]: summed over all leading dimensions."""
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 def install(stages: Iterable[nn.Module], queue: WeightQueue, compiled: bool = False) -> None:

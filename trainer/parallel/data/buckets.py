@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,8 @@ class FlatBucket:
         self.kind: Kind = layout.key
         self.owner = infos[0].owner
         self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
-        self.reduce_dtype, self.shapes = reduce_dtype, [param.shape for param in params]
+        self.reduce_dtype, self.shapes, self.members = reduce_dtype, [param.shape for param in params], params
+        self.direct = reduce_dtype == self.kind.dtype  # autograd itself can add to the gradient buffer
         for slot, param in zip(layout.slots, params, strict=True):
             view = self.params[slot.start : slot.stop].view(param.shape)
             view.copy_(param.detach())
@@ -138,8 +140,8 @@ class GradBuckets:
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._seat[param] = (number, position)
-        for param in self._seat:
-            param.register_post_accumulate_grad_hook(self.on_grad)
+        for param, seat in self._seat.items():
+            param.register_post_accumulate_grad_hook(partial(self._take, *seat))
 
     # ------------------------------------------------------------------------------------------- gradients
 
@@ -160,18 +162,25 @@ class GradBuckets:
             self._received[number] = [0] * len(bucket.infos)
 
     def on_grad(self, param: Tensor) -> None:
-        """Take `param.grad` into the bucket and clear it. Starts the reduction of every bucket that is now complete."""
-        number, position = self._seat[param]
+        """Take `param.grad` into the bucket. Starts the reduction of every bucket that is now complete.
+
+        From its first gradient on, a parameter's `grad` is its part of the bucket where the dtypes allow, so that what
+        comes next is added by whoever computes it; else it is cleared.
+        """
+        self._take(*self._seat[param], param)
+
+    def _take(self, number: int, position: int, param: Tensor) -> None:
         bucket, received = self.buckets[number], self._received[number]
         if number < self.launched:  # it would be lost, or change what is being sent
             name, count = bucket.infos[position].name, received[position]
             raise RuntimeError(f"{name} got gradient {count + 1} of this step after its bucket's reduction had started")
-        view = bucket.grad_views[position]
-        if received[position]:
-            view.add_(param.grad)
-        else:
-            view.copy_(param.grad)
-        param.grad = None
+        view, grad = bucket.grad_views[position], param.grad
+        if grad is not view:
+            if received[position]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            param.grad = view if bucket.direct else None
         received[position] += 1
         bucket.missing -= 1
         if not bucket.missing:
@@ -185,7 +194,8 @@ class GradBuckets:
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
         self.counter.subject = f"bucket {self.launched}"
-        for view, count in zip(bucket.grad_views, self._received[self.launched], strict=True):
+        for param, view, count in zip(bucket.members, bucket.grad_views, self._received[self.launched], strict=True):
+            param.grad = None
             if not count:  # not used in this step: zeros, so that the sum with ranks that do use it is right
                 view.zero_()
         if self.zero:

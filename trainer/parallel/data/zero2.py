@@ -40,10 +40,9 @@ class ShardedGradBuckets(GradBuckets):
             self._received[number] = [0] * len(bucket.infos)
 
     @torch.no_grad()
-    def on_grad(self, param: Tensor) -> None:
-        """Take `param.grad` into the bucket and clear it. A bucket leaves when every parameter has one at least: what
-        comes after (a weight used by two stages) leaves with the next micro-batch's, or in `finish`."""
-        number, position = self._seat[param]
+    def _take(self, number: int, position: int, param: Tensor) -> None:
+        """Clears `param.grad`. A bucket leaves when every parameter has one at least: what comes after (a weight used
+        by two stages) leaves with the next micro-batch's, or in `finish`."""
         bucket, received = self.buckets[number], self._received[number]
         if bucket.grads is None:
             bucket.open()
