@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import paused, read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
+from orchestrator.planner.elastic import legal_size
 from orchestrator.planner.replan import difference, replan
 from orchestrator.topology.fit import choose_nodes, fit
 from orchestrator.topology.slurm import from_addresses
@@ -120,7 +121,7 @@ def own_job(environ: Mapping[str, str]) -> str:
 def _planned(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
     """The plan as it was submitted, kept beside the one that is in force; of several sizes the largest that fits."""
     if sizes:
-        size = largest_size(sizes, given)
+        size = legal_size(sizes, given)
         if size is None:
             raise OrchError(f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}", Exit.CAPACITY)
         return load_plan(submitted_plan(folder, size))
@@ -143,11 +144,6 @@ def _elastic(folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequ
     write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
     agents = on_nodes(request, nodes)
     return structs.replace(request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size])
-
-
-def largest_size(sizes: Iterable[int], nodes: int) -> int | None:
-    """The largest legal size that `nodes` nodes can hold."""
-    return max((size for size in sizes if size <= nodes), default=None)
 
 
 def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Placement) -> None:
