@@ -53,7 +53,7 @@ class FakeAgent:
     async def hear(self):
         """The next message that is no heartbeat: (epoch, message), None at the end."""
         while True:
-            heard = await asyncio.wait_for(self.channel.receive(), 10)
+            heard = await asyncio.wait_for(self.channel.receive(), 60)
             if heard is None or not isinstance(heard[1], CoordinatorAlive):
                 return heard
 
@@ -95,7 +95,7 @@ class World:
         return agent
 
     async def end(self):
-        return await asyncio.wait_for(self.task, 10)
+        return await asyncio.wait_for(self.task, 60)
 
     def state(self) -> RunState:
         return read_state(self.folder)

@@ -86,7 +86,7 @@ def test_a_worker_whose_log_cannot_be_written_runs(tmp_path):
         workers = Workers(lambda *end: ended.set_result(end), lambda: None, lambda *_: None)
         try:
             workers.start(0, ["sh", "-c", "echo to nobody; exit 3"], {}, "/", "/dev/full", banner="--- hello\n")
-            assert await asyncio.wait_for(ended, 30) == (0, 3, False)
+            assert await asyncio.wait_for(ended, 120) == (0, 3, False)
         finally:
             workers.close()
 

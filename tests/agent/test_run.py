@@ -146,7 +146,7 @@ def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
     alive = processes(folder)
     for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not folder.is_alive(), 5)
+    wait_for(lambda: not folder.is_alive(), 60)
     assert read_state(folder).state in ("running", "restarting", "stopping")  # nobody could write any more
     state = true_state(folder, folder.is_alive())
     assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "supervisor_lost")
@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_whole_can_be_resumed(runs):
     wait_step(folder, 1)
     for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not folder.is_alive(), 5)
+    wait_for(lambda: not folder.is_alive(), 60)
     resume(folder)
     state = wait_end(folder)
     assert (state.state, state.epoch) == ("done", 1)

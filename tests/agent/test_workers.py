@@ -41,12 +41,12 @@ class Harness:
     def log(self, rank: int = 0):
         return self.tmp_path / f"rank-{rank}.log"
 
-    async def until_empty(self, timeout_s=15.0):
+    async def until_empty(self, timeout_s=60.0):
         await asyncio.wait_for(self.empty.wait(), timeout_s)
         self.empty.clear()
 
     async def until_logged(self, text: str, rank: int = 0):
-        for _ in range(1500):
+        for _ in range(6000):
             if self.log(rank).exists() and text in self.log(rank).read_text():
                 return
             await asyncio.sleep(0.01)

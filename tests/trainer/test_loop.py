@@ -303,7 +303,7 @@ def test_a_killed_peer_is_noticed_by_all_with_75(cache, tmp_path, victim):
     with running(plan, tmp_path) as workers:
         workers.until(0, 2)
         os.kill(workers.pids[victim], signal.SIGKILL)
-        codes = workers.wait(timeout=20)
+        codes = workers.wait(timeout=120)
     assert codes.pop(victim) == -signal.SIGKILL
     assert codes == [Exit.RESTART] * 7
 
