@@ -23,6 +23,7 @@ from .notice import Notice
 def main(argv: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser("python -m trainer", description="One worker of a training run.")
     parser.add_argument("--plan", help="path of plan.json (default: $ORCH_PLAN)")
+    parser.add_argument("--flush", action="store_true", help="do not train: save what the nodes' memories hold")
     args = parser.parse_args(argv)
     try:
         env = WorkerEnv.read(os.environ)
@@ -36,9 +37,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     code = Exit.DONE
     try:
         plan = load_plan(args.plan or env.plan)
-        from .train import train  # after the plan: a bad one is refused without a second of imports
+        if args.flush:
+            from .flush import flush_memory
 
-        train(plan, env, reporter, notice, pulse)
+            flush_memory(plan, env, reporter)
+        else:
+            from .train import train  # after the plan: a bad one is refused without a second of imports
+
+            train(plan, env, reporter, notice, pulse)
     except BaseException as error:
         code = _explain(error, env, reporter)
     pulse.stop()

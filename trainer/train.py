@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, claims_folder, memory_dir
+from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, memory_dir
 
 from . import messages
 from .check import check_env, check_peers
@@ -106,10 +106,8 @@ class Run:
         self.loader, self.reporter, self.notice = loader, reporter, notice
         torch.manual_seed(plan.job.train.seed)
         self.engine = Engine(plan, mesh, device, recipe)
-        claims = claims_folder(env.run_dir)
-        token = Fence(env.run_id, env.epoch, str(claims) if claims.is_dir() else "")
         folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), memory_dir(env.run_dir, env.node)
-        self.checkpoints = Checkpoints(folder, plan, token, env.rank, reporter, loader.store.index.key, memory)
+        self.checkpoints = Checkpoints(folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory)
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
         self.training = False  # the loop has begun

@@ -312,7 +312,8 @@ class Agent:
             self._read_plan()
         ours = sorted((rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == self._node)
         told = sorted((seat.rank, seat.gpu) for seat in assign.seats)
-        if assign.plan_hash != self._plan.hash or told != ours or assign.world_size != len(self._plan.ranks):
+        as_planned = assign.flush or (told == ours and assign.world_size == len(self._plan.ranks))
+        if assign.plan_hash != self._plan.hash or not as_planned:
             self._finish(
                 Exit.CONFIG, f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
             )
@@ -331,8 +332,10 @@ class Agent:
                 f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if self._log_starts[seat.rank] else ""
             )
             worker = self._request.worker
-            self._workers.start(seat.rank, worker.argv, variables, worker.cwd, path, banner)
-        self._recorder.event("workers_started", ranks=[seat.rank for seat in by_gpu])
+            argv = [*worker.argv, "--flush"] if assign.flush else worker.argv
+            self._workers.start(seat.rank, argv, variables, worker.cwd, path, banner)
+        what = "flush_started" if assign.flush else "workers_started"
+        self._recorder.event(what, ranks=[seat.rank for seat in by_gpu])
         if self._succession:
             self._succession.prepare(used_nodes(self._plan))
         self._channel.send(self._epoch, Started())

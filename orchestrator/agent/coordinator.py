@@ -1,9 +1,9 @@
 """The coordinator: one writer of epochs and of the run's state. It lives in the agent of the plan's first node.
 
 It is a class of its own with its own connection to every agent, that one included, so that it can be moved (`elastic`
-builds on it). The run is
-one straight line of code: gather the nodes, live epochs until the policy says that it is over, finish. What agents send
-comes in through one queue, so there is one order of events and no lock.
+builds on it). The run is one straight line of code: gather the nodes, live epochs until the policy says that it is
+over, save what only memories hold, finish. What agents send comes in through one queue, so there is one order of events
+and no lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 import msgspec
 
@@ -24,23 +25,11 @@ from . import policy
 from .blame import Past
 from .control import LONGEST_LINE
 from .diagnose import Verdict
-from .epoch import Epoch, some
+from .epoch import Epoch, assignment, some
+from .flush import Flush, is_due
 from .lookout import Lookout
 from .membership import Lost, Member, Membership, Unfit
-from .messages import (
-    AgentAlive,
-    Assign,
-    Done,
-    Examine,
-    Notice,
-    Prepare,
-    Ready,
-    Seat,
-    Started,
-    Stop,
-    Stopped,
-    WorkerExit,
-)
+from .messages import AgentAlive, Done, Examine, Notice, Prepare, Ready, Started, Stop, Stopped, WorkerExit
 from .recorder import Recorder
 from .run_record import NO_ROOM, RunRecord
 
@@ -104,6 +93,7 @@ class Coordinator:
                 if decision.again:
                     self._recorder.metrics.add("orch_restarts", 1, "failure" if decision.counted else "saved")
                 self._note_end(decision)
+            decision = await self._flushed(decision)
             await self._finish(decision)
             return decision
         except OSError as error:
@@ -116,6 +106,14 @@ class Coordinator:
             ticker.cancel()
             server.close()
             self._group.close()
+
+    async def _flushed(self, decision: policy.Decision) -> policy.Decision:
+        """The decision, with what became of the state that only the nodes' memories held."""
+        if not is_due(self._folder, self._plan, decision):
+            return decision
+        flush = Flush(self._plan, self._rules, self._group, self._record, self._next, self._note)
+        told = await flush.run()
+        return replace(decision, reason="; ".join(filter(None, (decision.reason, told))))
 
     def _note_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
         cause = decision.cause
@@ -232,18 +230,7 @@ class Coordinator:
         """Tell every node its slice of the rank map, and where rank 0 will listen."""
         first = self._group.members[self._plan.ranks[0].node]
         for index, node in enumerate(self._seats):
-            seats = [Seat(rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == node]
-            self._group.members[node].channel.send(
-                self.epoch,
-                Assign(
-                    plan_hash=self._plan.hash,
-                    seats=seats,
-                    node_rank=index,
-                    world_size=len(self._plan.ranks),
-                    master_address=first.join.address,
-                    master_port=first.ready.port,
-                ),
-            )
+            self._group.members[node].channel.send(self.epoch, assignment(self._plan, node, index, first))
 
     def _is_over(self, now: Epoch) -> bool:
         return not self._busy(now)

@@ -8,9 +8,12 @@ from msgspec import structs
 
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import Cause
+from orchestrator.plan import Plan
 
 from . import policy
 from .diagnose import Verdict
+from .membership import Member
+from .messages import Assign, Seat
 
 
 @dataclass
@@ -38,6 +41,18 @@ class Epoch:
         """The fault, with what its worker had said last."""
         end = next((end for end in self.ends if self.fault and end.rank == self.fault.rank), None)
         return structs.replace(self.fault, code=end.code, tail=list(end.tail)) if end else self.fault
+
+
+def assignment(plan: Plan, node: str, index: int, first: Member) -> Assign:
+    """A node's slice of the rank map, and where rank 0 will listen. `first`: the member of rank 0's node."""
+    return Assign(
+        plan_hash=plan.hash,
+        seats=[Seat(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
+        node_rank=index,
+        world_size=len(plan.ranks),
+        master_address=first.join.address,
+        master_port=first.ready.port,
+    )
 
 
 def some(nodes: list[str]) -> str:

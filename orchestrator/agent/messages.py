@@ -108,6 +108,7 @@ class Assign(_Message, tag="assign"):
     world_size: int
     master_address: str
     master_port: int
+    flush: bool = False  # no training: one process, the node's number its rank, saves what the node's memory holds
 
 
 class Stop(_Message, tag="stop"):

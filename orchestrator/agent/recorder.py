@@ -16,7 +16,12 @@ from .reports import JsonLines, parse, stamped
 from .watch import NodeWatch
 
 #: Events of this node that say what its time goes to from then on.
-_ENTERS = {"workers_started": "startup", "worker_ended": "rendezvous", "coordinator_lost": "rendezvous"}
+_ENTERS = {
+    "workers_started": "startup",
+    "flush_started": "checkpoint_stall",
+    "worker_ended": "rendezvous",
+    "coordinator_lost": "rendezvous",
+}
 _LONGEST_WORD = 500  # of what a worker says of its failure
 _MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
 
@@ -70,6 +75,8 @@ class Recorder:
                 self._failure[rank] = report
             self._events.write(stamped(line, at))
             self.metrics.on_event(report, at)
+            if report.name == "checkpoint_saved" and report.step is not None:
+                self.last_step.setdefault(rank, report.step)  # of a flush, which makes none
             if report.name == "stopping":  # steps are over, the last save follows
                 self.metrics.enter("checkpoint_stall")
         else:

@@ -209,6 +209,11 @@ class RunRecord:
             spent = {"restarts": decision.budget.used, "restarts_by_cause": dict(decision.budget.by_cause)}
             self.update(state="restarting", reason=decision.reason, **spent)
 
+    def end_flush(self, outcome: str) -> None:
+        """An epoch that only saved is over; no fault."""
+        self._last_epoch(ended_at=self._clock(), outcome=outcome)
+        self.update()
+
     def finish(self, decision: Decision) -> None:
         """The last word, and the report; the report first, since a reader of the last word looks for it."""
         self._nodes("ended")

@@ -146,6 +146,9 @@ def _pieces(
         for at, stall, of in facts.saves:
             if of == epoch and at > before:
                 yield Interval(max(before, at - stall), at, "checkpoint_stall")
+    for at, stall, of in facts.saves:
+        if of not in steps:  # an epoch that only saved what memories held
+            yield Interval(at - stall, at, "checkpoint_stall")
 
 
 # --------------------------------------------------------------------------------------------------------- faults

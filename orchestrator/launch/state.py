@@ -85,7 +85,9 @@ class EpochState(Frozen):
     started_at: float
     running_at: float | None = None
     ended_at: float | None = None
-    outcome: str | None = None  # done, restart, stopped, cancelled, failed
+    outcome: str | None = (
+        None  # done, restart, stopped, cancelled, failed; of a flush: saved, not saved, nothing to save
+    )
     counted: bool = False  # used up one of max_restarts
     cause: Cause | None = None
 

@@ -146,6 +146,18 @@ def test_a_fault_says_what_it_has_cost():
     assert found.seconds["hang"] == pytest.approx(2) and found.seconds["replay"] == pytest.approx(3)
 
 
+def test_an_epoch_that_only_saves_is_a_stall_and_no_fault():
+    cause = Cause(kind="node_lost", text="gone", epoch=0)
+    lives = [
+        Life(epoch=0, began=0.0, running=0.0, noticed=3.0, ended=3.0, cause=cause, outcome="failed"),
+        Life(epoch=1, began=4.0, ended=9.0, outcome="saved"),
+    ]
+    steps = [Step(0, n, float(n), 1.0) for n in (1, 2, 3)]
+    found = account(Facts(0.0, 10.0, lives, steps, saves=[(8.0, 3.0, 1)]), now=10.0)
+    assert found.seconds["checkpoint_stall"] == pytest.approx(3) and found.seconds["productive"] == pytest.approx(3)
+    assert [fault.epoch for fault in found.faults] == [0]
+
+
 def test_a_step_that_takes_far_longer_than_usual_hangs():
     life = Life(epoch=0, began=0.0, running=0.0)
     steps = [Step(0, 1, 1.0, 1.0), Step(0, 2, 2.0, 1.0), Step(0, 3, 3.0, 1.0), Step(0, 4, 33.0, 30.0)]

@@ -17,7 +17,7 @@ from orchestrator.launch.processes import descendants
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state
-from orchestrator.plan import Plan, load_plan
+from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
 from tests.launch.conftest import write_text
 from tests.launch.parcels import events, kill_runs, make_parcel, wait_end, wait_for
@@ -44,7 +44,7 @@ def staged(corpus, tmp_path, nodes: int) -> Plan:
 
 
 def start(tmp_path, run_id: str, sizes: dict[int, Plan], elastic: bool) -> RunFolder:
-    options = {"run_id": run_id, "command": (), "backend": {"grace_s": 30}}
+    options = {"run_id": run_id, "command": (), "backend": {"grace_s": 120}}
     largest = sizes[max(sizes)]
     parcel = make_parcel(largest, tmp_path / "runs", **options, sizes=sizes if elastic else {})
     LocalBackend().submit(parcel, os.environ)
@@ -78,6 +78,14 @@ def reached(folder: RunFolder, epoch: int, step: int) -> bool:
     return any(line["epoch"] >= epoch and line["step"] >= step for line in steps_of(folder))
 
 
+def kill_node(folder: RunFolder, node: str) -> None:
+    """As when the machine fails."""
+    agent = read_record(folder).agents[node]
+    for process in (*descendants(agent), agent):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def compare(folder: RunFolder, whole: dict[int, float]) -> None:
     """Every step was made with the loss of the undisturbed run, and no sample was left out or taken twice."""
     assert sorted(losses(folder)) == list(range(1, STEPS + 1))
@@ -97,10 +105,7 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_p
         state = read_state(broken)
         others = {node for node, one in state.nodes.items() if one.state == "running"} - {state.writer}
         victim = state.writer if epoch else others.pop()  # the coordinator's node the second time
-        agent = read_record(broken).agents[victim]
-        for process in (*descendants(agent), agent):  # as when the machine fails
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_node(broken, victim)
     state = wait_end(broken, 600)
     assert state.state == "done", (state.reason, broken.rank_log(0).read_text()[-2000:])
     assert [epoch.cause.kind for epoch in state.epochs[:2]] == ["node_lost", "coordinator_lost"]
@@ -112,6 +117,30 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_p
         assert event["step"] >= last - 1 and not event["fields"]["same_layout"], "one step is lost at most"
         assert event["fields"]["source"] == "memory" or event["step"] % EVERY == 0, event
     compare(broken, whole)
+
+
+def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memories_hold(tmp_path, corpus, whole):
+    """Of two stages the coordinator's node is lost. The other one alone is too few; it has both stages in its memory,
+    and the run that is resumed goes on from there and not from the last checkpoint."""
+    folder = start(tmp_path, "small", {2: staged(corpus, tmp_path, 2)}, elastic=True)
+    wait_for(lambda: reached(folder, 0, EVERY + 5), 400, f"step {EVERY + 5}")
+    kill_node(folder, read_state(folder).writer)
+    state = wait_end(folder, 400)
+    last = max(line["step"] for line in steps_of(folder))
+    assert (state.state, state.exit_code) == ("failed", Exit.CAPACITY), (state.reason, folder.rank_log(0).read_text())
+    (saved,) = [event for event in events(folder, "checkpoint_saved") if event["fields"].get("source") == "memory"]
+    assert saved["step"] >= last - 1 > EVERY, "one step is lost at most"
+    assert f"the state after step {saved['step']} was saved from the nodes' memories" in state.reason
+    assert state.epochs[-1].outcome == "saved"
+    intervals = json.loads(folder.report.read_text())["goodput"]["intervals"]
+    *_, (begin, end, _) = [one for one in intervals if one[2] == "checkpoint_stall"]
+    assert end - begin == pytest.approx(saved["fields"]["stall_s"], abs=0.01)
+    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    state = wait_end(folder, 600)
+    assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
+    (resumed,) = events(folder, "resumed")
+    assert (resumed["step"], resumed["fields"]["source"]) == (saved["step"], "disk")
+    compare(folder, whole)
 
 
 @pytest.mark.full  # test_walk.py makes two resumes with agents and a program of its own; here the real trainer

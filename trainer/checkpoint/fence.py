@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from orchestrator.plan.worker import newest_claim
+from orchestrator.plan.worker import WorkerEnv, claims_folder, newest_claim
 from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced
 
@@ -26,6 +26,12 @@ class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     run_id: str
     epoch: int
     claims: str = ""  # folder of an elastic run in which its epochs are claimed
+
+    @classmethod
+    def of(cls, env: WorkerEnv) -> Fence:
+        """The token of a worker's epoch."""
+        claims = claims_folder(env.run_dir)
+        return cls(env.run_id, env.epoch, str(claims) if claims.is_dir() else "")
 
 
 def claim(folder: Path, token: Fence) -> None:

@@ -197,21 +197,29 @@ def commit(
     target: Target, contents: Contents, answers: Iterable[Answer], keep_last: int, protected: int | None = None
 ) -> int:
     """Make the files that the ranks have written a checkpoint; bytes of all of them. Raises SaveError, Fenced."""
-    place, step = target.place(contents.step), contents.step
+    answers = list(answers)
+    problem = next((f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error), "")
+    manifest = manifest_of(target, contents, answers)
+    return publish(target, manifest, problem, keep_last, contents.read_back, protected)
+
+
+def publish(
+    target: Target, manifest: Manifest, problem: str, keep_last: int, read_back: bool, protected: int | None = None
+) -> int:
+    """Give the files that lie in the manifest's place its step's name, unless there was a `problem` or they do not hold
+    every element once; bytes of all of them. Raises SaveError, Fenced; then the place is gone."""
+    place, step = target.place(manifest.step), manifest.step
     try:
-        answers = list(answers)
-        failed = [f"rank {index}: {answer.error}" for index, answer in enumerate(answers) if answer.error]
-        if failed:
-            raise SaveError(f"checkpoint of step {step}: {failed[0]}")
-        manifest = manifest_of(target, contents, answers)
+        if problem:
+            raise SaveError(f"checkpoint of step {step}: {problem}")
         if problem := coverage_problem(manifest):
             raise SaveError(f"checkpoint of step {step} would be useless: {problem}")
-        _rename(target, place, manifest, contents.read_back)
+        _rename(target, place, manifest, read_back)
     except (TrainerError, OSError):
         shutil.rmtree(place, ignore_errors=True)
         fence.check(target.folder, target.token)  # a new owner that swept up meanwhile is the better explanation
         raise
-    prune(target.folder, keep_last, step if contents.read_back else protected)
+    prune(target.folder, keep_last, step if read_back else protected)
     return sum(record.bytes for record in manifest.files)
 
 

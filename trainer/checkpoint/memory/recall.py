@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -49,17 +50,34 @@ class Copy:
         return self.epoch, self.step
 
 
-class Recall:
-    """The copies that the nodes of a plan still hold. Every method is collective."""
+class Torn(NamedTuple):
+    """A copy of which files are gone."""
 
-    def __init__(self, plan: Plan, rank: int, run_id: str, memory: NodeMemory | None):
-        self.plan, self.rank, self.run_id, self.memory = plan, rank, run_id, memory
-        self.nodes = nodes_of(plan)
-        self.node_of = {rank: place.node for rank, place in enumerate(plan.ranks)}
-        self.leader_of = {rank: self.nodes[node][0] for rank, node in self.node_of.items()}
+    age: tuple[int, int]
+    text: str
+
+
+class Survey(NamedTuple):
+    """What the nodes hold together."""
+
+    whole: Copy | None  # the newest copy, by epoch and then step, of which every file is left
+    torn: Torn | None  # the newest of all, if it is not that one
+
+
+class Holdings:
+    """The copies that nodes hold. `nodes`: the ranks on each, ascending. Every method is collective."""
+
+    def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, run_id: str, memory: NodeMemory | None):
+        self.nodes, self.rank, self.run_id, self.memory = nodes, rank, run_id, memory
+        self.node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
+        self.leader_of = {rank: nodes[node][0] for rank, node in self.node_of.items()}
 
     def newest(self) -> Copy | None:
         """The copy of the newest epoch, and of that the newest step, that is whole."""
+        return self.survey().whole
+
+    def survey(self) -> Survey:
+        """The newest whole copy, and one that would be newer."""
         raw = messages.all_gather_bytes(msgspec.json.encode(self._held()))
         found: dict[tuple[int, int, str], dict[str, set[int]]] = {}
         about: dict[tuple[int, int, str], tuple[_Held, int]] = {}
@@ -69,12 +87,18 @@ class Recall:
                 about.setdefault(key, (one, rank))
                 for file in one.good:
                     found.setdefault(key, {}).setdefault(file, set()).add(self.leader_of[rank])
-        whole = [key for key, (one, _) in about.items() if len(found.get(key, {})) == one.files]
-        if not whole:
-            return None
-        one, source = about[max(whole)]
-        holders = {file: sorted(leaders) for file, leaders in found[max(whole)].items()}
-        return Copy(one.name, one.epoch, one.step, holders, self.leader_of[source])
+        whole = max((key for key, (one, _) in about.items() if len(found.get(key, {})) == one.files), default=None)
+        torn = None
+        if about and (newest := max(about)) != whole:
+            one, _ = about[newest]
+            missing = one.files - len(found.get(newest, {}))
+            text = f"of the copy of step {one.step} {missing} of {one.files} files are good on no node that is left"
+            torn = Torn(newest[:2], text)
+        if whole is None:
+            return Survey(None, torn)
+        one, source = about[whole]
+        holders = {file: sorted(leaders) for file, leaders in found[whole].items()}
+        return Survey(Copy(one.name, one.epoch, one.step, holders, self.leader_of[source]), torn)
 
     def _held(self) -> list[_Held]:
         """The ranks of a node share the hashing of its files."""
@@ -91,14 +115,22 @@ class Recall:
                 held.append(_Held(path.name, manifest.hash, manifest.epoch, manifest.step, len(manifest.files), good))
         return held
 
-    def _manifest(self, copy: Copy) -> Manifest:
+    def manifest(self, copy: Copy) -> Manifest:
         raw = (self.memory.folder / copy.name / MANIFEST).read_bytes() if self.rank == copy.source else b""
         return decode(messages.broadcast_bytes(raw, src=copy.source))
+
+
+class Recall(Holdings):
+    """The copies that the nodes of a plan still hold, for the ranks of that plan. Every method is collective."""
+
+    def __init__(self, plan: Plan, rank: int, run_id: str, memory: NodeMemory | None):
+        super().__init__(nodes_of(plan), rank, run_id, memory)
+        self.plan = plan
 
     def fetch(self, copy: Copy, pieces: Iterable[Piece]) -> Found:
         """The copy as this node has it, with all files that hold any of this rank's pieces, and its random state if it
         is on the layout that it was on. Raises CheckpointError on every rank if one of them cannot have them."""
-        manifest, place, problems = self._manifest(copy), None, []
+        manifest, place, problems = self.manifest(copy), None, []
         needed: set[str] = set()
         try:
             place = self._place(copy)

@@ -1,0 +1,98 @@
+"""Copies in memory made durable by what is left of a run: when too few nodes are there to train, they can still save.
+
+One process a node, whichever nodes those are: no rank, no model. The newest copy of which every file is left somewhere
+becomes a checkpoint like any other, under the epoch of the flush: same files, same hashes, same fence, same commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from msgspec import structs
+
+from trainer.errors import SaveError
+from trainer.metrics.report import Reporter
+
+from ..files import sha256_from_disk
+from ..format import FileRecord
+from ..load import newest_committed
+from ..save import Answer, Target, agree, begin, claim, gather, publish
+from .place import NodeMemory
+from .recall import Copy, Holdings
+
+_CHUNK = 16 << 20
+
+
+def flush(target: Target, world: int, memory: NodeMemory | None, keep_last: int, reporter: Reporter) -> int | None:
+    """Save the newest copy that is whole, if it is newer than all checkpoints; its step, None if there was no need.
+
+    Collective over `world` processes, one a node; `target.rank` is this one's number. The nodes' memory is given back
+    when what it held is on the disk. Raises SaveError, on every rank, where a copy is newer than the disk and cannot be
+    saved: files of it were on lost nodes alone, the disk is full. Raises Fenced.
+    """
+    start = time.perf_counter()
+    claim(target.folder, target.token, target.rank)
+    holdings = Holdings({str(one): [one] for one in range(world)}, target.rank, target.token.run_id, memory)
+    copy, torn = holdings.survey()
+    on_disk = newest_committed(target.folder, target.rank)
+    if copy is None or copy.age <= on_disk:
+        if torn is not None and torn.age > on_disk:
+            raise SaveError(torn.text)
+        if memory is not None and not any(memory.copies()):  # a spare's, which was made by looking
+            memory.remove()
+        return None
+    manifest = structs.replace(holdings.manifest(copy), epoch=target.token.epoch, created=time.time())
+    begin(target, copy.step)
+    source = memory.folder / copy.name if memory is not None else None
+    mine = [record for at, record in enumerate(manifest.files) if _carrier(copy, record, at) == target.rank]
+    problem = _write(source, target.place(copy.step), mine)
+    answers = gather(Answer(record=None, error=problem))
+
+    def commit() -> int:
+        failed = next((answer.error for answer in answers if answer.error), "")
+        return publish(target, manifest, failed, keep_last, read_back=True)
+
+    size = agree(target.rank, commit)
+    if memory is not None:
+        memory.remove()
+    if target.rank == 0:
+        seconds = time.perf_counter() - start
+        about = {"bytes": size, "seconds": seconds, "stall_s": seconds, "verified": True, "source": "memory"}
+        reporter.event("checkpoint_saved", copy.step, **about, folder=str(target.folder))
+    return copy.step
+
+
+def _carrier(copy: Copy, record: FileRecord, at: int) -> int:
+    """Of those who hold a file, who writes it: in turn, so that all nodes have about as much to do."""
+    holders = copy.holders[record.file]
+    return holders[at % len(holders)]
+
+
+def _write(source: Path | None, place: Path, records: list[FileRecord]) -> str:
+    """What went wrong."""
+    for record in records:
+        try:
+            _carry(source / record.file, place / record.file, record)
+        except SaveError as error:
+            return str(error)
+        except OSError as error:
+            return f"{record.file}: {error.strerror or error}"
+    return ""
+
+
+def _carry(source: Path, to: Path, record: FileRecord) -> None:
+    """One file from memory to the disk: durable, and read back, when this returns. Raises OSError, SaveError."""
+    digest = hashlib.sha256()
+    with source.open("rb") as read, to.open("xb") as write:
+        while chunk := read.read(_CHUNK):
+            write.write(chunk)
+            digest.update(chunk)
+        write.flush()
+        os.fsync(write.fileno())
+    if digest.hexdigest() != record.sha256:
+        raise SaveError(f"{record.file}: changed in memory while it was read")
+    if sha256_from_disk(to) != record.sha256:
+        raise SaveError(f"{record.file}: does not read back as it was written")
