@@ -49,8 +49,8 @@ TRAINER = ("bit_flip", "disk_full")  # faults that need real checkpoints
 SLOW = ("slow_worker",)  # also with the trainer, which tells its own compute time
 BUDDY = ("kill_worker", "kill_node")  # also with the trainer, which keeps each step in the memory of two nodes
 WORKERS = {"host": "stand-ins", "cable": "stand-ins", "trainer": "trainer", "buddy": "trainer, copies in memory"}
-#: seconds that a fault lasts: longer than silence is borne
-FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 3.0}
+#: seconds that a fault lasts: longer than silence is borne, and than it is from one save to the next
+FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 6.0}
 LASTS_S, SLOW_S = 5.0, 20.0
 DISK = "size=256m"  # of the trainer's checkpoints
 WHOLE_S = 600.0  # until a run is whole, which is not measured: a busy machine imports torch for minutes
