@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch.nn import Parameter
 
 from tests.plans import make_plan, tiny_model
+from tests.trainer.together import run_together, told
 from trainer.errors import LayoutError
 from trainer.metrics.comm import CommCounter
 from trainer.optim.clip import ROW, clip_coefficient, grad_norm, squared_norm
 from trainer.parallel.data.buckets import GradBuckets
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.params import ParamInfo, whole
-from trainer.verify.ranks import run_ranks
 
 F64 = torch.float64
 
@@ -164,6 +165,7 @@ def test_buckets_completed_out_of_order_wait_for_their_turn():
 
 # ------------------------------------------------------------------------------------------- over ranks
 
+PASSES, MODEL = 2, tiny_model(layers=6, kv_heads=2)
 SHAPES = {"w1": (40, 10), "norm": (17,), "wk": (24, 10), "b1": (9,), "w2": (10, 33), "embed.weight": (50, 4)}
 
 
@@ -240,15 +242,25 @@ def expected_grad(plan, rank: int, name: str, passes: int, step: int) -> torch.T
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 20])
 @pytest.mark.parametrize(
-    "degrees", [{"dp": 2}, {"dp": 3}, {"tp": 4}, {"tp": 2, "dp": 2}, {"pp": 3}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}]
+    ("world", "layouts"),
+    [
+        (2, [{"dp": 2}]),
+        (3, [{"dp": 3}, {"pp": 3}]),
+        (4, [{"tp": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}]),
+    ],
 )
-def test_sums_over_every_group(degrees, bucket_bytes, zero):
-    passes = 2
-    plan = make_plan(**degrees, model=tiny_model(layers=6, kv_heads=2))
-    found = run_ranks(rank_main, plan.parallel.world_size, plan, zero, bucket_bytes, passes)
+def test_sums_over_every_group(world, layouts):
+    cases = {
+        f"{degrees} zero{zero} {size} bytes": (make_plan(**degrees, model=MODEL), zero, size, PASSES)
+        for degrees, size, zero in product(layouts, (1, 4000, 1 << 20), (0, 1))
+    }
+    for case, found in run_together(rank_main, world, cases).items():
+        with told(case):
+            check_sums(cases[case][0], found)
+
+
+def check_sums(plan, found: list[dict]) -> None:
     for step in range(2):
         squares = 0.0
         for rank, result in enumerate(found):
@@ -256,7 +268,7 @@ def test_sums_over_every_group(degrees, bucket_bytes, zero):
             table = infos(coord, plan.parallel.tp, plan.parallel.pp)
             assert set(grads) == set(table)
             for name, grad in grads.items():
-                torch.testing.assert_close(grad, expected_grad(plan, rank, name, passes, step), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(grad, expected_grad(plan, rank, name, PASSES, step), rtol=1e-12, atol=1e-12)
                 if table[name].owner and (coord.dp, coord.cp) == (0, 0):
                     squares += float(grad.square().sum())
         for result in found:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.attention import attention
+from tests.trainer.together import run_together, told
 from trainer.metrics.comm import CommCounter
 from trainer.model.attention import SDPA
 from trainer.parallel.context import block
@@ -30,6 +34,15 @@ def inputs(kv_heads: int, packed: bool, dtype=torch.float64):
     # borders inside chunks, on chunk edges, and a document of one token
     documents = torch.tensor([[0] * 5 + [1] * 3 + [2] * 8, [0] + [1] * 12 + [2] * 3]) if packed else None
     return q, k, v, grad, documents
+
+
+@functools.cache
+def on_one_rank(kv_heads: int, packed: bool) -> dict[str, torch.Tensor]:
+    q, k, v, grad, documents = inputs(kv_heads, packed)
+    full = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attention(*full, documents)
+    out.backward(grad)
+    return {"out": out.detach(), **dict(zip("qkv", (t.grad for t in full), strict=True))}
 
 
 def core_of(method: str, rank: int, size: int, counter: CommCounter):
@@ -57,19 +70,18 @@ def joined(results: list[dict], key: str, method: str, size: int) -> torch.Tenso
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("method", METHODS)
-def test_equals_one_rank(method, size, kv_heads, packed):
-    q, k, v, grad, documents = inputs(kv_heads, packed)
-    full = [t.clone().requires_grad_() for t in (q, k, v)]
-    expected = attention(*full, documents)
-    expected.backward(grad)
-    results = run_ranks(one_rank, size, method, size, kv_heads, packed)
-    torch.testing.assert_close(joined(results, "out", method, size), expected.detach(), rtol=0, atol=1e-12)
-    for key, tensor in zip("qkv", full, strict=True):
-        torch.testing.assert_close(joined(results, key, method, size), tensor.grad, rtol=0, atol=1e-12)
+def test_every_method_equals_one_rank(size):
+    ways = list(product(METHODS, (4, 2, 1), (False, True)))
+    cases = {
+        f"{method}, {kv_heads} kv heads, packed {packed}": (method, size, kv_heads, packed)
+        for method, kv_heads, packed in ways
+    }
+    for case, results in run_together(one_rank, size, cases).items():
+        with told(case):
+            method, _, kv_heads, packed = cases[case]
+            for key, expected in on_one_rank(kv_heads, packed).items():
+                torch.testing.assert_close(joined(results, key, method, size), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.process
@@ -77,12 +89,12 @@ def test_equals_one_rank(method, size, kv_heads, packed):
 def test_bytes_sent_equal_the_formulas(size):
     """fp64; |k| = b * kv_heads * s/n * d elements of 8 bytes."""
     piece = BATCH * 2 * SEQ // size * DIM * 8
-    hops = {"zigzag": 2 * 2 * (size - 1) + 2 * size, "ring": 2 * 2 * (size - 1) + 2 * size}
-    for method, count in hops.items():
-        sent = {r["sent"] for r in run_ranks(one_rank, size, method, size, 2, False)}
-        assert sent == {count * piece}
-    gathered = {r["sent"] for r in run_ranks(one_rank, size, "allgather", size, 2, False)}
-    assert gathered == {6 * (size - 1) * piece}  # k and v: gathered twice, gradients scattered once
+    hops = 2 * 2 * (size - 1) + 2 * size
+    cases = {method: (method, size, 2, False) for method in ("zigzag", "ring", "allgather")}
+    found = run_together(one_rank, size, cases)
+    sent = {method: {result["sent"] for result in results} for method, results in found.items()}
+    assert sent["zigzag"] == sent["ring"] == {hops * piece}
+    assert sent["allgather"] == {6 * (size - 1) * piece}  # k and v: gathered twice, gradients scattered once
 
 
 def computed_pairs(rank: int, method: str, size: int, length: int) -> int:

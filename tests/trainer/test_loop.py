@@ -86,17 +86,38 @@ def worker_process(plan: Plan, run_dir: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize("layout", [ALONE, EIGHT], ids=["alone", "tp2_pp2_zero1"])
-def test_it_trains(cache, tmp_path, layout):
-    plan = changed(job(cache, steps=15, **layout), "optim", lr=2e-2, warmup_steps=3)
-    codes, workers = finish(plan, tmp_path)
-    assert codes == [0] * plan.parallel.world_size, workers.log(0)
-    losses = workers.losses()
-    assert list(losses) == list(range(1, 16))
-    assert losses[1] > 4.5 and min(losses[14], losses[15]) < losses[1] - 1.0
+def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(cache, tmp_path, layout):
+    plan = changed(job(cache, steps=8, every=3, **layout), "optim", lr=2e-2, warmup_steps=3)
+    codes, whole = finish(plan, tmp_path / "whole")
+    assert codes == [0] * plan.parallel.world_size, whole.log(0)
+    losses = whole.losses()
+    assert list(losses) == list(range(1, 9))
+    assert losses[1] > 4.5 and min(losses[7], losses[8]) < losses[1] - 1.0
     for rank in range(plan.parallel.world_size):
         for name in ("ranks_checked", "data_ready", "done"):
-            assert len(workers.events(name, rank)) == 1, f"rank {rank}: {name}"
-    assert [event.step for event in workers.events("checkpoint_saved")] == [15]
+            assert len(whole.events(name, rank)) == 1, f"rank {rank}: {name}"
+    assert [event.step for event in whole.events("checkpoint_saved")] == [3, 6, 8]
+    if layout is EIGHT:  # same seed, same samples, so the same losses as one process up to rounding
+        same = changed(job(cache, steps=8, micro_batches=4), "optim", lr=2e-2, warmup_steps=3)
+        _, one = finish(same, tmp_path / "one")
+        assert list(one.losses().values())[:4] == pytest.approx(list(losses.values())[:4], rel=1e-4)
+
+    last = plan.parallel.world_size - 1
+    with running(plan, tmp_path / "cut") as workers:
+        workers.until(0, "checkpoint_saved")
+        workers.until(last, 4)
+        os.kill(workers.pids[last], signal.SIGKILL)
+        codes = workers.wait()
+        assert codes[last] == -signal.SIGKILL and set(codes[:last]) <= {Exit.RESTART}
+        for rank in range(last):
+            assert "a peer is gone or silent" in workers.log(rank)
+    codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
+    assert codes == [0] * len(codes), resumed.log(0)
+    (event,) = resumed.events("resumed")
+    assert event.step in (3, 6) and event.fields["samples"] == event.step * plan.parallel.global_batch_samples
+    assert {step: losses[step] for step in resumed.losses()} == resumed.losses()
+    assert max(resumed.losses()) == 8
+    assert_same_state(saved_state(tmp_path / "whole", plan, 8), saved_state(tmp_path / "cut", plan, 8))
 
 
 def test_a_step_report_says_what_the_step_did(cache, tmp_path):
@@ -129,38 +150,7 @@ def test_a_pipeline_reports_its_bubble(cache, tmp_path):
     assert alone.steps()[0].bubble_ratio is None
 
 
-def test_layouts_see_the_same_data_and_the_same_losses(cache, tmp_path):
-    """Eight ranks and one: same seed, same samples, so the same loss curve up to rounding."""
-    model = tiny_model(tied_embeddings=True)
-    _, one = finish(job(cache, steps=4, model=model, micro_batches=4), tmp_path / "one")
-    _, eight = finish(job(cache, steps=4, model=model, micro_batches=2, **EIGHT), tmp_path / "eight")
-    assert list(one.losses().values()) == pytest.approx(list(eight.losses().values()), rel=1e-4)
-
-
 # ---------------------------------------------------------------------------------------------- resuming
-
-
-@pytest.mark.parametrize("layout", [ALONE, EIGHT], ids=["alone", "tp2_pp2_zero1"])
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(cache, tmp_path, layout):
-    plan = job(cache, steps=8, every=3, **layout)
-    codes, whole = finish(plan, tmp_path / "whole")
-    assert codes == [0] * len(codes)
-    last = plan.parallel.world_size - 1
-    with running(plan, tmp_path / "cut") as workers:
-        workers.until(0, "checkpoint_saved")
-        workers.until(last, 4)
-        os.kill(workers.pids[last], signal.SIGKILL)
-        codes = workers.wait()
-        assert codes[last] == -signal.SIGKILL and set(codes[:last]) <= {Exit.RESTART}
-        for rank in range(last):
-            assert "a peer is gone or silent" in workers.log(rank)
-    codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
-    assert codes == [0] * len(codes), resumed.log(0)
-    (event,) = resumed.events("resumed")
-    assert event.step in (3, 6) and event.fields["samples"] == event.step * plan.parallel.global_batch_samples
-    assert {step: whole.losses()[step] for step in resumed.losses()} == resumed.losses()
-    assert max(resumed.losses()) == 8
-    assert_same_state(saved_state(tmp_path / "whole", plan, 8), saved_state(tmp_path / "cut", plan, 8))
 
 
 def test_bf16_resumes_to_the_bit_from_the_fp32_master(cache, tmp_path):
@@ -297,13 +287,13 @@ def test_a_notice_during_the_imports_is_honoured(cache, tmp_path):
         assert "SIGTERM before the first step: nothing to save yet" in text
 
 
-@pytest.mark.parametrize("victim", [0, 5])
+@pytest.mark.parametrize("victim", [0, pytest.param(5, marks=pytest.mark.full)])  # the last one: above
 def test_a_killed_peer_is_noticed_by_all_with_75(cache, tmp_path, victim):
     plan = job(cache, steps=10_000, **EIGHT)
     with running(plan, tmp_path) as workers:
         workers.until(0, 2)
         os.kill(workers.pids[victim], signal.SIGKILL)
-        codes = workers.wait(timeout=120)
+        codes = workers.wait()
     assert codes.pop(victim) == -signal.SIGKILL
     assert codes == [Exit.RESTART] * 7
 

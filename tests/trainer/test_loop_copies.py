@@ -16,7 +16,7 @@ from tests.trainer.workers import Workers, running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-STEPS = 14
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, 
     for epoch, (plan, lost) in enumerate(zip(plans, ["node0", "node1"], strict=True)):
         with running(plan, run, epoch) as workers:
             for rank in range(4):
-                workers.until(rank, done + 4)
+                workers.until(rank, done + 3)
             if epoch:
                 check_resumed(workers, done)
             done = lose(workers, lost)

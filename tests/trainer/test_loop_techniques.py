@@ -45,7 +45,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+#: Attention and recomputation are proven elsewhere; here it is the whole worker, with what else it runs.
+FULL = {"cp2 ulysses selective"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.full] if one in FULL else []) for one in LAYOUTS]
+)
 def test_losses_are_those_of_one_process(cache, alone, tmp_path, name):
     codes, workers = finish(job(cache, **LAYOUTS[name]), tmp_path)
     assert codes == [0, 0], workers.log(0)

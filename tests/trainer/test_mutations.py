@@ -23,8 +23,16 @@ def verdicts(cells: list[Cell], together: int = 1) -> list[Verdict]:
     return list(judge(cells, ["fp64"], together))
 
 
-#: `make test` takes two of three, so of every kind.
-CASES = [pytest.param(one, marks=[pytest.mark.full] if at % 3 == 2 else []) for at, one in enumerate(MUTATIONS)]
+#: The field's recurring bugs: always here.
+ALWAYS = (
+    *("stale bucket", "sequence parallel: norm weights", "wrong ring order", "the last micro-batch is dropped"),
+    "mean of means over micro-batches",
+)
+#: `make test` takes those and every second one, so some of every kind.
+CASES = [
+    pytest.param(one, marks=[pytest.mark.full] if at % 2 and not one.name.startswith(ALWAYS) else [])
+    for at, one in enumerate(MUTATIONS)
+]
 
 
 @pytest.mark.process

@@ -17,9 +17,9 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
 from tests.plans import make_plan, tiny_model
 from tests.reference import single
-from trainer.optim.precision import FP64, recipe
+from tests.trainer.together import run_together, told
+from trainer.optim.precision import FP64, Recipe, recipe
 from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
-from trainer.verify.ranks import run_ranks
 
 #: 257 tokens: no tp divides them. Every layer kind appears in some case.
 GQA = tiny_model()
@@ -104,27 +104,45 @@ IN_FP32 = (
 )  # fmt: skip
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [pytest.param(case, torch.float64, id=f"{case}-fp64") for case in CASES]
-    + [
-        pytest.param(case, torch.float32, id=f"{case}-fp32", marks=[] if case in IN_FP32 else [pytest.mark.full])
-        for case in CASES
-    ],
-)
-def test_layout_equals_one_process(case, dtype):
-    plan = parity_plan(dtype, **{"model": GQA, **CASES[case]})
+def case_of(name: str, dtype: torch.dtype) -> tuple[Plan, Recipe, list[single.Outcome]]:
+    plan = parity_plan(dtype, **{"model": GQA, **CASES[name]})
     use = FP64 if dtype == torch.float64 else recipe(plan.job.train)
-    expected = reference(msgspec.json.encode(plan.model), plan.parallel.global_batch_samples, dtype)
-    answers = run_ranks(run_rank, plan.parallel.world_size, plan, use, expected)
-    names = set().union(*answers)
-    for name in expected[0].grads:
-        assert {f"grad {name}", f"weight {name}"} <= names, "some rank must hold every parameter"
-    assert {"loss", "norm"} <= names
-    bad = [(error, rank, what) for rank, worst in enumerate(answers) for what, error in worst.items()]
-    bad = [entry for entry in bad if not entry[0] <= LIMIT[dtype]]
-    assert bad == [], "\n".join(f"{e:.2e} rank {r} {w}" for e, r, w in sorted(bad, reverse=True)[:6])
+    return plan, use, reference(msgspec.json.encode(plan.model), plan.parallel.global_batch_samples, dtype)
+
+
+def world_of(name: str) -> int:
+    return make_plan(**CASES[name]).parallel.world_size
+
+
+def launches() -> list:
+    """Precision, ranks, and the cases that have so many of them."""
+    kinds = {
+        "fp64": (torch.float64, list(CASES), []),
+        "fp32": (torch.float32, IN_FP32, []),
+        "the others in fp32": (torch.float32, [name for name in CASES if name not in IN_FP32], [pytest.mark.full]),
+    }
+    return [
+        pytest.param(
+            dtype, world, [name for name in names if world_of(name) == world], id=f"{kind}-{world}", marks=marks
+        )
+        for kind, (dtype, names, marks) in kinds.items()
+        for world in sorted({world_of(name) for name in names})
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("dtype", "world", "names"), launches())
+def test_layouts_equal_one_process(dtype, world, names):
+    cases = {name: case_of(name, dtype) for name in names}
+    for case, answers in run_together(run_rank, world, cases).items():
+        with told(case):
+            found, expected = set().union(*answers), cases[case][2]
+            for name in expected[0].grads:
+                assert {f"grad {name}", f"weight {name}"} <= found, "some rank must hold every parameter"
+            assert {"loss", "norm"} <= found
+            bad = [(error, rank, what) for rank, worst in enumerate(answers) for what, error in worst.items()]
+            bad = [entry for entry in bad if not entry[0] <= LIMIT[dtype]]
+            assert bad == [], "\n".join(f"{e:.2e} rank {r} {w}" for e, r, w in sorted(bad, reverse=True)[:6])
 
 
 def test_the_comparison_notices_a_gradient_that_is_wrong_by_a_millionth():

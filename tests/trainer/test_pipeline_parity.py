@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import msgspec
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from orchestrator.plan.schedules import build as build_schedule
 from tests.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
+from tests.trainer.together import run_together, told
 from trainer.metrics.comm import CommCounter
 from trainer.parallel.apply import build
 from trainer.parallel.data.buckets import GradBuckets
@@ -21,6 +24,7 @@ from trainer.verify.ranks import run_ranks
 pytestmark = pytest.mark.process
 
 B, S = 2, 8
+KINDS = {"llama": LLAMA, "gpt": GPT}
 
 
 def data(plan):
@@ -82,9 +86,24 @@ def pipeline_rank(rank, plan, dtype, steps=1, prepare=None):
 
 def compare(plan, dtype=torch.float64, tolerance=1e-10, steps=1, prepare=None):
     """Run the plan's ranks; loss, every gradient, and the order of work must be those of one process and the plan."""
+    return check(
+        plan, run_ranks(pipeline_rank, plan.parallel.world_size, plan, dtype, steps, prepare), dtype, tolerance
+    )
+
+
+def compare_all(plans, dtype=torch.float64, tolerance=1e-10):
+    """The same for several plans by name, on equally many ranks."""
+    (world,) = {plan.parallel.world_size for plan in plans.values()}
+    for name, found in run_together(
+        pipeline_rank, world, {name: (plan, dtype) for name, plan in plans.items()}
+    ).items():
+        with told(name):
+            check(plans[name], found, dtype, tolerance)
+
+
+def check(plan, found, dtype, tolerance):
     par, seen = plan.parallel, set()
     expected = one_process(plan, dtype)
-    found = run_ranks(pipeline_rank, par.world_size, plan, dtype, steps, prepare)
     largest = max(grad.abs().max() for grad in expected["grads"].values())
     schedule = build_schedule(par.schedule, par.pp, par.micro_batches, par.vpp)
     for rank, result in enumerate(found):
@@ -123,36 +142,33 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "pp", "vpp", "many"), CASES)
-def test_schedule_equals_one_process(name, pp, vpp, many):
-    compare(plan_of(name, pp, vpp, many))
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_schedules_equal_one_process(pp):
+    compare_all({f"{name} vpp{case[1]} m{case[2]}": plan_of(name, *case) for name, *case in CASES if case[0] == pp})
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_fp32(name):
-    compare(plan_of(name, 2), torch.float32, 1e-5)
+def test_fp32():
+    compare_all({name: plan_of(name, 2) for name in ("1f1b", "zb_h1")}, torch.float32, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "vpp"), [("1f1b", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("zb_h2", 2, 1)]
-)
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_tied_embeddings(name, pp, vpp, kind):
+@pytest.mark.parametrize(("pp", "schedules"), [(2, {"1f1b": 1, "interleaved": 2, "zb_h2": 1}), (4, {"1f1b": 1})])
+def test_tied_embeddings(pp, schedules):
     """First and last stage hold a copy each; the gradient is the sum of the lookup's and the head's."""
-    model = small(layers=4, tied_embeddings=True, **{"llama": LLAMA, "gpt": GPT}[kind])
-    compare(plan_of(name, pp, vpp, model=model))
+    models = {kind: small(layers=4, tied_embeddings=True, **shape) for kind, shape in KINDS.items()}
+    ways = product(schedules.items(), models.items())
+    compare_all({f"{name}, {kind}": plan_of(name, pp, vpp, model=model) for (name, vpp), (kind, model) in ways})
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_tied_on_one_rank(name):
+def test_tied_on_one_rank():
     """Head and lookup share one parameter here: its gradient must arrive once a micro-batch, not in two parts."""
-    compare(plan_of(name, 1, model=small(tied_embeddings=True, **GPT)))
+    compare_all({name: plan_of(name, 1, model=small(tied_embeddings=True, **GPT)) for name in ("1f1b", "zb_h1")})
 
 
 def test_uneven_stages():
     """Sizes as unequal as they get: a stage of embedding only, one that hands its input on, one with all the rest."""
-    compare(plan_of("1f1b", 4, stage_layers=[0, 3, 0, 1], model=small(layers=4, **GPT)))
-    compare(plan_of("zb_h1", 4, stage_layers=[3, 0, 1, 0], model=small(layers=4, **GPT)))
+    model = small(layers=4, **GPT)
+    stages = {"1f1b": [0, 3, 0, 1], "zb_h1": [3, 0, 1, 0]}
+    compare_all({name: plan_of(name, 4, stage_layers=layers, model=model) for name, layers in stages.items()})
 
 
 def test_several_steps_give_the_same_again():
@@ -162,12 +178,13 @@ def test_several_steps_give_the_same_again():
 TP = [("1f1b", 1, False), ("1f1b", 1, True), ("interleaved", 2, True), ("zb_h1", 1, False), ("zbv", 2, True)]
 
 
-@pytest.mark.parametrize(("name", "vpp", "sp"), TP)
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_with_tensor_and_sequence_parallelism(name, vpp, sp, kind):
+def test_with_tensor_and_sequence_parallelism():
     """Transfers of sequence shards; split weight gradients of column and row slices."""
-    model = small(layers=4, **{"llama": LLAMA | GQA, "gpt": GPT}[kind])
-    compare(plan_of(name, 2, vpp, tp=2, sp=sp, model=model))
+    models = {"llama": small(layers=4, **(LLAMA | GQA)), "gpt": small(layers=4, **GPT)}
+    ways = product(TP, models.items())
+    compare_all(
+        {f"{way}, {kind}": plan_of(way[0], 2, way[1], tp=2, sp=way[2], model=model) for way, (kind, model) in ways}
+    )
 
 
 def test_recompute_under_split_backward():

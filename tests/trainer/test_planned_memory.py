@@ -12,12 +12,12 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.planner import memory
 from tests.plans import make_plan, tiny_model
+from tests.trainer.together import run_together, told
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
 from trainer.optim.precision import recipe
 from trainer.parallel.mesh import Mesh
-from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
 LLAMA = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 160, "vocab": 512, "layers": 4}
@@ -106,11 +106,20 @@ def _padding(engine: Engine) -> int:
     return whole - sum(param.numel() for _, param, _ in engine.part.parameters())
 
 
-def rows(layout: dict) -> list[tuple[dict[str, int], dict[str, int], int]]:
+Row = tuple[dict[str, int], dict[str, int], int]
+
+
+def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
+    """Of each layout, on equally many ranks, the rows."""
+    plans = {name: plan_of(layout) for name, layout in layouts.items()}
+    (world,) = {plan.parallel.world_size for plan in plans.values()}
+    found = run_together(measured, world, {name: (plan,) for name, plan in plans.items()})
+    return {name: rows(plan, found[name]) for name, plan in plans.items()}
+
+
+def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     """Of each pipeline stage: planned, measured on its fullest rank, elements of padding."""
-    plan = plan_of(layout)
     accounts = memory.accounts(plan.cluster, plan.model, plan.parallel, plan.job.train)
-    ranks = run_ranks(measured, plan.parallel.world_size, plan, timeout=120)
     result = []
     for stage, account in enumerate(accounts):
         mine = [one for one in ranks if one["pp"] == stage]
@@ -119,30 +128,37 @@ def rows(layout: dict) -> list[tuple[dict[str, int], dict[str, int], int]]:
     return result
 
 
-def check(layout: dict) -> None:
-    for planned, held, padding in rows(layout):
-        padded = {"params": 4 * padding, "grads": 4 * padding, "optimizer": 8 * padding}  # fp32: the only padded cases
-        assert {name: held[name] - planned[name] for name in STATES} == padded
-        assert planned["activations"] == pytest.approx(held["activations"], rel=0.05)
+def launches() -> list:
+    """The layouts by how many ranks they have; those for `make verify` and the long ones apart."""
+    kinds = {
+        "quick": (list(QUICK), []),
+        "more": ([name for name in MORE if name not in FULL], [pytest.mark.slow]),
+        "full": (sorted(FULL), [pytest.mark.slow, pytest.mark.full]),
+    }
+    layouts, found = QUICK | MORE, {}
+    for kind, (names, marks) in kinds.items():
+        for name in names:
+            world = plan_of(layouts[name]).parallel.world_size
+            found.setdefault((kind, world), (marks, {}))[1][name] = layouts[name]
+    return [pytest.param(these, id=f"{kind}-{world}", marks=marks) for (kind, world), (marks, these) in found.items()]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", QUICK)
-def test_planned_is_measured(name):
-    check(QUICK[name])
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.full] if one in FULL else []) for one in MORE])
-def test_planned_is_measured_for_more(name):
-    check(MORE[name])
+@pytest.mark.parametrize("layouts", launches())
+def test_planned_is_measured(layouts):
+    for name, found in measure(layouts).items():
+        for planned, held, padding in found:
+            with told(name):
+                # fp32: the only padded cases
+                padded = {"params": 4 * padding, "grads": 4 * padding, "optimizer": 8 * padding}
+                assert {one: held[one] - planned[one] for one in STATES} == padded
+                assert planned["activations"] == pytest.approx(held["activations"], rel=0.05)
 
 
 def main() -> None:
     print(f"{'layout':<28}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}")
     for name, layout in (QUICK | MORE).items():
-        for stage, (planned, held, padding) in enumerate(rows(layout)):
+        for stage, (planned, held, padding) in enumerate(measure({name: layout})[name]):
             states = sum(held[one] for one in STATES) - 16 * padding
             off = planned["activations"] / held["activations"] - 1
             equal = "equal" if states == sum(planned[one] for one in STATES) else "NOT EQUAL"

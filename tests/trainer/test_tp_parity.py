@@ -7,6 +7,7 @@ import torch
 
 from tests.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, MHA, MQA, batch, small
+from tests.trainer.together import run_together, told
 from trainer.metrics.comm import CommCounter, all_reduce
 from trainer.parallel.apply import build
 from trainer.parallel.mesh import Mesh
@@ -96,41 +97,28 @@ def check(found, plan, dtype, tolerance, documents=False, expected=None):
             assert error <= tolerance, f"rank {rank} {name}: relative error {error:.1e}"
 
 
-@pytest.fixture(scope="module")
-def all_cases():
-    """Results of every case by its id: one launch of ranks for each tp, not one a case."""
-    results, alone = {}, {}
-    for tp in (2, 4):
-        plans = {
-            name: plan_of(small(**KINDS[kind], **HEADS[heads], tied_embeddings=tied), tp, sp)
-            for name, (kind, heads, degree, sp, tied) in zip(IDS, CASES, strict=True)
-            if degree == tp
-        }
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_case_equals_one_process_in_float64(tp):
+    plans = {
+        name: plan_of(small(**KINDS[kind], **HEADS[heads], tied_embeddings=tied), tp, sp)
+        for name, (kind, heads, degree, sp, tied) in zip(IDS, CASES, strict=True)
+        if degree == tp
+    }
+    alone, meshes = {}, {}  # of the ranks; which of them share a key/value head is all that differs
 
-        def work(rank, plans):
-            meshes = {}  # which ranks share a key/value head is all that differs
-            found = {}
-            for name, plan in plans.items():
-                key = plan.model.kv_heads
-                if key not in meshes:
-                    meshes[key] = Mesh.from_plan(plan, rank)
-                found[name] = train_step(plan, meshes[key], torch.float64)[1]
-            return found
+    def work(rank, plan):
+        key = plan.model.kv_heads
+        if key not in meshes:
+            meshes[key] = Mesh.from_plan(plan, rank)
+        return train_step(plan, meshes[key], torch.float64)[1]
 
-        found = run_ranks(work, tp, plans)
-        for name, plan in plans.items():
-            model = plan.model
-            key = (model.norm, model.kv_heads, model.tied_embeddings)
-            if key not in alone:
-                alone[key] = one_process(model, torch.float64)
-            results[name] = plan, [result[name] for result in found], alone[key]
-    return results
-
-
-@pytest.mark.parametrize("case", IDS)
-def test_equals_one_process_in_float64(case, all_cases):
-    plan, found, expected = all_cases[case]
-    check(found, plan, torch.float64, 1e-10, expected=expected)
+    for name, found in run_together(work, tp, {name: (plan,) for name, plan in plans.items()}).items():
+        model = plans[name].model
+        key = (model.norm, model.kv_heads, model.tied_embeddings)
+        if key not in alone:
+            alone[key] = one_process(model, torch.float64)
+        with told(name):
+            check(found, plans[name], torch.float64, 1e-10, expected=alone[key])
 
 
 @pytest.mark.parametrize("sp", [False, True])

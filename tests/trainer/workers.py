@@ -23,6 +23,9 @@ from trainer.__main__ import main
 from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
 from trainer.verify.huge_pages import collapse
 
+#: Every wait looks for its condition: on a busy machine nothing but time is lost.
+PATIENCE_S = 300.0
+
 
 def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:
     place = plan.ranks[rank]
@@ -77,7 +80,7 @@ class Workers:
     def log_of(self, rank: int) -> Path:
         return self.run_dir / f"rank-{rank}.e{self.epoch}.log"
 
-    def wait(self, timeout: float = 60.0) -> list[int]:
+    def wait(self, timeout: float = PATIENCE_S) -> list[int]:
         """Exit codes by rank, negative for signals. Kills what is left at the end of the time, and fails."""
         deadline = time.monotonic() + timeout
         while len(self.codes) < len(self.pids) and time.monotonic() < deadline:
@@ -100,7 +103,7 @@ class Workers:
                     os.kill(pid, signal.SIGKILL)
                     self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    def until(self, rank: int, seen: str | int, timeout: float = 60.0) -> None:
+    def until(self, rank: int, seen: str | int, timeout: float = PATIENCE_S) -> None:
         """Wait until `rank` has reported the event named `seen`, or step number `seen`."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and rank not in self.codes:
