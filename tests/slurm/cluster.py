@@ -193,7 +193,7 @@ class Cluster:
             if time.monotonic() > end:
                 tail = self.log_tail(log) if log else ""
                 raise ClusterError(f"no {what} within {BUSY * seconds:.0f} s\n{tail}")
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def log_tail(self, log: str, lines: int = 20) -> str:
         path = self.home / "log" / log

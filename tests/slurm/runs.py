@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 #: Every wait looks for its condition, so on a busy machine nothing but time is lost.
 PATIENCE_S = 300
+#: Between two questions to Slurm, which cost more processor time than the answer is worth; between looks at files.
+ASK_S, LOOK_S = 1.0, 0.2
 CONF = ROOT / "slurm"
 #: No torch; speaks the report protocol and misbehaves on request.
 STAND_IN = (sys.executable, str(ROOT / "tests" / "launch" / "worker.py"))
@@ -94,14 +96,14 @@ class Run:
         while (state := self.state()).state not in states:
             assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
             assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
-            time.sleep(0.4)
+            time.sleep(ASK_S)
         return state
 
-    def until(self, what: str, ready: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    def until(self, what: str, ready: Callable[[], object], seconds: float = PATIENCE_S, pause: float = LOOK_S) -> None:
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
-            time.sleep(0.2)
+            time.sleep(pause)
 
     def step(self, at_least: int) -> None:
         """Until every rank has reported that step."""
@@ -119,7 +121,9 @@ class Run:
     def requeued(self) -> None:
         """Until the job waits again after a life. Before its first one it waits too, but has not been placed yet."""
         placed = self.folder / "slurm" / "placement.json"
-        self.until("requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING")
+        self.until(
+            "requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING", pause=ASK_S / 2
+        )
 
     def release(self) -> None:
         """Let workers that hold (ORCH_TEST_HOLD) go on to the end."""
@@ -135,7 +139,7 @@ class Run:
             self.hasten()
             return self.life > before
 
-        self.until("next life", placed)
+        self.until("next life", placed, pause=ASK_S)
 
     def hasten(self) -> None:
         """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left.
@@ -164,7 +168,7 @@ class Run:
             self.hasten()
             return self.orch.cluster.job_state(self.job) == "COMPLETED"
 
-        self.until("the end of the job", over)
+        self.until("the end of the job", over, pause=ASK_S)
         return self.wait("done")
 
     @property

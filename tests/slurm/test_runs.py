@@ -20,6 +20,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process]
 WIDE = "cluster.levels=[{name: leaf, nodes_per_switch: 16, gbit_per_s: 8, latency_us: 100, source: test}]"
 
 
+#: Two nodes of each leaf.
+HALF = (
+    "cluster.levels=[{name: leaf, nodes_per_switch: 2, gbit_per_s: 8, latency_us: 100, source: test},"
+    " {name: spine, nodes_per_switch: 4, gbit_per_s: 8, latency_us: 100, source: test}]"
+)
+
+
 def granted(orch: Orch, job: str) -> set[str]:
     return set(expand(orch.cluster.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%N").strip()))
 
@@ -147,14 +154,24 @@ echo "$RANK $SLURMD_NODENAME $SLURM_TOPOLOGY_ADDR" > "$ORCH_RUN_DIR/seen-$RANK"
 
 
 @pytest.mark.slow
-def test_trains_for_real_across_the_leaves(orch):
-    """16 gloo workers on text, tensor-parallel inside nodes, pipelines and data-parallel across: the loss falls."""
-    run = orch.submit(
-        "cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=6", "train.log_every_steps=1", program=None
-    )
+@pytest.mark.parametrize(
+    "half",
+    [["cluster.nodes=4", HALF, "backend.options.exclude=[n2,n3,n6,n7]"], pytest.param([], marks=pytest.mark.full)],
+)
+def test_trains_for_real_across_the_leaves(orch, half):
+    """Gloo workers on text, tensor-parallel inside nodes, pipelines and data-parallel across: the loss falls.
+
+    Eight on half of each leaf, 16 on the whole cluster.
+    """
+    words = ["cluster=testbed", "parallel=tp2_pp2_zero1", "train.steps=6", "train.log_every_steps=1", *half]
+    run = orch.submit(*words, program=None)
     assert run.wait("done").exit_code == 0
     losses = run.losses()
     assert sorted(losses) == list(range(1, 7)) and losses[6] < losses[1] - 1.0
+    assert set(run.placement["nodes"]) == granted(orch, run.job)
     node = [rank["node"] for rank in run.plan["ranks"]]
-    assert all(len({node[r] for r in group}) == 1 for group in run.plan["groups"]["tp"])
-    assert any(len({node[r] for r in group}) > 1 for group in run.plan["groups"]["pp"])
+    leaf = [int(name[1]) // 4 for name in node]
+    groups = run.plan["groups"]
+    assert all(len({node[r] for r in group}) == 1 for group in groups["tp"])
+    assert any(len({node[r] for r in group}) > 1 for group in groups["pp"])
+    assert any(len({leaf[r] for r in group}) > 1 for group in groups["pp"] + groups["dp"]), "across the leaves"
