@@ -75,8 +75,9 @@ class NodeWatch:
         if before and one.load:
             one.used_s.append(one.load.cpu_s - before.cpu_s)
         stopped = one.load is not None and one.load.state == "T"
+        ran = one.silent == 0 or (before is not None and one.load is not None and one.load.cpu_s > before.cpu_s)
         one.still, one.in_step, one.silent = one.still + 1, one.in_step + 1, one.silent + 1
-        one.stopped = one.stopped + 1 if stopped else 0
+        one.stopped = (1 if ran else one.stopped + 1) if stopped else 0  # who is stopped and let go in turn is slow
         pulse = one.pulse
         told = pulse if pulse and pulse.step >= one.making else None
         return Seen(

@@ -31,7 +31,7 @@ KINDS: dict[str, Kind] = {
     "stop_node": Kind("SIGSTOP to everything of the run on a node, SIGCONT later", "node", lasts=True),
     "notice": Kind("SIGTERM to the agent of a node, and SIGKILL to what is left of it later", "node", lasts=True),
     "partition": Kind("a node's link is down, and up later (network=namespaces)", "node", lasts=True),
-    "disk_full": Kind("workers of a node cannot write to files", "nothing", lasts=True, restarts=False),
+    "disk_full": Kind("checkpoints cannot be written: their filesystem is full", "nothing", lasts=True, restarts=False),
     "bit_flip": Kind("one bit of the newest checkpoint, then SIGKILL to one worker", "restart"),
 }
 

@@ -22,7 +22,7 @@ from orchestrator.plan import Exit, load_plan
 from orchestrator.plan.worker import checkpoint_dir
 
 _RANK_NAME = "orch-rank-"
-_DUTY_S = 0.2, 0.1  # a slow worker's period, and how much of it it is stopped
+_DUTY_S = 0.02, 0.01  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
 _SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +15,8 @@ from orchestrator.agent.diagnose import diagnose, patience_s, slow_nodes
 from orchestrator.agent.lookout import Lookout
 from orchestrator.agent.messages import Seen
 from orchestrator.agent.policy import Budget, EpochEnd, WorkerEnd, decide
-from orchestrator.agent.watch import NodeWatch
+from orchestrator.agent.watch import NodeWatch, is_frozen
+from orchestrator.launch.processes import Load
 from orchestrator.launch.request import Policy
 from orchestrator.launch.state import Cause
 from orchestrator.plan.worker import PulseReport, StepReport
@@ -114,8 +118,6 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
 
 
 def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
-    import os
-
     watch, pids = NodeWatch(), {3: os.getpid()}
     pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
     watch.on_pulse(pulse)
@@ -129,6 +131,23 @@ def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_
     watch.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
     (seen,) = watch.look(pids)
     assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (7, "", None, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("sign", ["none", "computes", "speaks"])
+def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, sign):
+    """Found in trials: a worker that ran half of the time was stopped at four looks in a row, and was killed for it."""
+    seconds = itertools.count(1.0)
+    monkeypatch.setattr(
+        "orchestrator.agent.watch.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
+    )
+    watch = NodeWatch()
+    pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
+    watch.on_pulse(pulse)
+    for _ in range(8):
+        if sign == "speaks":
+            watch.on_pulse(pulse)
+        (seen,) = watch.look({3: os.getpid()})
+    assert seen.stopped_s == (4.0 if sign == "none" else 0.5) and is_frozen(seen) == (sign == "none")
 
 
 # ------------------------------------------------------------------------------------------ faults that come again
