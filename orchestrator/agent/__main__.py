@@ -153,12 +153,14 @@ def _listen_to_signals(agent: Agent) -> None:
 
 
 def _watch_lifeline(agent: Agent) -> None:
-    """End when the launcher ends: its side of our standard input closes, however it died."""
+    """End when the launcher ends: its side of our standard input closes, however it died. What it says there is the
+    name of a signal that it got, and that may have come here as well."""
     loop, fd = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def readable() -> None:
         with contextlib.suppress(OSError):
-            if os.read(fd, 512):
+            if said := os.read(fd, 512):
+                agent.notice(f"got {said.decode(errors='replace').split()[0]}", insists=False)
                 return
         loop.remove_reader(fd)
         agent.notice("the supervisor is gone", insists=False)

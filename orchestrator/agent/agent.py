@@ -90,7 +90,7 @@ class Agent:
         self._silent_ticks = 0
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._examining: set[asyncio.Task] = set()
-        self._noticed = False  # told from outside that the end is wanted
+        self._noticed = self._insisted = False  # told from outside that the end is wanted; by a signal
 
     async def run(self) -> int:
         """Be an agent until the run is over; the exit code. On return nothing that it started is alive."""
@@ -123,10 +123,10 @@ class Agent:
         """Somebody outside wants the end: ask the coordinator to end the run. Whoever insists a second time is obeyed
         at once, without waiting for a save.
         """
-        force = self._noticed and insists
         if self._noticed and not insists:
             return
-        self._noticed = True
+        force = self._insisted and insists
+        self._noticed, self._insisted = True, self._insisted or insists
         log.warning("%s", reason)
         self._recorder.event("notice", reason=reason, force=force)
         if self._channel is None:

@@ -31,7 +31,6 @@ from orchestrator.plan import Exit, PlanError, load_plan, meaning
 if TYPE_CHECKING:
     from .stand_in import StandIn
 
-_AGAIN_S = 1.0
 _TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
 
 
@@ -105,17 +104,19 @@ def _agent(folder: RunFolder) -> int:
     os.close(log)
     os.environ.update(environment(request, os.environ))
     os.chdir(folder.path)
-    from orchestrator.agent.__main__ import main as agent_main
-
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", address]
     granted = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
     if granted:
         argv += ["--gpus", str(len(granted.split(",")))]
     if not request.sizes:
+        from orchestrator.agent.__main__ import main as agent_main
+
         return int(agent_main(argv))
+    from .keeper import keep
+
     stand_in = _stand_in(folder, node, request)
-    while (code := int(agent_main([*argv, "--elastic"]))) == Exit.FENCED and not read_state(folder).is_final:
-        time.sleep(_AGAIN_S)  # frozen or cut off, and well again: as a newcomer
+    agent = [sys.executable, "-P", "-m", "orchestrator.agent", *argv, "--elastic", "--lifeline"]
+    code = keep(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
     if read_state(folder).is_final:  # the script waits for those that are left, but not for ever
         Path(folder.path, "slurm", "ended").touch(0o600)
         if stand_in:
