@@ -17,10 +17,9 @@ METRICS_PORT, GATHER_PORT, CONTROL_PORT = 9401, 9402, 9403
 JOB_OF_SET = "node"  # the one replicated job of a JobSet
 CONTAINER = "agent"
 
-ROOT = "/orch"  # of everything that orch writes inside a pod
+ROOT = "/orch"  # of everything that orch writes inside a pod; the same volume is its /tmp
 RUNS = f"{ROOT}/runs"  # the claim is mounted here
-INPUT = "/etc/orch/run"  # ConfigMap and Secret, read only
-SECRET = "/etc/orch/secret"
+INPUT = "/etc/orch/run"  # ConfigMap and Secret together, read only
 
 
 def object_name(run_id: str, pods: int, kind: str) -> str:

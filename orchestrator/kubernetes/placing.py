@@ -35,9 +35,10 @@ class Chosen(Struct, frozen=True):
     nodes: tuple[str, ...]  # in topology order
     label: str = ""  # of the tightest switch above all of them; "" when there is none
     values: tuple[str, ...] = ()
-    spares: tuple[str, ...] = ()  # without such a switch: where else pods may go, should one of the nodes be lost
-    whole: tuple[tuple[str, tuple[str, ...]], ...] = ()  # also then: (label, switches) with no other node, and
+    whole: tuple[tuple[str, tuple[str, ...]], ...] = ()  # without one: (label, switches) with no other node, and
     rest: tuple[str, ...] = ()  # the nodes that are under none of these
+    spares: tuple[str, ...] = ()  # also then: where else pods may go, should one of the nodes be lost
+    spare_whole: tuple[tuple[str, tuple[str, ...]], ...] = ()  # switches with nothing but more of these
 
 
 def kueue_labels(options: KubernetesOptions) -> dict[str, str]:
@@ -110,7 +111,8 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
     if label:
         return Chosen(tuple(nodes), label, values)
     whole, rest = _whole(nodes, topology, labels)
-    return Chosen(tuple(nodes), spares=_spares(nodes, fitting, topology), whole=whole, rest=rest)
+    spare_whole, spares = _whole(_spares(nodes, fitting, topology), topology, labels)
+    return Chosen(tuple(nodes), whole=whole, rest=rest, spares=spares, spare_whole=spare_whole)
 
 
 def _whole(
@@ -173,7 +175,7 @@ def node_affinity(chosen: Chosen) -> dict[str, Any]:
         within = [(chosen.label, chosen.values)]
     else:
         elsewhere = (*names, *chosen.spares)
-        within = [*chosen.whole, *([(HOST, elsewhere)] if elsewhere else [])]
+        within = [*chosen.whole, *chosen.spare_whole, *([(HOST, elsewhere)] if elsewhere else [])]
 
     def term(label: str, values: Sequence[str]) -> dict[str, Any]:
         return {"matchExpressions": [{"key": label, "operator": "In", "values": list(values)}]}

@@ -1,5 +1,8 @@
 """The pod of one agent: what runs, with what, as whom. Pure; every default meets Pod Security's `restricted` level.
 
+As few fields as say it: the API server, the scheduler and every watcher read each of them again whenever one of 512 pods
+changes, and the server keeps a note on who set it. What a process can find out or set for itself is not in here.
+
 Sources: https://kubernetes.io/docs/concepts/security/pod-security-standards/ ; NCCL over InfiniBand: conventions of the
 NVIDIA GPU and network operators (GPU and RDMA resources in requests and limits, else NCCL silently uses sockets).
 """
@@ -13,7 +16,7 @@ from orchestrator.plan.document import Plan
 from orchestrator.planner.saving import save_seconds
 from orchestrator.planner.units import used_node_count
 
-from .names import CONTAINER, CONTROL_PORT, GATHER_PORT, INPUT, METRICS_PORT, ROOT, RUNS, SECRET
+from .names import CONTAINER, INPUT, METRICS_PORT, ROOT, RUNS
 from .options import KubernetesOptions, Toleration
 from .placing import Chosen, node_affinity
 
@@ -44,7 +47,7 @@ def pod_template(
         "automountServiceAccountToken": False,
         "securityContext": _pod_security(options),
         "tolerations": tolerations(plan, options),
-        "containers": [_container(name, plan, options)],
+        "containers": [_container(plan, options)],
         "volumes": _volumes(name, plan, options),
     }
     if subdomain:
@@ -70,8 +73,7 @@ def _annotations() -> dict[str, str]:
         "karpenter.sh/do-not-disrupt": "true",
         "sidecar.istio.io/inject": "false",
         "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(METRICS_PORT),
-        "prometheus.io/path": "/metrics",
+        "prometheus.io/port": str(METRICS_PORT),  # the path is what scrapers take by default
     }
 
 
@@ -104,13 +106,12 @@ def _toleration(given: Toleration) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ container
 
 
-def _container(name: str, plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
+def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
     mounts = [
         {"name": "work", "mountPath": ROOT},
-        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "work", "mountPath": "/tmp"},  # the root file system is read only
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "input", "mountPath": INPUT, "readOnly": True},
-        {"name": "secret", "mountPath": SECRET, "readOnly": True},
     ]
     if options.claim:
         mounts.insert(1, {"name": "runs", "mountPath": RUNS})
@@ -120,20 +121,9 @@ def _container(name: str, plan: Plan, options: KubernetesOptions) -> dict[str, A
         "name": CONTAINER,
         "image": options.image,
         "imagePullPolicy": options.pull_policy,
-        "command": [options.python, "-P", "-m", "orchestrator.kubernetes.task"],  # exec form: it is pid 1
-        "env": [
-            *_fields(ORCH_POD="metadata.name", ORCH_POD_NODE="spec.nodeName", ORCH_POD_ADDRESS="status.podIP"),
-            {"name": "ORCH_POD_SERVICE", "value": name},
-            {"name": "ORCH_GATHER_TIMEOUT_S", "value": f"{options.gather_timeout_s:g}"},
-            {"name": "HOME", "value": "/tmp"},  # the root file system is read only
-            {"name": "TMPDIR", "value": "/tmp"},
-            {"name": "PYTHONUNBUFFERED", "value": "1"},
-        ],
-        "ports": [
-            {"name": "metrics", "containerPort": METRICS_PORT},
-            {"name": "gather", "containerPort": GATHER_PORT},
-            {"name": "control", "containerPort": CONTROL_PORT},
-        ],
+        "command": [options.python, "-uP", "-m", "orchestrator.kubernetes.task"],  # exec form: it is pid 1
+        "env": _fields(ORCH_POD="metadata.name", ORCH_POD_NODE="spec.nodeName"),
+        "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],  # who scrapes looks for the name
         "resources": resources(plan, options),
         "securityContext": _container_security(options),
         "volumeMounts": mounts,
@@ -170,12 +160,11 @@ def quantity(gib: float) -> str:
 
 def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
     shm = {"medium": "Memory", "sizeLimit": quantity(memory_gib(plan, options)[1])}
+    sources = [{"configMap": {"name": name}}, {"secret": {"name": name}}]
     volumes: list[dict[str, Any]] = [
         {"name": "work", "emptyDir": {}},
-        {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": shm},
-        {"name": "input", "configMap": {"name": name}},
-        {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440}},
+        {"name": "input", "projected": {"defaultMode": 0o440, "sources": sources}},
     ]
     if options.claim:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": options.claim}})
@@ -191,14 +180,16 @@ def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str
 def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
     """`baseline` runs as root: a capability that is added reaches no other user's processes."""
     user = options.user if options.security == "restricted" else 0
-    return {
+    found: dict[str, Any] = {
         "runAsNonRoot": options.security == "restricted",
         "runAsUser": user,
         "runAsGroup": user,
         "fsGroup": user,
-        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+    if options.claim or options.volumes:  # else nothing outlives the pod, so nothing has another owner
+        found["fsGroupChangePolicy"] = "OnRootMismatch"
+    return found
 
 
 def _container_security(options: KubernetesOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -39,6 +40,7 @@ from orchestrator.plan.document import Frozen
 from . import names
 from .compact import unpack
 from .gather import Go, Here, gather
+from .options import read_options
 from .relay import Relay
 from .rules import pod_exit
 from .seating import Seating, node_names, seat, unpack_topology
@@ -69,7 +71,6 @@ class Input(Frozen):
     topology: bytes
     key: bytes
     environment: dict[str, str]
-    gather_timeout_s: float = 1800.0
 
 
 class Placement(Frozen):
@@ -87,12 +88,14 @@ class Placement(Frozen):
 
 def main() -> int:
     os.umask(0o077)
+    os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # the root file system is read only
     signal.signal(signal.SIGTERM, _leave)  # process 1 has no default actions: without this it would be ignored
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
-        pod, given = read_pod(os.environ), read_input(Path(names.INPUT), Path(names.SECRET), os.environ)
+        given = read_input(Path(names.INPUT))
+        pod = read_pod(os.environ, given.request)
         code, text = _live(pod, given)
     except OrchError as error:
         code, text = int(error.exit), error.message
@@ -121,10 +124,12 @@ def _last_word(code: int, text: str) -> None:
 # ------------------------------------------------------------------------------------------ what is given
 
 
-def read_pod(environ: Mapping[str, str]) -> Pod:
+def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
     """OrchError (70) when the pod was not made by our renderer."""
+    kind = read_options(request.backend_options).kind
+    service = names.object_name(request.run_id, len(request.agents), kind)
     try:
-        index, service = int(environ["JOB_COMPLETION_INDEX"]), environ["ORCH_POD_SERVICE"]
+        index = int(environ["JOB_COMPLETION_INDEX"])
         own, suffix = environ.get("HOSTNAME") or platform.node(), f"-{index}"
         if not own.endswith(suffix):
             raise ValueError(f"host name {own!r} does not end with the index {index}")
@@ -132,15 +137,20 @@ def read_pod(environ: Mapping[str, str]) -> Pod:
             index=index,
             name=environ["ORCH_POD"],
             node=environ["ORCH_POD_NODE"],
-            address=environ["ORCH_POD_ADDRESS"],
+            address=address_of(own),
             service=service,
             host_of_first=f"{own.removesuffix(suffix)}-0.{service}",
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, OSError) as error:
         raise OrchError(f"not a pod of an orch Job: {error}", Exit.INTERNAL) from None
 
 
-def read_input(run: Path, secret: Path, environ: Mapping[str, str]) -> Input:
+def address_of(own: str) -> str:
+    """This pod's own: the kubelet has written its host name into /etc/hosts."""
+    return str(socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def read_input(run: Path) -> Input:
     """OrchError (65, 78) when something of it is missing or damaged."""
     try:
         topology = run / "topology.bin"
@@ -149,9 +159,8 @@ def read_input(run: Path, secret: Path, environ: Mapping[str, str]) -> Input:
             planned=unpack((run / "plan.bin").read_bytes()),
             config=(run / "config.yaml").read_bytes(),
             topology=topology.read_bytes() if topology.exists() else b"",
-            key=_key((secret / "key").read_text()),
-            environment=msgspec.json.decode((secret / "environment.json").read_bytes(), type=dict[str, str]),
-            gather_timeout_s=float(environ.get("ORCH_GATHER_TIMEOUT_S", "1800")),
+            key=_key((run / "key").read_text()),
+            environment=msgspec.json.decode((run / "environment.json").read_bytes(), type=dict[str, str]),
         )
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise OrchError(f"input of the pod: {error}", Exit.CONFIG) from None
@@ -184,10 +193,9 @@ def _live(pod: Pod, given: Input) -> tuple[int, str]:
         log.info("%s", seatings[0].difference.text)
         return seatings[0].plan.hash
 
+    within_s = read_options(given.request.backend_options).gather_timeout_s
     go = asyncio.run(
-        gather(
-            own, count, pod.host_of_first, names.GATHER_PORT, folder.run_id, given.key, given.gather_timeout_s, settle
-        )
+        gather(own, count, pod.host_of_first, names.GATHER_PORT, folder.run_id, given.key, within_s, settle)
     )
     seating = seatings[0] if seatings else _same_seating(folder, given, go, topology)
     return _agent(folder, pod, given, go, seating)

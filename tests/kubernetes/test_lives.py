@@ -33,12 +33,12 @@ import sys
 from pathlib import Path
 from msgspec import structs
 from orchestrator.kubernetes import names, task
-folder, first, gather, control = sys.argv[1:]
-names.INPUT = names.SECRET = folder
+folder, first, own, gather, control = sys.argv[1:]
+names.INPUT = folder
 names.GATHER_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0
 task.LAST_WORD = Path(folder, "last-word")
-read = task.read_pod
-task.read_pod = lambda environ: structs.replace(read(environ), host_of_first=first)
+read, task.address_of = task.read_pod, lambda host: own
+task.read_pod = lambda *given: structs.replace(read(*given), host_of_first=first)
 sys.exit(task.main())
 """
 
@@ -56,7 +56,7 @@ class Pods:
             run_id="tiny",
             handle="kubernetes://tiny",
             backend="kubernetes",
-            backend_options={},
+            backend_options={"gather_timeout_s": 60.0},
             run_dir=str(self.run),
             discovery_dir=str(self.run / "sd"),
             plan_hash=plan.hash,
@@ -84,10 +84,9 @@ class Pods:
             address = f"127.0.2.{index + 1}"
             environ = {
                 **{"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"},
-                **{"ORCH_POD_NODE": f"n{index}", "ORCH_POD_ADDRESS": address, "ORCH_POD_SERVICE": "tiny"},
-                **{"ORCH_GATHER_TIMEOUT_S": "60", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+                **{"ORCH_POD_NODE": f"n{index}", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
             }
-            argv = [sys.executable, "-c", POD, str(self.folder), "127.0.2.1", *map(str, self.ports)]
+            argv = [sys.executable, "-c", POD, str(self.folder), "127.0.2.1", address, *map(str, self.ports)]
             with (self.folder / f"log-{index}").open("ab") as log:
                 self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
 

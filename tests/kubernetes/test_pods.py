@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -140,17 +141,23 @@ def test_damaged_topology_costs_the_network_not_the_run():
 # ------------------------------------------------------------------------------------------ what a pod is told and says
 
 
-def test_a_pod_knows_where_index_0_is():
-    environ = {
-        **{"JOB_COMPLETION_INDEX": "12", "HOSTNAME": "tiny-12", "ORCH_POD_SERVICE": "tiny", "ORCH_POD": "tiny-12-x"},
-        **{"ORCH_POD_NODE": "n7", "ORCH_POD_ADDRESS": "10.0.0.7"},
-    }
-    assert task.read_pod(environ).host_of_first == "tiny-0.tiny"
+def test_a_pod_knows_where_index_0_is(monkeypatch):
+    """And itself: from two fields of its own, its host name and the run's request."""
+    environ = {"JOB_COMPLETION_INDEX": "12", "HOSTNAME": "tiny-12", "ORCH_POD": "tiny-12-x", "ORCH_POD_NODE": "n7"}
+    request = SimpleNamespace(run_id="tiny", agents=range(16), backend_options={})
+    monkeypatch.setattr(task, "address_of", {"tiny-12": "10.0.0.7", "tiny-node-0-12": "fd00::7"}.__getitem__)
+    pod = task.read_pod(environ, request)
+    assert (pod.host_of_first, pod.address, pod.node) == ("tiny-0.tiny", "10.0.0.7", "n7")
     inside_jobset = environ | {"HOSTNAME": "tiny-node-0-12"}
-    assert task.read_pod(inside_jobset).host_of_first == "tiny-node-0-0.tiny"
+    request.backend_options = {"kind": "jobset"}
+    assert task.read_pod(inside_jobset, request).host_of_first == "tiny-node-0-0.tiny"
     for broken in (environ | {"HOSTNAME": "other"}, {k: v for k, v in environ.items() if k != "ORCH_POD_NODE"}):
         with pytest.raises(OrchError, match="not a pod of an orch Job"):
-            task.read_pod(broken)
+            task.read_pod(broken, request)
+
+
+def test_a_pods_own_address_is_that_of_its_host_name():
+    assert task.address_of("localhost") in ("127.0.0.1", "::1")
 
 
 def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
@@ -191,9 +198,9 @@ def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
 
     # short sleeps, as in `gather`: a signal between Python's last look and the start of a long one waits for its end
     script = (
-        "import orchestrator.kubernetes.task as task, time, sys;"
+        "import orchestrator.kubernetes.task as task, time, sys; sys.request = None;"
         "task._live = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for _ in range(1200)]);"
-        "task.read_pod = task.read_input = lambda *_: None;"
+        "task.read_pod = lambda *_: None; task.read_input = lambda *_: sys;"
         "sys.exit(task.main())"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
