@@ -1,7 +1,7 @@
 """The pod of one agent: what runs, with what, as whom. Pure; every default meets Pod Security's `restricted` level.
 
-As few fields as say it: the API server, the scheduler and every watcher read each of them again whenever one of 512 pods
-changes, and the server keeps a note on who set it. What a process can find out or set for itself is not in here.
+As few fields as say it: the API server, the scheduler and every watcher read each of them again whenever one of 512
+pods changes, and the server keeps a note on who set it. What a process can find out or set for itself is not in here.
 
 Sources: https://kubernetes.io/docs/concepts/security/pod-security-standards/ ; NCCL over InfiniBand: conventions of the
 NVIDIA GPU and network operators (GPU and RDMA resources in requests and limits, else NCCL silently uses sockets).

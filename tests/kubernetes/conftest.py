@@ -78,7 +78,8 @@ def ended(orch: Orch) -> Iterator[Callable[[Run], Run]]:
     for run in runs:
         orch("cancel", "--force", run.id, code=None)
         for kind in ("jobs", "jobsets"):  # of a run that has ended by itself; without JobSet there is no such kind
-            orch.bed.kubectl("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false", check=False)
+            words = ("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false")
+            orch.bed.kubectl(*words, check=False, timeout=300)
         names = ("get", "pods", "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")
         orch.bed.wait(lambda names=names: not orch.bed.kubectl(*names, timeout=300), 900, f"end of {run.id}")
 

@@ -54,10 +54,9 @@ class Orch:
         try:
             yield cls(bed, home, name)
         finally:
-            bed.kubectl("delete", "namespace", name, "--wait=false", check=False)
-            bed.kubectl(
-                "-n", name, "delete", "jobs,pods", "--all", "--grace-period=1", "--timeout=60s", check=False, timeout=90
-            )
+            bed.kubectl("delete", "namespace", name, "--wait=false", check=False, timeout=300)
+            gone = ("-n", name, "delete", "jobs,pods", "--all", "--grace-period=1", "--timeout=60s")
+            bed.kubectl(*gone, check=False, timeout=300)  # kubectl keeps to its minute, a machine that stands still not
 
     @property
     def claim(self) -> Path:

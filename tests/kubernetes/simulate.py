@@ -19,7 +19,7 @@ from typing import Any
 from orchestrator.errors import OrchError
 from orchestrator.kubernetes.client import Cluster
 
-from .bound import watched
+from .bound import Pod, watched
 
 NODES_PER_LEAF, LEAVES_PER_SPINE = 4, 16
 LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}  # level of a plan -> label of the nodes
@@ -80,7 +80,7 @@ def serve() -> None:
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             for pod in watched("/api/v1/pods", {"fieldSelector": "spec.nodeName!="}, seconds=30):
-                if pod["spec"].get("nodeName", "").startswith("sim-"):
+                if pod.spec.node.startswith("sim-"):
                     kubelets.hear(pod)
         time.sleep(0.2)
 
@@ -89,18 +89,18 @@ class Kubelets:
     def __init__(self) -> None:
         self._pool, self._clusters, self._ending = ThreadPoolExecutor(8), {}, set()
 
-    def hear(self, pod: dict[str, Any]) -> None:
-        uid, phase = pod["metadata"]["uid"], pod["status"].get("phase")
-        if pod["metadata"].get("deletionTimestamp"):
+    def hear(self, pod: Pod) -> None:
+        uid, phase = pod.metadata.uid, pod.status.phase
+        if pod.metadata.leaving:
             self._pool.submit(self._attend, self._delete, pod)
         elif phase == "Pending":
             self._pool.submit(self._attend, self._run, pod)
-        elif phase == "Running" and FINISHES in (pod["metadata"].get("annotations") or {}) and uid not in self._ending:
+        elif phase == "Running" and FINISHES in pod.metadata.annotations and uid not in self._ending:
             self._ending.add(uid)
             threading.Timer(LIFE_S, self._pool.submit, (self._attend, self._finish, pod)).start()
 
-    def _attend(self, deed: Callable[[Cluster, str, dict[str, Any]], None], pod: dict[str, Any]) -> None:
-        space, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+    def _attend(self, deed: Callable[[Cluster, str, Pod], None], pod: Pod) -> None:
+        space, name = pod.metadata.namespace, pod.metadata.name
         here = self._clusters.setdefault(space, Cluster(None, space))
         for pause in (0.5, 2.0, 0.0):
             try:
@@ -110,25 +110,25 @@ class Kubelets:
                     return None
                 time.sleep(pause)
 
-    def _run(self, here: Cluster, name: str, pod: dict[str, Any]) -> None:
+    def _run(self, here: Cluster, name: str, pod: Pod) -> None:
         here.patch_status("Pod", name, _status(pod, "Running", {"running": {"startedAt": _now()}}))
 
-    def _finish(self, here: Cluster, name: str, pod: dict[str, Any]) -> None:
+    def _finish(self, here: Cluster, name: str, pod: Pod) -> None:
         here.patch_status("Pod", name, _status(pod, "Succeeded", {"terminated": {"exitCode": 0}}))
 
-    def _delete(self, here: Cluster, name: str, pod: dict[str, Any]) -> None:
-        if pod["status"].get("phase") in ("Pending", "Running"):
+    def _delete(self, here: Cluster, name: str, pod: Pod) -> None:
+        if pod.status.phase in ("Pending", "Running"):
             here.patch_status("Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}}))
         here.delete("Pod", name, grace_s=0)
 
 
-def _status(pod: dict[str, Any], phase: str, state: dict[str, Any]) -> dict[str, Any]:
+def _status(pod: Pod, phase: str, state: dict[str, Any]) -> dict[str, Any]:
     ready = phase == "Running"
     container = {"restartCount": 0, "image": "none", "imageID": "", "ready": ready, "started": ready, "state": state}
     return {
         "phase": phase,
         "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": _now()}],
-        "containerStatuses": [{**container, "name": c["name"]} for c in pod["spec"]["containers"]],
+        "containerStatuses": [{**container, "name": c.name} for c in pod.spec.containers],
     }
 
 
