@@ -30,7 +30,6 @@ from orchestrator.plan.codec import from_json
 from .client import Cluster
 from .live import Ahead, Place, look, place
 from .lost import let_go
-from .mirror import fill, followed, names_of
 from .options import KubernetesOptions, read_options
 from .phases import index_of
 from .pod import MARGIN_S, grace_seconds
@@ -163,6 +162,8 @@ class KubernetesBackend:
         record = read_record(folder)
         if record is None:
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
+        from .mirror import names_of
+
         found = self._watch.seen(record, folder.run_id).pods
         names = names_of(found)
         return self._of(record), {names[index_of(pod)]: pod["metadata"]["name"] for pod in found}
@@ -170,6 +171,8 @@ class KubernetesBackend:
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
         """The pods' logs in the run folder, once or for as long as the body runs."""
+        from .mirror import fill, followed  # asyncio with it: who submits has a pod waiting for every import
+
         record = read_record(folder)
         if record is None or not self._watch.seen(record, folder.run_id).pods:
             yield

@@ -7,6 +7,7 @@ from orchestrator.plan.exits import Exit
 
 RUN = "orch.dev/run"  # label on everything of a run; its value is the run id
 GENERATION = "orch.dev/generation"  # of the Job: 0, and one more with each resume
+INDEX = "batch.kubernetes.io/job-completion-index"  # which the Job gives its pods, as a label since Kubernetes 1.28
 PLAN = "orch.dev/plan-hash"
 SUBMISSION = "orch.dev/submission"  # of whom it was sent; the same again means the same submission
 NODES = "orch.dev/nodes"  # the nodes chosen for a run that no queue places
@@ -35,11 +36,6 @@ def object_name(run_id: str, pods: int, kind: str) -> str:
         text = f"run id {run_id!r} is too long for Kubernetes by {len(name) + tail - 63}: give a shorter run.name"
         raise OrchError(text, Exit.CONFIG)
     return name
-
-
-def host_name(name: str, index: int, kind: str) -> str:
-    """What the pod of that index is called inside the run's Service."""
-    return f"{name}-{index}" if kind == "job" else f"{name}-{JOB_OF_SET}-0-{index}"
 
 
 def standard_labels(run_id: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from orchestrator.launch.state import Phase
 from orchestrator.plan.exits import MEANING, Exit
 
-from .names import CONTAINER
+from .names import CONTAINER, INDEX
 from .remedies import with_remedy
 
 #: Why a container waits -> what to do. Any other reason is shown as it is.
@@ -158,8 +158,7 @@ def nodes_of(pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def index_of(pod: Mapping[str, Any]) -> int:
     notes = pod["metadata"].get("annotations") or {}
     labels = pod["metadata"].get("labels") or {}
-    key = "batch.kubernetes.io/job-completion-index"
-    text = notes.get(key) or labels.get(key) or ""
+    text = notes.get(INDEX) or labels.get(INDEX) or ""
     return int(text) if text.isdigit() else -1
 
 

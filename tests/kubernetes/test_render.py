@@ -94,6 +94,14 @@ def test_the_job_comes_last_and_all_carry_the_run(main_line):
         assert all(body["metadata"]["labels"][names.RUN] == "main-1" for body in objects)
 
 
+def test_only_index_0_has_a_service(main_line):
+    """Pods of a Service are spread by the scheduler, and listed anew with each change of one of them."""
+    objects = render(manifest(main_line, {}))
+    service = next(body for body in objects if body["kind"] == "Service")
+    assert service["spec"]["selector"] == {names.RUN: "main-1", names.INDEX: "0"}
+    assert objects[-1]["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+
+
 def test_sixteen_thousand_ranks_fit():
     """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a second time."""
     config = load(["cluster=h100x16384", "model=llama3_405b", "backend=kubernetes", "run.name=big"], None)

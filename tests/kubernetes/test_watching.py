@@ -270,6 +270,7 @@ def test_a_repeated_submission_is_one_run_and_a_second_submitter_none():
 # ------------------------------------------------------------------------------------------ nodes without a queue
 
 LEAVES = {f"l{i}": tuple(f"n{i * 5 + j}" for j in range(5)) for i in range(4)}
+LEAF = {"leaf": "example.org/leaf"}
 BUSY = {"n0", "n7"}
 MACHINES = {f"n{i}": Machine(gpus=2, free=f"n{i}" not in BUSY) for i in range(20)}
 CLUSTER = Topology("tree", (Tier("leaf", LEAVES),), machines=MACHINES)
@@ -315,6 +316,16 @@ def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
     assert [len(wish["preference"]["matchExpressions"][0]["values"]) for wish in wishes] == [
         len(leaves), len(chosen.rest)
     ]  # fmt: skip
+
+
+def test_spares_that_fill_switches_are_named_by_them():
+    leaves = {f"l{i}": tuple(f"n{4 * i + j}" for j in range(4)) for i in range(32)}
+    machines = {node: Machine(gpus=2, free=True) for members in leaves.values() for node in members}
+    chosen = choose(make_plan(tp=2, dp=64, nodes=64), Topology("t", (Tier("leaf", leaves),), machines=machines), LEAF)
+    assert (chosen.rest, chosen.spares) == ((), ())
+    required = node_affinity(chosen)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    first, spare = (set(term["matchExpressions"][0]["values"]) for term in required["nodeSelectorTerms"])
+    assert (len(first), len(spare), first & spare) == (16, 1, set())
 
 
 def test_all_nodes_or_none():
