@@ -100,25 +100,28 @@ def test_nodes_that_ended_a_life_or_were_excluded_in_it_are_left_out_of_the_next
     assert (folder.path / "slurm" / "exclude").read_text() == "n[1,4]\n"
 
 
-@pytest.mark.parametrize(("phase", "lives"), [("running", 3), ("done", 1)])
-def test_an_agent_that_was_cut_off_comes_again_while_the_run_goes_on(folder, monkeypatch, phase, lives):
+@pytest.mark.parametrize("phase", ["running", "done"])
+def test_an_agent_is_kept_while_the_run_goes_on(folder, monkeypatch, phase):
+    """How it is kept: test_keeper.py."""
     live(folder, 0, "n1", "n2", "n3", "n4")
     write_state(folder, msgspec.structs.replace(read_state(folder), state=phase))
-    codes, started = [int(Exit.FENCED), int(Exit.FENCED), 0], []
+    kept = []
 
-    def agent(argv):
-        started.append(argv)
-        return codes.pop(0)
+    def keep(argv, is_over, most):
+        kept.append((argv, is_over(), most))
+        return int(Exit.FENCED)
 
-    monkeypatch.setattr("orchestrator.agent.__main__.main", agent)
-    monkeypatch.setattr(task, "_AGAIN_S", 0.0)
+    monkeypatch.setattr("orchestrator.slurm.keeper.keep", keep)
     monkeypatch.setattr(task, "environment", lambda *_: {})
     monkeypatch.setattr(task.os, "dup2", lambda *_: None)  # its output stays ours
     monkeypatch.chdir(folder.path)
     for name in ("SLURMD_NODENAME", "ORCH_SCRIPT_NODE"):
         monkeypatch.setenv(name, "n2")
-    assert task.main(["agent", "--run-dir", str(folder.path)]) == (0 if lives == 3 else Exit.FENCED)
-    assert len(started) == lives and all("--elastic" in argv for argv in started)
+    assert task.main(["agent", "--run-dir", str(folder.path)]) == Exit.FENCED
+    ((argv, over, most),) = kept
+    assert {"orchestrator.agent", "--elastic", "--lifeline", "n2"} <= set(argv)
+    assert over == (phase == "done") == (folder.path / "slurm" / "ended").exists()
+    assert most == from_bytes(folder.request.read_bytes()).policy.max_restarts
 
 
 # ------------------------------------------------------------------------------------------ the script's node is lost
