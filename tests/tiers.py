@@ -19,10 +19,20 @@ PYTEST = (sys.executable, "-m", "pytest")
 TIERS = {
     # The cluster tests of one file keep to one worker, which has clusters of its own.
     "Slurm": ("-n", "2", "--dist", "loadgroup", "-rs", "-m", "slurm and not full", "tests/slurm"),
-    # One bed after the other: each is a whole control plane.
+    # One bed after the other: each is a whole control plane. On a new machine its programs are built first.
     "Kubernetes": ("-p", "no:xdist", "-rs", "-m", "kubernetes and not full", "tests/kubernetes"),
 }
+STARTS = {"Kubernetes": (sys.executable, "-m", "tests.kubernetes.ready")}
 REST = ("--dist", "worksteal", "-m", "not slurm and not kubernetes and not full")
+
+
+def start(tier: str) -> tuple[str, ...]:
+    return STARTS.get(tier, PYTEST)
+
+
+def stderr(tier: str) -> int | None:
+    """That of a start of its own is seen at once: what it waits for."""
+    return None if tier in STARTS else subprocess.STDOUT
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +42,9 @@ def main(argv: list[str]) -> int:
     with contextlib.ExitStack() as files:
         said = {name: files.enter_context(tempfile.TemporaryFile()) for name in TIERS}
         tiers = {
-            name: subprocess.Popen([*PYTEST, *words], cwd=ROOT, stdout=said[name], stderr=subprocess.STDOUT)
+            name: subprocess.Popen(
+                [*STARTS.get(name, PYTEST), *words], cwd=ROOT, stdout=said[name], stderr=stderr(name)
+            )
             for name, words in TIERS.items()
         }
         rest = subprocess.Popen([*PYTEST, "-n", workers, *REST], cwd=ROOT)

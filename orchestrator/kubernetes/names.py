@@ -43,6 +43,11 @@ def standard_labels(run_id: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "orch", "app.kubernetes.io/instance": run_id, MANAGED: "orch", RUN: run_id}
 
 
+def pod_labels(run_id: str) -> dict[str, str]:
+    """On pods: what something selects them by, and no more."""
+    return {MANAGED: "orch", RUN: run_id}
+
+
 def selector(run_id: str | None = None) -> str:
     """Label selector of one run's objects, or of all runs'."""
     return f"{RUN}={run_id}" if run_id else f"{MANAGED}=orch,{RUN}"

@@ -199,7 +199,7 @@ def _network_policy(run: Manifest) -> dict[str, Any]:
 
 def _job_spec(run: Manifest) -> dict[str, Any]:
     pods, options = len(run.request.agents), run.options
-    labels = standard_labels(run.request.run_id) | options.labels | {names.GENERATION: str(run.generation)}
+    labels = names.pod_labels(run.request.run_id) | options.labels | {names.GENERATION: str(run.generation)}
     template = pod_template(
         run.name,
         run.plan,

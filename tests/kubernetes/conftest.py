@@ -11,19 +11,23 @@ import pytest
 from orchestrator.topology.kubernetes import Profile, parse_nodes
 from orchestrator.topology.model import Topology
 
-from . import addons
+from . import addons, ready
 from .bed import Bed, Shape, reap_stale, refusal
 from .building import build
 from .runs import SHORT, TINY, Orch, Run, check_rank_map
-from .simulate import LEVELS
+from .simulate import LEVELS, POOL
 
 
 def built(*programs: str) -> None:
     """These programs are there from now on; or the test is skipped with why this machine does not have them.
 
-    Those of an earlier build will do; only ORCH_TEST_KUBERNETES (make test-kubernetes) has them built here.
+    Those of an earlier build will do; `make test` builds what is missing before (ready), ORCH_TEST_KUBERNETES=1
+    (make test-kubernetes) here, and 0 does without all of it.
     """
-    if reason := build(programs, allowed=bool(os.environ.get("ORCH_TEST_KUBERNETES"))):
+    switch, known = os.environ.get(ready.SWITCH), os.environ.get(ready.WHY)
+    reason = f"{ready.SWITCH}=0" if switch == "0" else None
+    if reason := reason or build(programs, allowed=bool(switch) and not known):
+        reason = known or reason
         pytest.skip(f"no Kubernetes test cluster: {reason}")
 
 
@@ -53,11 +57,13 @@ def wide_bed() -> Iterator[Bed]:
 
 
 @pytest.fixture(scope="session")
-def queued_bed() -> Iterator[Bed]:
-    """The same with JobSet and Kueue: a queue for 24 nodes and one for all others."""
-    with bring_up(Shape(simulated=1000, kueue=True, jobset=True)) as bed:
+def queued_bed(request) -> Iterator[Bed]:
+    """The same with JobSet and Kueue: a queue for 24 nodes and one for all others. In the tier three spines will do."""
+    full = any(item.get_closest_marker("full") for item in request.session.items)
+    count = 1000 if full else 192
+    with bring_up(Shape(simulated=count, kueue=True, jobset=full)) as bed:
         levels = ("orch.test/spine", "orch.test/leaf", "kubernetes.io/hostname")
-        for name, gpus in (("large", 7808), ("small", 192)):
+        for name, gpus in (("large", 8 * (count - POOL)), ("small", 8 * POOL)):
             quota = {"cpu": "128k", "memory": "2000Ti", "nvidia.com/gpu": str(gpus)}
             addons.queues(bed, quota, levels, {"orch.test/pool": name}, name)
         yield bed

@@ -14,7 +14,7 @@ from .runs import Orch, Run
 from .simulate import FINISHES, LEVELS
 from .test_simulated import MAIN, bound, seated, split_pipelines, split_slices
 
-pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 #: Kinds of which a run has objects, whoever made them.
 KINDS = "jobsets,jobs,services,configmaps,secrets,pods"
 
@@ -44,7 +44,7 @@ def running(orch: Orch, run: Run, but: str = "") -> list[dict]:
     return found()
 
 
-@pytest.mark.parametrize("queue", [pytest.param(None, marks=pytest.mark.full), "large"])
+@pytest.mark.parametrize("queue", [None, "large"])
 def test_a_jobset_is_placed_as_a_job_is(orch, queue, ended, topology):
     run = ended(orch.submit(*MAIN, options={"queue": queue} if queue else {}))
     nodes = bound(orch, run, 8)
@@ -58,7 +58,6 @@ def test_a_jobset_is_placed_as_a_job_is(orch, queue, ended, topology):
         assert pod["spec"]["subdomain"] == run.id
 
 
-@pytest.mark.full
 def test_the_life_of_a_jobset_under_kueue(orch, ended):
     """75 brings a pod back and is not counted; cancel leaves nothing; resume brings the run; 65 ends it for good."""
     bed = orch.bed
@@ -88,7 +87,6 @@ def _alive(pod: dict) -> bool:
     return pod["status"]["phase"] in ("Pending", "Running")
 
 
-@pytest.mark.full
 def test_a_jobset_that_is_done(orch, ended):
     run = ended(orch.submit(*MAIN, options={"annotations": {FINISHES: "yes"}}))
     assert run.wait("done", seconds=300).exit_code == 0

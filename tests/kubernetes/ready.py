@@ -1,0 +1,66 @@
+"""`python -m tests.kubernetes.ready ARGUMENTS`: pytest with these, once the test cluster's programs are built.
+
+What is missing is built first, beside whatever else `make test` runs: niced, a line on stderr for each program, at most
+half an hour. Where that cannot be, pytest runs all the same, and its tests are skipped with the reason that is found
+here. ORCH_TEST_KUBERNETES=0 turns the whole tier off.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.debian import find, provide
+
+from . import building
+from .bed import Shape, refusal
+
+SWITCH, WHY = "ORCH_TEST_KUBERNETES", "ORCH_TEST_KUBERNETES_WHY_NOT"
+MOST_S = 1800.0
+DISK_GB = 9  # Go's module and build caches, and the programs
+
+
+def main(arguments: list[str]) -> None:
+    if reason := why_not(os.environ):
+        os.environ[WHY] = reason
+    sys.stdout.flush()
+    os.dup2(1, 2)  # from here on everything is pytest's, in one stream
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+
+
+def why_not(environ: Mapping[str, str]) -> str | None:
+    """None: every program is there now. Else one line."""
+    if environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    if not (missing := building.missing(tuple(building.PROGRAMS))):
+        return None
+    what = f"{', '.join(missing)} not built"
+    if os.geteuid() != 0:
+        return f"{what}, and only root may have name spaces with a network of their own"
+    if find("go") is None:
+        return f"{what}, and this machine has no Go"
+    if (free := shutil.disk_usage(Path.home()).free / 1e9) < DISK_GB:
+        return f"{what}, and that takes {DISK_GB} GB, of which {free:.0f} are free"
+    if reason := provide(building.DEBIAN_PROGRAMS, building.DEBIAN) or refusal(Shape(simulated=1)):
+        return reason  # known before minutes of building
+    end = time.monotonic() + MOST_S
+    for count, name in enumerate(missing, 1):
+        say(f"the Kubernetes tier builds {name}, {count} of {len(missing)}, once for all (low priority)")
+        started = time.monotonic()
+        if reason := building.build((name,), seconds=max(1.0, end - started)):
+            say(f"the Kubernetes tier goes without: {reason}")
+            return reason
+        say(f"{name} is built, {time.monotonic() - started:.0f} s")
+    return None
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
