@@ -111,8 +111,9 @@ def test_installed_trained_scraped_and_gone(orch, helm):
     helm("test", "my-run", "--timeout", "180s", timeout=200)
     helm("uninstall", "my-run", "--wait", "--timeout", "60s")
     kinds = "all,secrets,configmaps,networkpolicies,serviceaccounts,roles,rolebindings"
-    ours = "app.kubernetes.io/name=orch"
-    bed.wait(lambda: not bed.get(kinds, "-n", space, "-l", ours)["items"], 60, "end of everything of the release")
+    of = lambda kinds, label: bed.get(kinds, "-n", space, "-l", label)["items"]  # noqa: E731
+    gone = lambda: not of(kinds, "app.kubernetes.io/name=orch") and not of("pods", "orch.dev/run")  # noqa: E731
+    bed.wait(gone, 120, "end of everything of the release")
 
 
 @pytest.mark.full
