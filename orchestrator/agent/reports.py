@@ -27,10 +27,11 @@ class ReportPipe:
         self._open = True
         asyncio.get_running_loop().add_reader(fd, self.read)
 
-    def read(self) -> None:
+    def read(self, at_most: int = _AT_ONCE) -> None:
+        """What there is by now, up to so many bytes."""
         if not self._open:
             return
-        left = _AT_ONCE
+        left = at_most
         while left > 0:
             try:
                 chunk = os.read(self._fd, 1 << 16)

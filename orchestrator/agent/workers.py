@@ -170,7 +170,7 @@ class Workers:
             return
         pipe = self._pipes.pop(rank, None)
         if pipe:
-            pipe.read()  # what it said last
+            pipe.read(_PIPE_BYTES)  # all that it said last: why it failed is at the end
             pipe.close()
         self._on_exit(rank, code, self._asked)
 

@@ -100,6 +100,28 @@ def test_reports_arrive_whole_and_the_last_ones_before_the_exit(run, tmp_path):
     run(scenario, tmp_path)
 
 
+def test_the_last_word_of_a_worker_that_said_much_is_heard(run, tmp_path):
+    """The agent was busy: more lies in the pipe than is read at a time, and why the worker failed comes last."""
+    code = """
+import os
+for _ in range(40): os.write(3, (b'x' * 99 + b'\\n') * 160)
+os.write(3, b'why\\n')
+print('said', flush=True)
+"""
+
+    async def scenario(h):
+        h.start(code)
+        for _ in range(1200):
+            time.sleep(0.05)
+            if h.log().exists() and "said" in h.log().read_text():
+                break
+        time.sleep(0.2)  # its end is to be there before its words are read
+        await h.until_empty()
+        assert len(h.lines) == 6401 and h.lines[-1] == (0, b"why")
+
+    run(scenario, tmp_path)
+
+
 def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(run, tmp_path):
     """Nobody reads while the loop is stuck; the writes fail instead of waiting."""
     code = """
