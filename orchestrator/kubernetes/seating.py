@@ -15,10 +15,10 @@ from orchestrator.plan import Plan
 from orchestrator.topology.fit import fit
 from orchestrator.topology.model import FLAT, Tier, Topology
 
-from .gather import Here
-
 if TYPE_CHECKING:
     from orchestrator.planner.replan import Difference
+
+    from .gather import Here  # asyncio with it: who submits has no use for that
 
 
 class Seating(Struct, frozen=True):

@@ -6,7 +6,10 @@ import asyncio
 import io
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +159,13 @@ def test_a_pod_knows_where_index_0_is(monkeypatch):
             task.read_pod(broken, request)
 
 
+def test_who_submits_does_not_wait_for_what_only_pods_need():
+    """The submitter's imports are most of a short submission."""
+    script = "import sys, orchestrator.kubernetes.backend as b; print({'asyncio', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stderr
+
+
 def test_a_pods_own_address_is_that_of_its_host_name():
     assert task.address_of("localhost") in ("127.0.0.1", "::1")
 
@@ -192,10 +202,6 @@ def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
 @pytest.mark.process
 def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
     """Process 1 has no default actions: a pod that waits for its peers must still obey SIGTERM at once."""
-    import signal
-    import subprocess
-    import sys
-
     # short sleeps, as in `gather`: a signal between Python's last look and the start of a long one waits for its end
     script = (
         "import orchestrator.kubernetes.task as task, time, sys; sys.request = None;"
