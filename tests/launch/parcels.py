@@ -25,6 +25,8 @@ from orchestrator.launch.state import RunState, true_state
 from orchestrator.plan import Plan
 
 WORKER = str(Path(__file__).with_name("worker.py"))
+#: Every wait looks for its condition: on a busy machine nothing but time is lost.
+PATIENCE_S = 300.0
 
 
 class SmallConfig(msgspec.Struct, frozen=True):
@@ -78,16 +80,16 @@ def kill_runs(runs: Path) -> None:
             send_signal(Identity(*record.supervisor), signal.SIGKILL)
 
 
-def wait_for(condition, timeout_s: float = 60.0, what: str = "condition"):
+def wait_for(condition, timeout_s: float = PATIENCE_S, what: str = "condition"):
     """The first true value of `condition()`; AssertionError when it stays false."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < end, f"{what} did not come within {timeout_s} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return value
 
 
-def wait_end(folder: RunFolder, timeout_s: float = 40.0) -> RunState:
+def wait_end(folder: RunFolder, timeout_s: float = PATIENCE_S) -> RunState:
     """The final state, after every process of the run has gone."""
     try:
         wait_for(lambda: not folder.is_alive(), timeout_s, f"end of {folder.run_id}")
@@ -97,11 +99,11 @@ def wait_end(folder: RunFolder, timeout_s: float = 40.0) -> RunState:
     return true_state(folder, alive=False)
 
 
-def wait_state(folder: RunFolder, *states: str, timeout_s: float = 60.0) -> RunState:
+def wait_state(folder: RunFolder, *states: str, timeout_s: float = PATIENCE_S) -> RunState:
     return wait_for(lambda: (s := true_state(folder, folder.is_alive())).state in states and s, timeout_s, str(states))
 
 
-def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float = 60.0) -> None:
+def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float = PATIENCE_S) -> None:
     """Until that many workers have reported that step."""
     mark = re.compile(rb'"step": ?%d,' % step)
 

@@ -45,7 +45,7 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     steps = 40
     spec = plan(corpus, tmp_path, steps, trace_steps=2)
     whole = start(tmp_path, plan(corpus, tmp_path, steps, trace_steps=2, nodes=1), "whole")  # the same layout
-    assert wait_end(whole, 150).state == "done", whole.rank_log(0).read_text()
+    assert wait_end(whole).state == "done", whole.rank_log(0).read_text()
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     assert main(["report", "whole", "--rank", "1", "--json"]) == 0
     timeline = json.loads(capsys.readouterr().out)["timeline"]
@@ -53,18 +53,18 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     assert all(step["peak"]["activations"] > 0 for step in timeline["steps"])
 
     broken = start(tmp_path, spec, "broken", max_restarts=1)
-    wait_step(broken, 12, workers=2, timeout_s=100)
+    wait_step(broken, 12, workers=2)
     pids = json.loads(broken.backend.read_text())["agents"]
     victim = next(pid for pid in children_of(children_of(pids["node1"])[0]) if comm(pid).startswith("orch-rank-"))
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), 100, "resuming")
-    wait_for(lambda: max(losses(broken), default=0) > 20, 100, "progress")
+    wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), what="resuming")
+    wait_for(lambda: max(losses(broken), default=0) > 20, what="progress")
     LocalBackend().cancel(broken, force=False)
-    state = wait_end(broken, 90)
+    state = wait_end(broken)
     assert (state.state, state.reason) == ("cancelled", "cancelled by the user")
     assert state.epochs[0].cause.code == -9 and state.epochs[0].cause.node == "node1"
     LocalBackend().resume(broken, from_bytes(broken.request.read_bytes()), os.environ)
-    state = wait_end(broken, 150)
+    state = wait_end(broken)
     assert (state.state, state.epoch) == ("done", 2), broken.rank_log(0).read_text()
     assert losses(broken) == losses(whole)  # to the bit, over a crash and a cancel
     report = json.loads(broken.report.read_text())

@@ -56,7 +56,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equals_costing_every_layout(config):
     everything, answer = every_layout(config), Search(config).run()
     assert [one.choice for one in answer.front] == [one.choice for one in front(everything)] if everything else True
@@ -64,7 +64,7 @@ def test_equals_costing_every_layout(config):
 
 
 @given(cases())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
     search = Search(config)
     single = [(family, [[one]]) for family, forms in search.families() for form in forms for one in form]

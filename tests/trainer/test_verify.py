@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -19,6 +18,7 @@ from tests.plans import make_plan, tiny_model
 from tests.reference import single
 from trainer.engine import Engine
 from trainer.verify import oracle
+from trainer.verify.__main__ import main as program
 from trainer.verify.compare import STEPS
 from trainer.verify.judge import judge, summary
 
@@ -106,13 +106,14 @@ def test_ranks_that_hang_are_a_failure(monkeypatch):
 
 
 @pytest.mark.process
-def test_the_program_reads_lines_and_writes_lines(tmp_path):
+def test_the_program_reads_lines_and_writes_lines(tmp_path, capsys):
+    """Here, where torch is in memory; the test below has it as a process of its own."""
     path = tmp_path / "cells.jsonl"
     path.write_bytes(msgspec.json.encode(Cell(name="one", plan=make_plan())) + b"\n")
-    command = [sys.executable, "-m", "trainer.verify", str(path), "--precisions", "fp64"]
-    done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    (line,) = done.stdout.splitlines()
-    assert done.returncode == Exit.DONE and msgspec.json.decode(line, type=Verdict).equal
+    assert program([str(path), "--precisions", "fp64"]) == Exit.DONE
+    (line,) = capsys.readouterr().out.splitlines()
+    assert msgspec.json.decode(line, type=Verdict).equal
+    command = [sys.executable, "-m", "trainer.verify", str(path)]
     path.write_text('{"name": "x"}\n')
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == Exit.CONFIG and "missing required field `plan`" in done.stderr
