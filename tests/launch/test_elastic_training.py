@@ -20,8 +20,9 @@ from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
 from tests.launch.conftest import write_text
-from tests.launch.parcels import events, kill_runs, make_parcel, wait_end, wait_for
+from tests.launch.parcels import events, make_parcel, wait_end, wait_for
 from tests.plans import make_plan
+from tests.trainer.workers import running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -64,14 +65,11 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The loss of every step of a run on one node that nothing happens to."""
+    """The loss of every step of one worker that nothing happens to; agents would add nothing to it but seconds."""
     home = tmp_path_factory.mktemp("whole")
-    folder = start(home, "whole", {1: sized(write_text(home), home, 1)}, elastic=False)
-    try:
-        assert wait_end(folder, 600).state == "done", folder.rank_log(0).read_text()
-        return losses(folder)
-    finally:
-        kill_runs(home / "runs")
+    with running(sized(write_text(home), home, 1), home / "run") as worker:
+        assert worker.wait() == [0], worker.log(0)
+    return worker.losses()
 
 
 def reached(folder: RunFolder, epoch: int, step: int) -> bool:
