@@ -93,7 +93,8 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     recorder.metrics.begin_epoch(-1)
     recorder.event("agent_started", pid=os.getpid())
     metrics = plan.job.metrics
-    server = await serve(recorder.metrics, metrics.host, _metrics_port(args, metrics.port, first), args.metrics_fd)
+    port = _metrics_port(args, metrics.port, first)
+    server = await serve(recorder.metrics, metrics.host, port, args.metrics_fd, folder.discovery)
     bound = server.sockets[0].getsockname()
     address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)

@@ -12,6 +12,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -231,9 +232,12 @@ _REQUEST_S = 5.0
 _ANSWER = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
 
 
-async def serve(metrics: NodeMetrics, host: str, port: int, fd: int | None = None) -> asyncio.Server:
+async def serve(
+    metrics: NodeMetrics, host: str, port: int, fd: int | None = None, targets: Path | None = None
+) -> asyncio.Server:
     """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one. `fd`: a socket that
-    listens already, of another network namespace perhaps; it becomes the server's."""
+    listens already, of another network namespace perhaps; it becomes the server's. GET /targets, for Prometheus's
+    http_sd: the endpoints of all nodes, from the file of that name where this node has it (the coordinator's does)."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -241,10 +245,14 @@ async def serve(metrics: NodeMetrics, host: str, port: int, fd: int | None = Non
             first, *rest = head.decode("latin-1").split("\r\n")
             headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
             method, path, *_ = [*first.split(" "), "", ""]
-            if path.split("?")[0] != "/metrics":
-                status, kind, body = "404 Not Found", "text/plain", b"see /metrics\n"
+            path = path.split("?")[0]
+            if path not in ("/metrics", "/targets"):
+                status, kind, body = "404 Not Found", "text/plain", b"see /metrics and /targets\n"
             elif method != "GET":
                 status, kind, body = "405 Method Not Allowed", "text/plain", b"GET only\n"
+            elif path == "/targets":
+                found = targets is not None and targets.exists()
+                status, kind, body = "200 OK", "application/json", targets.read_bytes() if found else b"[]\n"
             else:
                 encode, kind = choose_encoder(headers.get("accept", ""))
                 status, body = "200 OK", encode(metrics.registry)

@@ -164,6 +164,34 @@ def test_a_client_that_never_asks_holds_nothing_up():
     asyncio.run(main())
 
 
+def test_targets_are_those_of_the_coordinator_s_file(tmp_path):
+    """What Prometheus's http_sd asks for; none before there are any, and after the run."""
+
+    async def ask(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /targets HTTP/1.1\r\n\r\n")
+        head, body = (await asyncio.wait_for(reader.read(), 60)).split(b"\r\n\r\n")
+        writer.close()
+        assert b"200 OK" in head and b"Content-Type: application/json" in head
+        return body
+
+    async def main():
+        folder = RunFolder(tmp_path)
+        server = await serve(node_metrics(), "127.0.0.1", 0, targets=folder.discovery)
+        port = server.sockets[0].getsockname()[1]
+        assert json.loads(await ask(port)) == []
+        found = Discovery(folder, str(tmp_path / "shared"))
+        found.publish({"node0": "10.0.0.1:9401", "node1": "10.0.0.2:9401"})
+        targets = json.loads(await ask(port))
+        assert [one["targets"] for one in targets] == [["10.0.0.1:9401"], ["10.0.0.2:9401"]]
+        assert [one["labels"]["node"] for one in targets] == ["node0", "node1"]
+        found.withdraw()
+        assert json.loads(await ask(port)) == []
+        server.close()
+
+    asyncio.run(main())
+
+
 @pytest.fixture(scope="module")
 def prometheus():
     """Debian's Prometheus and its promtool."""

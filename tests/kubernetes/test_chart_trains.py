@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.kubernetes.names import METRICS_PORT
 from tests import debian
 
 from . import image
@@ -53,11 +54,11 @@ def values() -> dict:
 
 
 def prometheus(bed: Bed, service: str, namespace: str) -> None:
-    """Debian's, told one name: the run's Service. Which pods there are it learns from the cluster's DNS."""
+    """Debian's, told one name: the run's Service, behind which index 0 tells where all pods are."""
     if reason := debian.provide(("prometheus",), ("prometheus",)):
         pytest.skip(reason)
-    name = f"_metrics._tcp.{service}.{namespace}.svc.cluster.local"
-    job = {"job_name": "pods", "honor_labels": True, "dns_sd_configs": [{"names": [name], "refresh_interval": "2s"}]}
+    url = f"http://{service}.{namespace}.svc.cluster.local:{METRICS_PORT}/targets"
+    job = {"job_name": "pods", "honor_labels": True, "http_sd_configs": [{"url": url, "refresh_interval": "2s"}]}
     config = {"global": {"scrape_interval": "2s"}, "scrape_configs": [job]}
     (bed.home / "prometheus.yaml").write_text(json.dumps(config))
     bed.run("mount", "--bind", str(bed.home / "resolv.conf"), "/etc/resolv.conf")  # of the bed alone
