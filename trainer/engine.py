@@ -55,18 +55,16 @@ class Engine:
         self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
+        replica = replica_of(par, mesh.coord)
+        self._empty = computed(par, replica) - taken(par)[replica]  # micro-batches a step, where others take more
         self.pipeline = Pipeline.from_plan(
             *(plan, self.part.stages, self.part.loss, mesh, self.counter),
             dtype=recipe.param,
             device=device,
             on_grad=self.buckets.on_grad,
             timer=self.timer,
-            micro_batches=computed(par, self._replica),
+            micro_batches=computed(par, replica),
         )
-
-    @property
-    def _replica(self) -> int:
-        return replica_of(self.plan.parallel, self.mesh.coord)
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
@@ -107,8 +105,7 @@ class Engine:
 
     def _as_many_as_others(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Where every micro-batch is a collective and other replicas take more of them: with empty ones at the end."""
-        more = computed(self.plan.parallel, self._replica) - taken(self.plan.parallel)[self._replica]
-        return [*batches, *[without_targets(batches[-1])] * more]
+        return [*batches, *[without_targets(batches[-1])] * self._empty] if self._empty else batches
 
     def update(self, norm: Tensor, lr: float, finite: bool = True) -> bool:
         """Apply the gradient; False if it was skipped: a scaled fp16 gradient overflowed, or it is known (`finite`) to
