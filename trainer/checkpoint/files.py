@@ -50,9 +50,14 @@ def write_stream(
         header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data starts 8-byte aligned, so that it can be mapped
+    return write_parts(path, _parts(text, tensors))
+
+
+def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """A new file of these bytes, durable when this returns; (bytes, sha256)."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
-        for part in _parts(text, tensors):
+        for part in parts:
             file.write(part)
             digest.update(part)
             size += len(part)

@@ -6,9 +6,8 @@ becomes a checkpoint like any other, under the epoch of the flush: same files, s
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -16,7 +15,7 @@ from msgspec import structs
 from trainer.errors import SaveError
 from trainer.metrics.report import Reporter
 
-from ..files import sha256_from_disk
+from ..files import sha256_from_disk, write_parts
 from ..format import FileRecord
 from ..load import newest_committed
 from ..save import Answer, Target, agree, begin, claim, gather, publish
@@ -85,14 +84,9 @@ def _write(source: Path | None, place: Path, records: list[FileRecord]) -> str:
 
 def _carry(source: Path, to: Path, record: FileRecord) -> None:
     """One file from memory to the disk: durable, and read back, when this returns. Raises OSError, SaveError."""
-    digest = hashlib.sha256()
-    with source.open("rb") as read, to.open("xb") as write:
-        while chunk := read.read(_CHUNK):
-            write.write(chunk)
-            digest.update(chunk)
-        write.flush()
-        os.fsync(write.fileno())
-    if digest.hexdigest() != record.sha256:
+    with source.open("rb") as file:
+        _, digest = write_parts(to, iter(partial(file.read, _CHUNK), b""))
+    if digest != record.sha256:
         raise SaveError(f"{record.file}: changed in memory while it was read")
     if sha256_from_disk(to) != record.sha256:
         raise SaveError(f"{record.file}: does not read back as it was written")
