@@ -85,9 +85,8 @@ class EpochState(Frozen):
     started_at: float
     running_at: float | None = None
     ended_at: float | None = None
-    outcome: str | None = (
-        None  # done, restart, stopped, cancelled, failed; of a flush: saved, not saved, nothing to save
-    )
+    #: done, restart, stopped, cancelled, failed; of a flush: saved, not saved, nothing to save
+    outcome: str | None = None
     counted: bool = False  # used up one of max_restarts
     cause: Cause | None = None
 

@@ -6,7 +6,6 @@ looks up and no softmax counts. Full logits exist nowhere (Shoeybi et al. 2019, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +60,8 @@ class _WholeCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, goal)
         wide = torch.promote_types(logits.dtype, torch.float32)
         parts = [
-            F.nll_loss(torch.log_softmax(rows, -1, dtype=wide), to, ignore_index=IGNORED, reduction="sum")
-            for rows, to in _parts(flat, goal)
+            F.nll_loss(torch.log_softmax(flat[rows], -1, dtype=wide), goal[rows], ignore_index=IGNORED, reduction="sum")
+            for rows in _chunks(flat)
         ]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
@@ -71,11 +70,12 @@ class _WholeCrossEntropy(torch.autograd.Function):
         """d/dlogits = softmax - onehot(target), for valid tokens; zero elsewhere."""
         logits, goal = ctx.saved_tensors
         flat, scale = logits.flatten(0, -2), ((goal != IGNORED) * grad)[:, None]
-        out = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        for rows, there, factor, column in _parts(flat, out, scale, goal.clamp(min=0)[:, None]):
+        column, out = goal.clamp(min=0)[:, None], torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+        for rows in _chunks(flat):
+            there = out[rows]
             part = there if out.dtype == grad.dtype else torch.empty_like(there, dtype=grad.dtype)
-            torch.softmax(rows, -1, dtype=grad.dtype, out=part)
-            part.mul_(factor).scatter_add_(1, column, -factor)
+            torch.softmax(flat[rows], -1, dtype=grad.dtype, out=part)
+            part.mul_(scale[rows]).scatter_add_(1, column[rows], -scale[rows])
             if part is not there:
                 there.copy_(part)
         return out.view(logits.shape), None
@@ -138,15 +138,5 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _chunks(flat: Tensor) -> list[slice]:
     """Slices of rows that hold at most CHUNK elements each."""
-    step = _rows(flat)
+    step = max(1, CHUNK // max(1, flat.shape[1]))
     return [slice(first, first + step) for first in range(0, flat.shape[0], step)]
-
-
-def _parts(flat: Tensor, *others: Tensor) -> Iterable[Sequence[Tensor]]:
-    """`flat` and what has as many rows, cut into the rows of `_chunks`."""
-    step, all_ = _rows(flat), (flat, *others)
-    return [all_] if step >= flat.shape[0] else zip(*(one.split(step) for one in all_), strict=True)
-
-
-def _rows(flat: Tensor) -> int:
-    return max(1, CHUNK // max(1, flat.shape[1]))
