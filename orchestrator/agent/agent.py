@@ -218,7 +218,7 @@ class Agent:
             await asyncio.sleep(LOOK_S)
             due, in_time = beat.tick(began, clock())
             seen = self._recorder.watch.look(self._workers.pids)
-            if due or any(map(is_frozen, seen)):
+            if due or any(map(is_frozen, seen)) or self._recorder.watch.sees_slowing:
                 self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
             self._silent_ticks += in_time

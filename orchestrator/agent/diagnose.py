@@ -9,7 +9,7 @@ A worker that is stopped by a signal needs no comparison: the kernel says so.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -67,26 +67,54 @@ def patience_s(watched: Collection[Seen], rules: Policy) -> float:
     return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(usual))
 
 
-def slow_nodes(plan: Plan, seen: Collection[Seen], least_ratio: float) -> dict[str, float]:
-    """Node -> own compute time of its slowest rank over the median of the ranks of that stage on other nodes.
+def slowdown(
+    plan: Plan, theirs: Collection[Seen], peers: Mapping[tuple[str, int], float], least_ratio: float
+) -> float | None:
+    """Of one node: own compute time of its slowest rank over what is usual for its `peers`; None: it is not slow.
 
     Time spent in waiting for others is in nobody's own time, so those whom a slow rank holds up are not slow.
     """
-    timed = {one.rank: one for one in seen if one.usual_own_s is not None and one.usual_step_s}
-    own = {rank: _of_the_most(plan, one) for rank, one in timed.items()}
-    found: dict[str, float] = {}
-    for rank, one in timed.items():
-        place = plan.ranks[rank]
-        peers = [
-            seconds
-            for number, seconds in own.items()
-            if plan.ranks[number].node != place.node and plan.ranks[number].coord.pp == place.coord.pp
-        ]
-        usual = statistics.median(peers) if peers else 0.0
-        more = own[rank] - usual
-        if usual > 0 and more > max(_LEAST_S, _SHARE * one.usual_step_s) and own[rank] / usual >= least_ratio:
-            found[place.node] = max(found.get(place.node, 0.0), round(own[rank] / usual, 2))
+    found = []
+    for one in filter(_is_timed, theirs):
+        place, own = plan.ranks[one.rank], _of_the_most(plan, one)
+        usual = peers.get((place.node, place.coord.pp), 0.0)
+        more = own - usual
+        if usual > 0 and more > max(_LEAST_S, _SHARE * one.usual_step_s) and own / usual >= least_ratio:
+            found.append(round(own / usual, 2))
+    return max(found, default=None)
+
+
+def peers_usual(plan: Plan, seen: Collection[Seen]) -> dict[tuple[str, int], float]:
+    """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
+
+    One sort a stage: a node's own ranks are stepped over where they stand in the order, for there may be 16,384 ranks.
+    """
+    stages: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for one in filter(_is_timed, seen):
+        stages[plan.ranks[one.rank].coord.pp].append((_of_the_most(plan, one), plan.ranks[one.rank].node))
+    found: dict[tuple[str, int], float] = {}
+    for stage, order in stages.items():
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, (_, node) in enumerate(sorted(order)):
+            places[node].append(place)
+        own_s = sorted(seconds for seconds, _ in order)
+        for node, own in places.items():
+            others = len(own_s) - len(own)
+            if others:
+                low, high = (_without(own, at) for at in ((others - 1) // 2, others // 2))
+                found[node, stage] = (own_s[low] + own_s[high]) / 2
     return found
+
+
+def _without(left_out: Collection[int], at: int) -> int:
+    """The place of the `at`-th of those that stay; `left_out` rises."""
+    for place in left_out:
+        at += place <= at
+    return at
+
+
+def _is_timed(one: Seen) -> bool:
+    return one.usual_own_s is not None and bool(one.usual_step_s)
 
 
 def _of_the_most(plan: Plan, one: Seen) -> float:
@@ -126,5 +154,8 @@ def _ranks(ranks: list[int]) -> str:
 
 def gathered(by_node: Mapping[str, Collection[Seen]], plan: Plan) -> list[Seen]:
     """What the agents have seen last, of ranks that are theirs."""
-    theirs = {rank.rank: rank.node for rank in plan.ranks}
-    return [one for node, seen in by_node.items() for one in seen if theirs.get(one.rank) == node]
+    return [one for node, seen in by_node.items() for one in seen if _is_of(plan, one.rank, node)]
+
+
+def _is_of(plan: Plan, rank: int, node: str) -> bool:
+    return 0 <= rank < len(plan.ranks) and plan.ranks[rank].node == node

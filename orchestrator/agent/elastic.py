@@ -24,7 +24,7 @@ from . import policy
 from .coordinator import Coordinator
 from .epoch import Epoch
 from .membership import Lost, Unfit
-from .messages import Done, Join, Notice, Prepare, Started, Warm
+from .messages import AgentAlive, Done, Join, Notice, Prepare, Started, Warm
 from .pace import Pace
 from .run_record import NO_ROOM
 from .sizes import Sizes
@@ -322,13 +322,15 @@ class ElasticCoordinator(Coordinator):
         grace = self._failure_grace if notice.force else self._rules.grace_s
         self._stop_all(now, now.resize, notice.signal, grace, force=notice.force)
 
-    def _slow(self, now: Epoch, nodes: dict[str, float]) -> None:
-        super()._slow(now, nodes)
-        spares = len(self._able()) - len(self._seats)
-        if nodes and spares and self._rules.on_straggler == "exclude" and not now.stopping:
-            node, ratio = max(nodes.items(), key=lambda item: item[1])
-            now.resize = f"{node} is slow: its own compute time is {ratio:g} times the median of its peers'"
-            now.slow = Cause(kind="straggler", text=now.resize, epoch=self.epoch, node=node, step=self._reported)
+    def _look(self, now: Epoch, node: str, what: AgentAlive) -> None:
+        super()._look(now, node, what)
+        nodes = self._lookout.lastingly_slow()
+        if not nodes or self._rules.on_straggler != "exclude" or now.stopping or now.fault:
+            return
+        if len(self._able()) > len(self._seats):
+            slowest, ratio = max(nodes.items(), key=lambda item: item[1])
+            now.resize = f"{slowest} is slow: its own compute time is {ratio:g} times the median of its peers'"
+            now.slow = Cause(kind="straggler", text=now.resize, epoch=self.epoch, node=slowest, step=self._reported)
             self._stop_all(now, now.resize, "SIGTERM", self._rules.grace_s)
 
     def _stop_all(self, now: Epoch, *arguments: object, **named: object) -> None:

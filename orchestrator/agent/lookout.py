@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from orchestrator.launch.request import Policy
 from orchestrator.plan import Plan
 
-from .diagnose import Verdict, diagnose, gathered, slow_nodes
+from .diagnose import Verdict, diagnose, gathered, peers_usual, slowdown
 from .messages import Seen
 from .watch import is_frozen
 
 _EVERY_S = 0.9
-_SURE_LOOKS = 5  # at slow nodes, one after the other, before they are called so
+#: Words of an agent, one a second, each about the last eight steps. To say that a node is slow costs nothing; to go on
+#: without it costs an epoch, and a machine that was busy for a moment is none to be left.
+_SURE_WORDS, _LASTING_WORDS, _OVER_WORDS = 2, 6, 3
+
+
+@dataclass
+class _Slow:
+    ratio: float = 1.0
+    words: int = 0  # that say so
+    against: int = 0  # the last ones, that do not
 
 
 class Lookout:
@@ -20,20 +30,24 @@ class Lookout:
         self._rules = rules
         self._plan: Plan | None = None
         self._seen: dict[str, Sequence[Seen]] = {}  # by node, what its agent said last
+        self._peers: Mapping[tuple[str, int], float] = {}
         self._looked = float("-inf")
         self._urgent = False
-        self._slow: dict[str, int] = {}  # node -> looks in a row
+        self._slow: dict[str, _Slow] = {}
         self._told: frozenset[str] = frozenset()
 
     def begin_epoch(self, plan: Plan) -> None:
         self._plan = plan
         self._seen.clear()
+        self._peers = {}
         self._slow.clear()
         self._looked, self._urgent = float("-inf"), False
 
     def hear(self, node: str, seen: Sequence[Seen]) -> None:
         self._seen[node] = seen
         self._urgent = any(map(is_frozen, seen))
+        theirs = gathered({node: seen}, self._plan)
+        self._count(node, slowdown(self._plan, theirs, self._peers, self._rules.straggler_ratio))
 
     def verdict(self, now: float) -> Verdict | None:
         """What is wrong, if anything. `now`: loop time; most calls return at once, for agents by the thousand speak."""
@@ -41,17 +55,29 @@ class Lookout:
             return None
         self._looked = now
         everyone = gathered(self._seen, self._plan)
-        self._count_slow(everyone)
+        self._peers = peers_usual(self._plan, everyone)
         return diagnose(self._plan, everyone, self._rules)
 
     def slow(self) -> dict[str, float] | None:
         """Nodes that are slow now, with their ratios, when they are others than those told last; else None."""
-        sure = {node for node, looks in self._slow.items() if looks >= _SURE_LOOKS}
-        if sure == self._told:
+        sure = self._since(_SURE_WORDS)
+        if sure.keys() == self._told:
             return None
         self._told = frozenset(sure)
-        return {node: self._ratios[node] for node in sorted(sure)}
+        return sure
 
-    def _count_slow(self, everyone: list[Seen]) -> None:
-        self._ratios = slow_nodes(self._plan, everyone, self._rules.straggler_ratio)
-        self._slow = {node: self._slow.get(node, 0) + 1 for node in self._ratios}
+    def lastingly_slow(self) -> dict[str, float]:
+        """Those that have been so for long enough to go on without them."""
+        return self._since(_LASTING_WORDS)
+
+    def _since(self, words: int) -> dict[str, float]:
+        return {node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.words >= words}
+
+    def _count(self, node: str, ratio: float | None) -> None:
+        slow = self._slow.setdefault(node, _Slow())
+        if ratio is not None:
+            slow.ratio, slow.words, slow.against = ratio, slow.words + 1, 0
+            return
+        slow.against += 1
+        if slow.words < _SURE_WORDS or slow.against >= _OVER_WORDS:
+            del self._slow[node]

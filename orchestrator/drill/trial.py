@@ -21,6 +21,7 @@ from .faults import KINDS, Shot, refusal, restarts_left, victim
 
 _LOOK_S = 0.05
 _STEADY_STEPS = 2  # of a life, before it is hit
+_USUAL_STEPS = 16  # before one of its workers is made slow: slower than what?
 #: Events that tell of a fault that need not end an epoch, beside those that tell of its end.
 _TOLD = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "straggler")
 
@@ -102,7 +103,10 @@ class Range:
             why = self._why_not(state, shot.fault)
             if chosen is None:
                 why = why or f"no node is {shot.position!r}: {', '.join(ranks) or 'none runs'}"
-            if state.state == "running" and len(mine) >= _STEADY_STEPS and not why:
+            steady = len(mine) >= (_USUAL_STEPS if shot.fault == "slow_worker" else _STEADY_STEPS)
+            if shot.fault == "slow_worker" and state.slow:  # what is slow already cannot be noticed anew
+                why = why or f"{', '.join(state.slow)} is slow without it"
+            if state.state == "running" and steady and not why:
                 return state, mine[-1], chosen
             if time.monotonic() > end or "used up" in why:
                 text = why or f"no steps, it is {state.state}"
@@ -162,7 +166,8 @@ class Range:
 
 def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Mark]) -> None:
     """What the run's own records say about it by now."""
-    signs = [mark.at for mark in marks if mark.name in _TOLD and mark.at >= trial.at and not _by_wish(mark)]
+    after = [mark for mark in marks if mark.name in _TOLD and mark.at >= trial.at and not _by_wish(mark)]
+    signs = [mark.at for mark in after if mark.name != "straggler" or mark.on == trial.node]
     trial.noticed_s = min(signs) - trial.at if signs else None
     later = [step for step in steps if step.epoch > trial.epoch]
     if later:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.agent.blame import Past, blame
-from orchestrator.agent.diagnose import diagnose, patience_s, slow_nodes
+from orchestrator.agent.diagnose import diagnose, patience_s, peers_usual, slowdown
 from orchestrator.agent.lookout import Lookout
 from orchestrator.agent.messages import Seen
 from orchestrator.agent.policy import Budget, EpochEnd, WorkerEnd, decide
@@ -83,38 +84,69 @@ def test_programs_without_a_pulse_are_not_judged():
     assert diagnose(PLAN, [], RULES) is None
 
 
+def slow_nodes(plan, seen, ratio=1.5):
+    peers = peers_usual(plan, seen)
+    by_node = {rank.node: [one for one in seen if plan.ranks[one.rank].node == rank.node] for rank in plan.ranks}
+    found = {node: slowdown(plan, theirs, peers, ratio) for node, theirs in by_node.items()}
+    return {node: ratio for node, ratio in found.items() if ratio is not None}
+
+
+@given(st.data())
+def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_stage(data):
+    plan = data.draw(st.sampled_from([make_plan(dp=4, nodes=2), make_plan(pp=2, dp=4, nodes=4), make_plan(tp=2, dp=4)]))
+    times = st.none() | st.sampled_from([0.1, 0.2, 0.2, 0.3, 0.5, 0.7])
+    seen = [Seen(rank=rank.rank, usual_step_s=1.0, usual_own_s=data.draw(times)) for rank in plan.ranks]
+    peers = {}
+    for node, stage in {(rank.node, rank.coord.pp) for rank in plan.ranks}:
+        others = [
+            one.usual_own_s
+            for one in seen
+            if one.usual_own_s is not None
+            and plan.ranks[one.rank].node != node
+            and plan.ranks[one.rank].coord.pp == stage
+        ]
+        mine = [one for one in seen if one.usual_own_s is not None and plan.ranks[one.rank].node == node]
+        if others and any(plan.ranks[one.rank].coord.pp == stage for one in mine):
+            peers[node, stage] = statistics.median(others)
+    assert peers_usual(plan, seen) == pytest.approx(peers)
+
+
 def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
     plan = make_plan(pp=2, dp=2, nodes=4)
     stage = {rank.rank: rank.coord.pp for rank in plan.ranks}
     own = {rank: 0.2 + 0.3 * stage[rank] for rank in range(4)}  # the last stage has more to do, and nobody is slow
     seen = [Seen(rank=rank, usual_step_s=1.0, usual_own_s=own[rank]) for rank in range(4)]
-    assert slow_nodes(plan, seen, 1.5) == {}
+    assert slow_nodes(plan, seen) == {}
     slow = structs.replace(seen[0], usual_own_s=0.4)
-    assert slow_nodes(plan, [slow, *seen[1:]], 1.5) == {plan.ranks[0].node: 2.0}
-    assert slow_nodes(plan, [structs.replace(slow, usual_step_s=9.0), *seen[1:]], 1.5) == {}, "it costs nobody anything"
+    assert slow_nodes(plan, [slow, *seen[1:]]) == {plan.ranks[0].node: 2.0}
+    assert slow_nodes(plan, [structs.replace(slow, usual_step_s=9.0), *seen[1:]]) == {}, "it costs nobody anything"
 
 
 def test_who_takes_more_micro_batches_is_not_slow():
     for zero, own in ((1, [0.4, 0.2, 0.2]), (2, [0.4, 0.4, 0.4])):  # with ZeRO-2 all compute equally many
         plan = make_plan(dp=3, nodes=3, zero=zero, replica_micro_batches=[2, 1, 1])
         seen = [works(rank, usual_own_s=seconds) for rank, seconds in enumerate(own)]
-        assert slow_nodes(plan, seen, 1.5) == {}
+        assert slow_nodes(plan, seen) == {}
         seen[1] = works(1, usual_own_s=2 * own[1])
-        assert slow_nodes(plan, seen, 1.5) == {"node1": 2.0}
+        assert slow_nodes(plan, seen) == {"node1": 2.0}
 
 
 def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
-    lookout, told = Lookout(RULES), []
+    lookout, told, lasting = Lookout(RULES), [], []
     lookout.begin_epoch(PLAN)
-    for second in range(20):
-        slow = 0.9 if second < 10 else 0.3
+    for second in range(30):
+        slow = 0.9 if second < 10 or second == 12 else 0.3  # and once more, which is no news
         for node, ranks in (("node0", (0, 1)), ("node1", (2, 3))):
             seen = [Seen(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3) for r in ranks]
             lookout.hear(node, seen)
         lookout.verdict(float(second))
         if (news := lookout.slow()) is not None:
             told.append((second, news))
-    assert told == [(4, {"node1": 3.0}), (10, {})]
+        lasting.append(lookout.lastingly_slow())
+    assert told == [(2, {"node1": 3.0}), (15, {})]
+    assert lasting == [{}] * 6 + [{"node1": 3.0}] * 9 + [{}] * 15
+    lookout.hear("node1", [Seen(rank=3, usual_step_s=1.0, usual_own_s=0.9)])
+    assert lookout.slow() is None, "one slow word is none"
 
 
 def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
@@ -131,6 +163,16 @@ def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_
     watch.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
     (seen,) = watch.look(pids)
     assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (7, "", None, 0.5, 0.5)
+
+
+def test_a_worker_that_becomes_slow_is_told_of_before_it_is_due_until_that_is_usual():
+    watch, told = NodeWatch(), []
+    for step in range(80):
+        own_s = 0.1 if step < 20 else 0.2
+        watch.on_step(StepReport(rank=3, epoch=0, step=step, samples=1, tokens=1, step_s=0.5, own_s=own_s))
+        if watch.sees_slowing:
+            told.append(step)
+    assert told == list(range(23, 36)), "from half of the last eight on, until it is half of the last 32"
 
 
 @pytest.mark.parametrize("sign", ["none", "computes", "speaks"])

@@ -78,6 +78,8 @@ def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():
     marks = [Mark("worker_ended", 99.0, code=-9), Mark("worker_ended", 100.1, code=-15, asked=True)]
     fill(trial, steps, [*marks, Mark("worker_ended", 100.25, code=-9)])
     assert (trial.noticed_s, trial.stepping_s, trial.lost_steps) == (0.25, 5.0, 2)
+    fill(trial, steps, [Mark("straggler", 100.1, on="b"), Mark("straggler", 102.5, on="a")])
+    assert trial.noticed_s == 2.5, "another node's slowness is not this one's"
 
 
 def test_a_score_counts_what_did_not_go_on():
