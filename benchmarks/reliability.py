@@ -178,8 +178,9 @@ def rows(args: argparse.Namespace) -> list[tuple[str, str, str, str]]:
     kinds += [("trainer", fault) for fault in faults if fault in SLOW]
     kinds += [("buddy", fault) for fault in faults if fault in BUDDY]
     found = [("orch", kind, fault, position) for kind, fault in kinds for position in args.positions.split(",")]
-    # torchrun has no checkpoints of its own, and its agents here no network of theirs
-    found += [("torchrun", *row[1:]) for row in found if row[1] == "host"]
+    found += [
+        ("torchrun", *row[1:]) for row in found if row[1] in ("host", "cable")
+    ]  # it has no checkpoints of its own
     return [row for row in found if row[0] in args.systems.split(",")]
 
 

@@ -51,7 +51,7 @@ def meet() -> list[socket.socket]:
     """Rank 0: connections to all others. The others: one to rank 0."""
     place = HOME / f"meet-{ADDRESS}-{PORT}-{LIFE if OURS else 'x'}"
     if RANK == 0:
-        server = socket.create_server((ADDRESS if OURS else "127.0.0.1", 0))
+        server = socket.create_server((ADDRESS, 0))
         server.settimeout(TIMEOUT_S)
         write(place, json.dumps([*server.getsockname()[:2]]))
         return [server.accept()[0] for _ in range(WORLD - 1)]

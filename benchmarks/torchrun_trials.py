@@ -12,37 +12,54 @@ import sys
 import time
 from pathlib import Path
 
+from orchestrator.drill.node import DUTY_S
+from orchestrator.launch.namespaces import Network, Wiring, cut, heal
 from orchestrator.launch.processes import descendants
 
 TOGETHER = Path(__file__).with_name("together.py")
 NODES = 3
+_LINK = 1e9 / 8  # bytes/s
 _START_S = 900.0  # a loaded machine takes its time, and that is no fault of the launcher's
 
 
 class Job:
     """Agents on 127.0.0.1 to .3; the first hosts rank 0 (ranks go by address), the second was started first and hosts
-    the store, which is as near to a coordinator as torchrun has.
+    the store, which is as near to a coordinator as torchrun has. With `cables` each has a network namespace and an
+    address of its own.
     """
 
-    def __init__(self, home: Path):
+    def __init__(self, home: Path, cables: bool = False):
         self.home = home
         home.mkdir(parents=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        names = tuple(f"node-{node}" for node in range(NODES))
+        wiring = Wiring(names, _LINK, ((tuple(range(NODES)),),), (1.0,))
+        self.network = Network(wiring) if cables else None
+        addresses = [wiring.address(name) if cables else f"127.0.0.{node + 1}" for node, name in enumerate(names)]
         words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=2:{NODES}", "--nproc-per-node=1"]
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={home.name}"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[1] if cables else '127.0.0.1'}:{port}"]
+        words += [f"--rdzv-id={home.name}"]
         words += ["--max-restarts=3"]
         environment = os.environ | {"TOGETHER_DIR": str(home), "OMP_NUM_THREADS": "1"}
         self.agents: dict[int, subprocess.Popen] = {}
         for node in (1, 0, 2):
             log = (home / f"agent-{node}.log").open("wb")
-            argv = [*words, f"--local-addr=127.0.0.{node + 1}", str(TOGETHER)]
+            argv = [*words, f"--local-addr={addresses[node]}", str(TOGETHER)]
+            argv[len(words) : len(words)] = [f"--rdzv-conf=is_host={int(node == 1)}"] if cables else []
+            enter = self.network.enter(names[node]) if self.network else None
             with log:
                 self.agents[node] = subprocess.Popen(
-                    argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    argv,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=enter,
                 )
-            if node == 1:
+            if node == 1 and not cables:  # which this process could not reach; the others try again by themselves
                 self._wait(port)
 
     def _wait(self, port: int) -> None:
@@ -80,13 +97,15 @@ class Job:
                 pid = int(path.read_text().split()[0])
                 if str(TOGETHER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and _in(pid, self.home):
                     _send(pid, signal.SIGKILL)
+        if self.network:
+            self.network.close()
 
 
 def torchrun_trial(home: Path, fault: str, position: str, for_s: float, limit_s: float) -> dict | None:
     """The same fields as a trial of ours; what torchrun does not tell (when it noticed) is None. None at all where the
-    job did not come to step before it was hit: that is no trial.
+    job did not come to step on all nodes before it was hit: that is no trial.
     """
-    job = Job(home / f"torchrun-{time.time_ns()}")
+    job = Job(home / f"torchrun-{time.time_ns()}", cables=fault == "partition")
     found = {
         "fault": fault,
         "position": position,
@@ -101,7 +120,10 @@ def torchrun_trial(home: Path, fault: str, position: str, for_s: float, limit_s:
             if time.monotonic() > end:
                 return None
             time.sleep(0.1)
-        nodes = {job.rank_of(node): node for node in range(NODES)}
+        try:
+            nodes = {job.rank_of(node): node for node in range(NODES)}
+        except RuntimeError:  # a busy machine: it began without one
+            return None
         node = {"rank0": nodes[0], "coordinator": 1}.get(position)
         if node is None:
             node = next(node for rank, node in sorted(nodes.items()) if rank != 0 and node != 1)
@@ -126,11 +148,12 @@ def hit(job: Job, fault: str, node: int, for_s: float):
         _send(worker, signal.SIGSTOP)
     elif fault == "slow_worker":
         end = time.monotonic() + for_s
+        period, stopped = DUTY_S
         while time.monotonic() < end:
             _send(worker, signal.SIGSTOP)
-            time.sleep(0.4)
+            time.sleep(stopped)
             _send(worker, signal.SIGCONT)
-            time.sleep(0.1)
+            time.sleep(period - stopped)
     elif fault == "kill_agent":
         _send(agent, signal.SIGKILL)
     elif fault == "kill_node":
@@ -144,6 +167,10 @@ def hit(job: Job, fault: str, node: int, for_s: float):
     elif fault == "notice":
         _send(agent, signal.SIGTERM)
         return lambda: [_send(pid, signal.SIGKILL) for pid in everything if pid != agent]
+    elif fault == "partition":
+        holds = [os.getpid()], job.network.switches, node
+        cut(*holds)
+        return lambda: heal(*holds)
     else:
         raise RuntimeError(f"no {fault} under torchrun")
     return None
@@ -159,7 +186,7 @@ def _watch(job: Job, found: dict, before: dict, lift, lifted: float, limit_s: fl
         steps = job.steps()
         anew = [step for step in steps if step["at"] > found["at"] and step["pid"] != before["pid"]]
         same = [step for step in steps if step["at"] > lifted + 3 and step["step"] > before["step"]]
-        whole = found["fault"] in ("slow_worker", "stop_agent", "stop_node") and not lift
+        whole = found["fault"] in ("slow_worker", "stop_agent", "stop_node", "partition") and not lift
         if len(anew) >= 2:
             done = max(step["step"] for step in steps if step["pid"] == before["pid"])
             found["ok"], found["stepping_s"] = True, anew[0]["at"] - anew[0]["step_s"] - found["at"]

@@ -22,7 +22,7 @@ from orchestrator.plan import Exit, load_plan
 from orchestrator.plan.worker import checkpoint_dir
 
 _RANK_NAME = "orch-rank-"
-_DUTY_S = 0.02, 0.01  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
+DUTY_S = 0.02, 0.01  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
 _SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
 
 
@@ -62,7 +62,7 @@ class Node:
 
     def _slow_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         worker, end = self._worker(rank), time.monotonic() + for_s
-        period, stopped = _DUTY_S
+        period, stopped = DUTY_S
         try:
             while time.monotonic() < end and send_signal(worker, signal.SIGSTOP):
                 time.sleep(stopped)
