@@ -11,12 +11,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from orchestrator.launch.request import Policy, from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Exit, Plan
 
+from .epoch import assignment
 from .membership import Lost, Membership
-from .messages import Assign, Notice, Prepare, Ready, Seat, Stop, Stopped, WorkerExit
+from .messages import Notice, Prepare, Ready, Seat, Stop, Stopped, WorkerExit
 from .policy import Decision
 from .run_record import RunRecord
 
@@ -121,16 +124,9 @@ class Flush:
     def _assign(self, nodes: list[str]) -> None:
         first = self._group.members[nodes[0]]
         for index, node in enumerate(nodes):
-            assign = Assign(
-                plan_hash=self._plan.hash,
-                seats=[Seat(index, 0)],
-                node_rank=index,
-                world_size=len(nodes),
-                master_address=first.join.address,
-                master_port=first.ready.port,
-                flush=True,
-            )
-            self._tell(node, assign)
+            trains = assignment(self._plan, node, index, first)
+            saves = {"seats": [Seat(index, 0)], "world_size": len(nodes), "flush": True}
+            self._tell(node, structs.replace(trains, **saves))
 
     def _tell(self, node: str, message: object) -> None:
         if member := self._group.members.get(node):

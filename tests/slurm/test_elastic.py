@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from orchestrator.goodput.facts import read_marks
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import from_json
 from orchestrator.plan.ranks import check_ranks
@@ -123,3 +124,21 @@ def test_training_goes_on_at_another_size(orch):
     for step, loss in whole.losses().items():
         assert run.losses()[step] == pytest.approx(loss, rel=2e-4), f"step {step}"
     assert submitted_request(RunFolder(run.folder)).sizes == [2, 1], "what one life cannot hold is not forgotten"
+
+
+@pytest.mark.slow
+@pytest.mark.full  # what is saved, and that it is the last step, is proven without a Slurm too
+def test_too_few_nodes_save_what_their_memories_hold_and_slurm_brings_the_job_back(orch):
+    """The real trainer on two nodes, neither of which suffices, long before its first checkpoint."""
+    words = ("train.steps=300", "train.log_every_steps=1", "checkpoint.every_steps=1000")
+    few = ("nodes=2..2", "checkpoint.memory_every_steps=1", "backend.heartbeat_timeout_s=4")
+    run = orch.submit("cluster=testbed", "parallel=tp2_zero1", *few, *words, program=None)
+    run.step(20)
+    lost = run.placement["nodes"][1]
+    orch.cluster.kill_node(lost)
+    run.requeued()
+    last = max(run.losses())
+    saved = [mark for mark in read_marks(RunFolder(run.folder), run.state().nodes) if mark.name == "flush_ended"]
+    assert [mark.step for mark in saved] == [pytest.approx(last, abs=1)], run.logs()
+    assert run.finish().exit_code == 0 and lost not in run.placement["nodes"]
+    assert sorted(run.losses()) == list(range(1, 301))
