@@ -1,23 +1,29 @@
 """`python -m tests.kubernetes.bound SELECTOR COUNT [NAMESPACE]`, inside a bed: says when COUNT pods have a node.
 
-Prints `watching` when it begins to see what happens (again, after a watch that broke off), then the monotonic clock's
-seconds at that moment. Told by the API server: nothing is polled, and both kinds of run are seen by the same eye.
+Prints `watching` when it begins to see what happens, pods and their Job (again, after a watch that broke off), then the
+monotonic clock's seconds when the Job was there (nan: none was seen), and at that moment. Told by the API server:
+nothing is polled, and both kinds of run are seen by the same eye.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 from msgspec import Struct, field
 
 from . import bed_conf as conf
+
+T = TypeVar("T")
 
 
 class Meta(Struct):
@@ -54,9 +60,22 @@ class _Event(Struct):
     object: msgspec.Raw
 
 
+class _Job(Struct):
+    metadata: Meta
+
+
 def main(selector: str, count: int, namespace: str = "default") -> None:
     nodes: dict[str, str] = {}
+    jobs: list[float] = []  # when one was seen
     query = {"labelSelector": selector}
+    ready = threading.Event()
+
+    def await_job() -> None:
+        for _ in watched(f"/apis/batch/v1/namespaces/{namespace}/jobs", query, ready.set, kind=_Job):
+            jobs.append(time.monotonic())
+
+    threading.Thread(target=await_job, daemon=True).start()
+    ready.wait()
     while len(nodes) < count:
         for pod in watched(f"/api/v1/namespaces/{namespace}/pods", query, lambda: print("watching", flush=True)):
             if pod.spec.node:
@@ -65,13 +84,18 @@ def main(selector: str, count: int, namespace: str = "default") -> None:
                 break
         else:
             time.sleep(0.2)
-    print(time.monotonic(), flush=True)
+    print(next(iter(jobs), math.nan), time.monotonic(), flush=True)
 
 
 def watched(
-    path: str, query: Mapping[str, str], begun: Callable[[], object] = lambda: None, seconds: int = 3600
-) -> Iterator[Pod]:
-    """Pods that are there, then each that comes or changes, until the server ends it, at the latest after `seconds`.
+    path: str,
+    query: Mapping[str, str],
+    begun: Callable[[], object] = lambda: None,
+    seconds: int = 3600,
+    kind: type[T] = Pod,
+) -> Iterator[T]:
+    """Objects, mostly pods, that are there, then each that comes or changes, until the server ends it, at the latest
+    after `seconds`.
 
     From what its cache holds (version 0): a watch that asks for the newest is refused while that cache waits for a sign
     of life, and is told so only after some seconds.
@@ -92,7 +116,7 @@ def watched(
                 print(bytes(event.object).decode(), file=sys.stderr, flush=True)
                 return
             if event.type != "DELETED":
-                yield msgspec.json.decode(event.object, type=Pod)
+                yield msgspec.json.decode(event.object, type=kind)
 
 
 if __name__ == "__main__":
