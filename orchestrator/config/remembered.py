@@ -1,68 +1,40 @@
 """Configurations composed before, by what they were composed of: importing Hydra costs more than most of what follows.
 
-A configuration is a pure function of the words, the files and this package, so their digest names it: nothing expires
-and nothing is invalidated. Files lie in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`), not beside runs: a dry
-run leaves no trace there. One that cannot be read is as good as none.
+A configuration is a pure function of the words, the files and this package, so these are its key (`kept`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
-from pathlib import Path
 
 import msgspec
+
+from orchestrator.kept import Kept, code, content
 
 from .groups import Library
 from .schema import Config
 
 MOST = 256  # configurations that are kept
-OURS = ("config", "plan")  # parts of this package that decide what a configuration is
 
 
 class Remembered:
     """Where one configuration is, or will be."""
 
     def __init__(self, library: Library, overrides: Sequence[str]):
-        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orch" / "config"
-        self.file = self.folder / f"{_digest(library, overrides)}.json"
+        self._kept = Kept("config", _parts(library, overrides), MOST)
 
     def read(self) -> Config | None:
+        raw = self._kept.read()
         try:
-            return msgspec.json.decode(self.file.read_bytes(), type=Config)
-        except (OSError, msgspec.MsgspecError, UnicodeError):
+            return None if raw is None else msgspec.json.decode(raw, type=Config)
+        except (msgspec.MsgspecError, UnicodeError):
             return None
 
     def write(self, config: Config) -> None:
-        """Whole or not at all; a home that cannot be written stays as it is. An environment is not written down: it may
-        hold what nobody should read."""
-        if config.backend.env:
-            return
-        import tempfile  # not for those who only read
-
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, scratch = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".partial")
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(config))
-            os.replace(scratch, self.file)
-            self._forget()
-
-    def _forget(self) -> None:
-        """The oldest, when there are too many, and what a crash has left half written."""
-        files = sorted(os.scandir(self.folder), key=lambda entry: entry.stat().st_mtime, reverse=True)
-        for entry in files[MOST:]:
-            os.unlink(entry.path)
-
-
-def _digest(library: Library, overrides: Sequence[str]) -> str:
-    found = sha256()
-    for part in _parts(library, overrides):
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        """An environment is not written down: it may hold what nobody should read."""
+        if not config.backend.env:
+            self._kept.write(msgspec.json.encode(config))
 
 
 def _parts(library: Library, overrides: Sequence[str]) -> Iterator[bytes]:
@@ -71,17 +43,20 @@ def _parts(library: Library, overrides: Sequence[str]) -> Iterator[bytes]:
         yield word.encode(errors="surrogatepass")
     for folder in library.folders:
         yield b"folder"
-        for path in sorted(folder.rglob("*.yaml")):
-            yield path.relative_to(folder).as_posix().encode(errors="surrogatepass")
-            yield _content(path)
-    package = Path(__file__).resolve().parents[1]
-    for part in OURS:
-        for path in sorted((package / part).glob("*.py")):
-            yield _content(path)
+        for path, name in sorted(_yaml(str(folder), "")):
+            yield name.encode(errors="surrogatepass")
+            yield content(path)
+    yield from code("config", "plan")
 
 
-def _content(path: Path) -> bytes:
+def _yaml(folder: str, above: str) -> Iterator[tuple[str, str]]:
+    """(path, name) of every YAML file below a folder."""
     try:
-        return path.read_bytes()
-    except OSError:  # a link to nowhere, a file that vanished: whoever needs it will say so
-        return b"unreadable"
+        entries = list(os.scandir(folder))
+    except OSError:  # not ours to read
+        return
+    for entry in entries:
+        if entry.name.endswith(".yaml"):
+            yield entry.path, above + entry.name
+        if entry.is_dir(follow_symlinks=not above):  # a group may lie elsewhere
+            yield from _yaml(entry.path, f"{above}{entry.name}/")

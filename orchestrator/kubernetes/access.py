@@ -12,7 +12,6 @@ import base64
 import contextlib
 import os
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,11 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.suggest import did_you_mean
 
+from .transport import Pool, Proxied
+
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_S = 60.0  # a pod's token is renewed; it is read anew after this long
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-_CONNECTIONS = 8  # kept open to one server
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Access(Struct, frozen=True):
     host: str  # https://name:port
     namespace: str  # of the context, or the pod's own
-    pool: Any  # of urllib3
+    pool: Pool | Proxied
     headers: Callable[[], Mapping[str, str]]  # who we are, at this moment
     tls: ssl.SSLContext | None = None  # as the pool has it; None: no TLS
     server_name: str = ""  # in the certificate, where that is not the host
@@ -179,7 +179,8 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
     tls = _tls(named, owner, user) if host.startswith("https") else None
     token = user.token or (_file(owner.folder, user.token_file).read_text().strip() if user.token_file else "")
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    return Access(host, space, _pool(tls, cluster.tls_server_name), lambda: headers, tls, cluster.tls_server_name)
+    name = cluster.tls_server_name
+    return Access(host, space, Pool(host, tls, name), lambda: headers, tls, name)
 
 
 def _file(folder: str, name: str) -> Path:
@@ -197,12 +198,15 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
         tls.load_verify_locations(_file(named.folder, cluster.certificate_authority))
     else:
         tls.load_default_certs()
+    if not (user.client_certificate_data or user.client_certificate):
+        return tls
+    import tempfile
+
     folder = owner.folder if owner else ""
     with tempfile.TemporaryDirectory() as kept:  # ssl reads certificates from files alone
         certificate = _part(folder, user.client_certificate_data, user.client_certificate, Path(kept, "certificate"))
         key = _part(folder, user.client_key_data, user.client_key, Path(kept, "key"))
-        if certificate:
-            tls.load_cert_chain(certificate, key)
+        tls.load_cert_chain(certificate, key)
     return tls
 
 
@@ -233,23 +237,12 @@ def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
     headers()
     name = f"[{host}]" if ":" in host else host
     space = (account / "namespace").read_text().strip()
-    return Access(f"https://{name}:{port}", space, _pool(tls, ""), headers, tls)
-
-
-def _pool(tls: ssl.SSLContext | None, server_name: str) -> Any:
-    import urllib3
-
-    if tls is None:
-        return urllib3.PoolManager(maxsize=_CONNECTIONS)
-    if tls.verify_mode == ssl.CERT_NONE:  # the kubeconfig says so; a warning a request would bury everything else
-        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-    more = {"server_hostname": server_name} if server_name else {}
-    return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=tls, cert_reqs=tls.verify_mode, **more)
+    address = f"https://{name}:{port}"
+    return Access(address, space, Pool(address, tls), headers, tls)
 
 
 def _by_package(context: str, namespace: str) -> Access:
     """Plugins and the rest, as the kubernetes package has them; it renews what expires."""
-    import urllib3
     from kubernetes import client, config
     from kubernetes.config.config_exception import ConfigException
 
@@ -258,17 +251,20 @@ def _by_package(context: str, namespace: str) -> Access:
         config.load_kube_config(context=context, client_configuration=settings)
     except (ConfigException, TypeError) as error:
         raise Unusable(str(error)) from None
-    if not settings.verify_ssl:
-        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 
     def headers() -> Mapping[str, str]:
         found = settings.auth_settings().values()
         return {auth["key"]: auth["value"] for auth in found if auth.get("in") == "header" and auth.get("value")}
 
     tls = _tls_of(settings) if settings.host.startswith("https") else None
-    name = settings.tls_server_name or ""
+    name, host = settings.tls_server_name or "", settings.host
+    if not settings.proxy:
+        return Access(host, namespace, Pool(host, tls, name), headers, tls, name)
+    import urllib3
+
+    urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # where the kubeconfig says so: one a request
     pool = client.ApiClient(settings).rest_client.pool_manager
-    return Access(settings.host, namespace, pool, headers, tls, name, bool(settings.proxy))
+    return Access(host, namespace, Proxied(host, pool), headers, tls, name, proxied=True)
 
 
 def _tls_of(settings: Any) -> ssl.SSLContext:

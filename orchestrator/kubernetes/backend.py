@@ -7,42 +7,34 @@ itself lives in the cluster, with its checkpoints on a claim.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.launch.deliver import delivered
-from orchestrator.launch.local import prepare_resume, write_cancel
-from orchestrator.launch.request import PASSED, LaunchRequest, Parcel, at_size, to_bytes
+from orchestrator.launch.request import LaunchRequest, Parcel, at_size, to_bytes
 from orchestrator.launch.run_folder import RunFolder, write_private
 from orchestrator.launch.state import RunState, read_state, write_state
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
 
 from .client import Cluster
-from .live import Ahead, Place, look, place
-from .lost import let_go
-from .options import KubernetesOptions, read_options
-from .phases import index_of
-from .pod import MARGIN_S, grace_seconds
+from .live import Look, look
+from .options import read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
-from .render import NO_KEY, Manifest, render, to_yaml
-from .sending import remove, send
-from .watch import Watch
+from .soon import Soon
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
 
-#: Variables of the submitting machine that mean nothing, or something else, inside a pod.
-_OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
+    from .watch import Watch
+
+_FRESH_S = 15.0  # a look that is older is taken again
 
 
 class KubernetesBackend:
@@ -51,10 +43,12 @@ class KubernetesBackend:
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
-        self._ahead: Ahead | None = None
+        self._ahead: Soon[Look] | None = None
 
     @cached_property
     def _watch(self) -> Watch:
+        from .watch import Watch  # not for those who only submit
+
         return Watch(self._cluster)
 
     def check(self, request: LaunchRequest) -> None:
@@ -64,7 +58,10 @@ class KubernetesBackend:
 
     def script(self, request: LaunchRequest, plan: Plan) -> str:
         """The objects of a run as `submit` sends them, but for the key, which is drawn then."""
-        return to_yaml(self._unsent(request, plan))
+        from .render import to_yaml
+        from .starting import unsent
+
+        return to_yaml(unsent(request, plan))
 
     def look_ahead(self, config: Config) -> None:
         """Ask the cluster, in the background, for what `submit` will want to know once the job is planned."""
@@ -72,28 +69,37 @@ class KubernetesBackend:
             options = read_options(config.backend.options)
             places = options.queue is None and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
-            self._ahead = Ahead(lambda: look(cluster, options, places))
+            self._ahead = Soon(lambda: look(cluster, options, places))
 
     def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
+        from .starting import unsent
+
         request = parcel.request
         plan = from_json(parcel.contents["plan.json"])
-        self._unsent(request, plan)  # what cannot be rendered leaves no folder behind
+        unsent(request, plan)  # what cannot be rendered leaves no folder behind
         with delivered(parcel, self.name) as folder:
             self._start(folder, request, plan, environ, generation=0)
         return request.handle
 
     def render(self, parcel: Parcel) -> str:
         """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
-        plan = from_json(parcel.contents["plan.json"])
-        self._unsent(parcel.request, plan)
+        from .render import render, to_yaml
+        from .starting import manifest_of, record_of, unsent
+
+        request, options = parcel.request, read_options(parcel.request.backend_options)
+        plan, space = from_json(parcel.contents["plan.json"]), options.namespace or ""
+        unsent(request, plan)
         with delivered(parcel, self.name) as folder:
-            options = read_options(parcel.request.backend_options)
-            manifest = self._manifest(folder, parcel.request, plan, options, os.environ, "", 0, None, None)
-            write_record(folder, _record(manifest))  # so that it is found once somebody has applied it
+            manifest = manifest_of(folder, request, plan, options, os.environ, space)
+            write_record(folder, record_of(request, options, space))  # so that it is found once somebody has applied it
             return to_yaml(render(manifest))
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
+        from orchestrator.launch.local import prepare_resume
+
+        from .sending import remove
+
         record = read_record(folder)
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
@@ -106,6 +112,11 @@ class KubernetesBackend:
     def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
         """The next generation, under the plan that was submitted for that many nodes. A living run saves and leaves
         first."""
+        from orchestrator.launch.local import prepare_resume
+
+        from .pod import MARGIN_S, grace_seconds
+        from .sending import remove
+
         plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
         request = at_size(request, plan)
         if record:
@@ -119,6 +130,8 @@ class KubernetesBackend:
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Delete the Job: its pods get SIGTERM and their grace period to save; by force they get none."""
+        from orchestrator.launch.local import write_cancel
+
         record = read_record(folder)
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
@@ -137,6 +150,8 @@ class KubernetesBackend:
 
     def state(self, folder: RunFolder) -> RunState:
         """The cluster's answer and the pods' own words together; the folder's alone while the cluster is away."""
+        from .lost import let_go
+
         record = read_record(folder)
         if record is None:
             return read_state(folder)
@@ -163,6 +178,7 @@ class KubernetesBackend:
         if record is None:
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
         from .mirror import names_of
+        from .phases import index_of
 
         found = self._watch.seen(record, folder.run_id).pods
         names = names_of(found)
@@ -188,11 +204,6 @@ class KubernetesBackend:
 
     # ---------------------------------------------------------------------------------- parts
 
-    def _unsent(self, request: LaunchRequest, plan: Plan) -> list[dict[str, Any]]:
-        options = read_options(request.backend_options)
-        manifest = Manifest(request=request, plan=plan, options=options, config=b"", namespace=options.namespace or "")
-        return render(manifest)
-
     def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
         return self._clusters.setdefault((context, namespace), Cluster(context, namespace))
 
@@ -202,66 +213,14 @@ class KubernetesBackend:
     def _start(
         self, folder: RunFolder, request: LaunchRequest, plan: Plan, environ: Mapping[str, str], generation: int
     ) -> None:
+        from .starting import start
+
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
-        options, submission = self._owned(cluster, options, folder.run_id)
-        ahead, self._ahead = self._ahead, None
-        looked = ahead.value if ahead and ahead.is_fresh else None
-        with place(cluster, plan, options, folder.run_id, looked) as found:
-            for line in found.warnings:
-                print(f"orch: warning: {line}", file=sys.stderr)
-            space = cluster.namespace
-            manifest = self._manifest(folder, request, plan, options, environ, submission, generation, found, space)
-            record = _record(manifest)
-            write_record(folder, record)
-            send(cluster, render(manifest), folder.run_id, submission)
-            write_record(folder, structs.replace(record, sent=True))
-        self._watch.clear()
-
-    def _owned(self, cluster: Cluster, options: KubernetesOptions, run_id: str) -> tuple[KubernetesOptions, str]:
-        """The options with their owner's uid, and what this submission is known by.
-
-        Of an owner there is one submission, however often a launcher that lost its connection tries again.
-        """
-        owner = options.owner
-        if owner is None:
-            return options, secrets.token_hex(8)
-        if not owner.uid:
-            found = cluster.get("ConfigMap", owner.name)
-            if found is None:
-                text = f"backend.options.owner: no ConfigMap {owner.name} in namespace {cluster.namespace}"
-                raise OrchError(text, Exit.CONFIG)
-            owner = structs.replace(owner, uid=found["metadata"]["uid"])
-            options = structs.replace(options, owner=owner)
-        return options, hashlib.sha256(f"{owner.uid} {run_id}".encode()).hexdigest()[:16]
-
-    def _manifest(
-        self,
-        folder: RunFolder,
-        request: LaunchRequest,
-        plan: Plan,
-        options: KubernetesOptions,
-        environ: Mapping[str, str],
-        submission: str,
-        generation: int,
-        found: Place | None,
-        namespace: str | None,
-    ) -> Manifest:
-        key = folder.key.read_text().strip() if folder.key.exists() else NO_KEY
-        passed = {n: environ[n] for n in request.environment.names if n in environ and n not in _OF_THIS_MACHINE}
-        return Manifest(
-            request=request,
-            plan=plan,
-            options=options,
-            config=folder.config.read_bytes(),
-            namespace=namespace or options.namespace or "",
-            key=key,
-            environment=passed,
-            topology=found.topology if found else None,
-            chosen=found.chosen if found else None,
-            submission=submission,
-            generation=generation,
-        )
+        looked, self._ahead = self._ahead, None
+        fresh = looked if looked and looked.age_s < _FRESH_S else None
+        start(cluster, folder, request, plan, environ, generation, fresh)
+        self.__dict__.pop("_watch", None)  # what it has seen is of before
 
     def _remember(self, folder: RunFolder, record: KubernetesRecord) -> None:
         """Write down what index 0 has said of the run: its log goes with its pod."""
@@ -271,15 +230,3 @@ class KubernetesBackend:
             write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))
         if said.step and said.node:
             write_private(folder.metrics(said.node), said.step, durable=False)
-
-
-def _record(run: Manifest) -> KubernetesRecord:
-    return KubernetesRecord(
-        context=run.options.context,
-        namespace=run.namespace,
-        kind="JobSet" if run.options.kind == "jobset" else "Job",
-        name=run.name,
-        submission=run.submission,
-        submitted_at=time.time(),
-        generation=run.generation,
-    )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlencode
 
@@ -22,11 +22,12 @@ from orchestrator.plan.exits import Exit
 
 from .access import Access, access
 from .complaints import complaint, unreachable
+from .transport import Answer, Lost
 
 if TYPE_CHECKING:
     from .inside_pod import Command
 
-_CONNECT_S, _READ_S, _PATIENCE_S = 5.0, 12.0, 8.0
+_READ_S, _PATIENCE_S = 12.0, 8.0
 _PAGE = 2000  # objects
 _AGAIN_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # between tries of a request that may be repeated without harm
 
@@ -68,11 +69,16 @@ class Cluster:
 
     def __init__(self, context: str | None = None, namespace: str | None = None):
         self._context, self._wanted = context, namespace
+        self._found: Access | None = None
+        self._finding = threading.Lock()  # credential plugins take a second
 
-    @cached_property
+    @property
     def _access(self) -> Access:
         """OrchError (65, 76) when no cluster is configured."""
-        return access(self._context, os.environ)
+        with self._finding:
+            if self._found is None:
+                self._found = access(self._context, os.environ)
+            return self._found
 
     @property
     def namespace(self) -> str:
@@ -148,12 +154,12 @@ class Cluster:
         query |= {"previous": "true"} if previous else {}
         with _answer(400, 404, 500) as answer:  # not started yet; gone; its node does not answer
             read_s = None if follow else _READ_S
-            answer.value = self._send("GET", self._path("Pod", pod) + "/log", query, read_s=read_s, stream=True)
+            answer.value, _ = self._send("GET", self._path("Pod", pod) + "/log", query, read_s=read_s, stream=True)
         if answer.value is None:
             return
         rest = b""
-        with contextlib.closing(answer.value) as response, contextlib.suppress(*_lost()):
-            for chunk in response.stream(1 << 16, decode_content=False):
+        with contextlib.closing(answer.value) as response:
+            for chunk in response.chunks():
                 *whole, rest = (rest + chunk).split(b"\n")
                 yield from (line.decode(errors="backslashreplace") for line in whole)
         if rest:
@@ -192,7 +198,7 @@ class Cluster:
     def _raw(
         self, method: str, path: str, query: Mapping[str, str], body: bytes | None = None, kind: str = ""
     ) -> bytes:
-        return self._send(method, path, query, body, kind).data
+        return self._send(method, path, query, body, kind)[1]
 
     def _send(
         self,
@@ -203,37 +209,32 @@ class Cluster:
         kind: str = "",
         read_s: float | None = _READ_S,
         stream: bool = False,
-    ) -> Any:
-        """A response of 2xx, whole unless it is to be streamed.
+    ) -> tuple[Answer, bytes]:
+        """A response of 2xx with its content, unless it is to be streamed.
 
         Everything but POST says the same when it is repeated, so a lost connection is tried again for some seconds.
         """
-        import urllib3
-
         to = self._access
         headers = {"Accept": "application/json", "User-Agent": "orch"} | ({"Content-Type": kind} if kind else {})
-        headers |= to.headers()
-        url = to.host + path + (f"?{urlencode(query)}" if query else "")
-        timeout = urllib3.Timeout(connect=_CONNECT_S, read=read_s)
+        target = path + (f"?{urlencode(query)}" if query else "")
         pauses = iter(_AGAIN_S if method != "POST" else ())
         end = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                response = to.pool.request(
-                    method, url, body=body, headers=headers, timeout=timeout, retries=False, preload_content=not stream
-                )
-            except urllib3.exceptions.HTTPError as error:
-                pause = next(pauses, None) if not isinstance(error, urllib3.exceptions.SSLError) else None
+                answer = to.pool.request(method, target, body, headers | dict(to.headers()), read_s)
+                if answer.status < 300 and stream:
+                    return answer, b""
+                content = answer.read()
+            except Lost as error:
+                pause = next(pauses, None) if not error.hopeless else None
                 if pause is None or time.monotonic() > end:
                     raise unreachable(to.host, error) from None
             else:
-                if response.status < 300:
-                    return response
-                text = response.data.decode(errors="replace")
-                response.release_conn()
-                pause = next(pauses, None) if response.status in (429, 503, 504) else None
+                if answer.status < 300:
+                    return answer, content
+                pause = next(pauses, None) if answer.status in (429, 503, 504) else None
                 if pause is None:
-                    raise complaint(response.status, text)
+                    raise complaint(answer.status, content.decode(errors="replace"))
             time.sleep(pause)
 
 
@@ -250,9 +251,3 @@ def _answer(*expected: int) -> Iterator[_Answer]:
     except OrchError as error:
         if getattr(error, "status", None) not in expected:
             raise
-
-
-def _lost() -> tuple[type[Exception], ...]:
-    import urllib3
-
-    return (urllib3.exceptions.HTTPError, OSError)

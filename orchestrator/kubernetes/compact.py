@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import zlib
 
+import msgspec
 from msgspec import structs
 
 from orchestrator.plan import Plan, PlanError, from_json, to_json
 from orchestrator.plan.ranks import all_groups, coords, degrees
+from orchestrator.planner.seats import seat_ranks
 
 _MOST = 1 << 28  # bytes unpacked; no plan is that large
 
@@ -25,8 +27,6 @@ def pack(plan: Plan) -> bytes:
 
 def unpack(raw: bytes) -> Plan:
     """The plan that was packed, its hash checked. PlanError for anything else."""
-    import msgspec
-
     try:
         text = zlib.decompressobj().decompress(raw, _MOST)
         plan = msgspec.json.decode(text, type=Plan)
@@ -36,7 +36,5 @@ def unpack(raw: bytes) -> Plan:
 
 
 def _derived(plan: Plan) -> Plan:
-    from orchestrator.planner.layout import seat_ranks  # numpy, without which whoever only looks at runs is quicker
-
     places = coords(plan.parallel.order, degrees(plan.parallel))
     return structs.replace(plan, ranks=seat_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp))

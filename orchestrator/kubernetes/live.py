@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from msgspec import Struct, field, structs
@@ -21,9 +20,9 @@ from .client import Cluster
 from .names import NODES, selector
 from .options import KubernetesOptions
 from .placing import Chosen, check_levels, choose
+from .soon import Soon
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
-_FRESH_S = 15.0  # a look that is older is taken again
 
 
 class Place(Struct, frozen=True):
@@ -48,36 +47,11 @@ class Look(Struct, frozen=True):
 def look(cluster: Cluster, options: KubernetesOptions, plans_places: bool = True) -> Look:
     """What `place` wants to know. `plans_places`: no queue places the run. OrchError (76, 78), NoNodes."""
     wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
+    used = Soon(lambda: _used(cluster)) if plans_places else None
     nodes = cluster.read("Node", Node, wanted, cached=True)
     if not nodes:
         raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
-    return Look(nodes, _used(cluster) if plans_places else {})
-
-
-class Ahead:
-    """A look that is taken in the background. It serves one submission: what is free changes."""
-
-    def __init__(self, take: Callable[[], Look]):
-        self._take, self._at, self._end = take, time.monotonic(), threading.Event()
-        self._found: Look | BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._found = self._take()
-        except BaseException as error:  # told to whoever asks for the value
-            self._found = error
-        self._end.set()
-
-    @property
-    def is_fresh(self) -> bool:
-        return time.monotonic() < self._at + _FRESH_S
-
-    def value(self) -> Look:
-        self._end.wait()
-        if isinstance(self._found, BaseException):
-            raise self._found
-        return self._found
+    return Look(nodes, used.value() if used else {})
 
 
 @contextlib.contextmanager
@@ -86,19 +60,19 @@ def place(
     plan: Plan,
     options: KubernetesOptions,
     run_id: str,
-    looked: Callable[[], Look] | None = None,
+    looked: Soon[Look] | None = None,
 ) -> Iterator[Place]:
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
     All or nothing: nodes that a living run was given are not given again, and two submitters in one namespace take
     turns while they choose and create (a Lease), so no two runs ever wait for each other's nodes. OrchError (76) when
-    there is no room now. `looked`: gives or raises what `look` gave or raised before, while the plan was made.
+    there is no room now. `looked`: what `look` was asked for before, while the plan was made.
     """
     check_levels(plan, options)
     check_queue(cluster, options)
     others_place = options.queue is not None or plan.cluster.device == "cpu"
     try:
-        seen = looked() if looked else look(cluster, options, not others_place)
+        seen = looked.value() if looked else look(cluster, options, not others_place)
         topology = _topology(seen, profile(options))
     except NoNodes as error:
         if not others_place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from orchestrator.launch.run_folder import RunFolder, write_private
@@ -10,7 +12,8 @@ from orchestrator.launch.untrusted import UNREADABLE
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-from .phases import Meaning
+if TYPE_CHECKING:
+    from .phases import Meaning
 
 
 class KubernetesRecord(Frozen):

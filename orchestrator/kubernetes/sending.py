@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from orchestrator.errors import OrchError
@@ -12,24 +13,42 @@ from orchestrator.plan.exits import Exit
 
 from .client import Cluster
 from .names import RUN, SUBMISSION
+from .soon import together
 
 _GONE_S = 180.0  # at least
 
+Body = Mapping[str, Any]
 
-def send(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: str, submission: str) -> None:
-    """Server-side apply, the Job last. What was sent goes again when the rest is refused.
+
+def is_sent(cluster: Cluster, objects: Sequence[Body], submission: str) -> bool:
+    """Whether this submission has sent the last of its objects before, and did not live to hear of it.
+
+    OrchError (65) when an object of one of these names is somebody else's.
+    """
+    there = [cluster.get(body["kind"], body["metadata"]["name"]) for body in objects]
+    if _is_ours(there[-1], submission):
+        return True
+    for body, found in zip(objects, there, strict=True):
+        if found is not None and not _is_ours(found, submission):
+            whose = (found["metadata"].get("labels") or {}).get(RUN)
+            of = f"run {whose}" if whose else "something else"
+            text = f"{body['kind']} {body['metadata']['name']} exists already in {cluster.namespace}, of {of}"
+            raise OrchError(text, Exit.CONFIG)
+    return False
+
+
+def send(cluster: Cluster, objects: Sequence[Body], run_id: str, submission: str) -> dict[str, Any]:
+    """Server-side apply: the Secret first, the Job last, what is between at once. What was sent goes again when the
+    rest is refused. Returns the Job as the server has it. To be called when `is_sent` has said no.
 
     Every submission is a field manager of its own: a second submitter of the same run meets a conflict at the first
     object, the Secret with its key, before anything has started. A repetition of this one changes nothing.
     """
-    manager, main = f"orch-{submission}", objects[-1]
-    if _is_ours(cluster.get(main["kind"], main["metadata"]["name"]), submission):
-        return  # sent before, by a submitter that did not live to hear of it
-    tried: list[Mapping[str, Any]] = []
+    tried: list[Body] = []
     try:
-        for body in objects:
-            tried.append(body)
-            _apply(cluster, body, manager, run_id, submission)
+        for part in filter(None, (objects[:1], objects[1:-1], objects[-1:])):
+            tried += part
+            answers = together(*(partial(_apply, cluster, body, run_id, submission) for body in part))
     except BaseException:
         for body in reversed(tried):  # the last one too: its answer may have been lost on the way
             with contextlib.suppress(OrchError):
@@ -37,18 +56,12 @@ def send(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: str, su
                 if _is_ours(cluster.get(kind, name), submission):
                     cluster.delete(kind, name)
         raise
-    _hand_over(cluster, objects, manager)
+    return answers[0]
 
 
-def _apply(cluster: Cluster, body: Mapping[str, Any], manager: str, run_id: str, submission: str) -> None:
-    kind, name = body["kind"], body["metadata"]["name"]
-    there = cluster.get(kind, name)
-    if there is not None and not _is_ours(there, submission):
-        whose = (there["metadata"].get("labels") or {}).get(RUN)
-        of = f"run {whose}" if whose else "something else"
-        raise OrchError(f"{kind} {name} exists already in {cluster.namespace}, of {of}", Exit.CONFIG)
+def _apply(cluster: Cluster, body: Body, run_id: str, submission: str) -> dict[str, Any]:
     try:
-        cluster.apply(body, manager)
+        return cluster.apply(body, _manager(submission))
     except OrchError as error:
         if getattr(error, "status", None) == 409:
             text = f"run {run_id} is being submitted by someone else at this moment: {error.message}"
@@ -56,23 +69,28 @@ def _apply(cluster: Cluster, body: Mapping[str, Any], manager: str, run_id: str,
         raise
 
 
-def _is_ours(there: Mapping[str, Any] | None, submission: str) -> bool:
+def _manager(submission: str) -> str:
+    return f"orch-{submission}"
+
+
+def _is_ours(there: Body | None, submission: str) -> bool:
     return there is not None and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == submission
 
 
-def _hand_over(cluster: Cluster, objects: Sequence[Mapping[str, Any]], manager: str) -> None:
+def hand_over(cluster: Cluster, objects: Sequence[Body], main: Body, submission: str) -> None:
     """Everything belongs to the Job from now on: whoever deletes that, or its time to live, removes all of it.
 
     Without the right to do so nothing is lost but tidiness: `orch` finds the objects by their label.
     """
-    main = objects[-1]
-    with contextlib.suppress(OrchError):
-        found = cluster.get(main["kind"], main["metadata"]["name"])
-        owner = {name: main[name] for name in ("apiVersion", "kind")}
-        owner |= {"name": main["metadata"]["name"], "uid": found["metadata"]["uid"]}
-        for body in objects[:-1]:
+    owner = {name: objects[-1][name] for name in ("apiVersion", "kind")}
+    owner |= {name: main["metadata"][name] for name in ("name", "uid")}
+
+    def give(body: Body) -> None:
+        with contextlib.suppress(OrchError):
             owned = {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
-            cluster.apply(owned, manager)
+            cluster.apply(owned, _manager(submission))
+
+    together(*(partial(give, body) for body in objects[:-1]))
 
 
 def remove(cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def delivered(parcel: Parcel, backend: str) -> Iterator[RunFolder]:
     state = accepted(request, backend)
     try:
         for file in request.files:
-            content = parcel.contents.get(file.path) if file.sha256 else secrets.token_hex(32).encode() + b"\n"
+            content = parcel.contents.get(file.path) if file.sha256 else os.urandom(32).hex().encode() + b"\n"
             write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
         snapshot.copy(request.code, folder)
         write_private(folder.request, to_bytes(request), durable=False)

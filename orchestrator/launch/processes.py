@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,8 +45,7 @@ def name_process(name: str) -> None:
         file.write(name[:15])
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(Struct, frozen=True):
     """A process beyond the reuse of its number: the kernel's start time (clock ticks since boot) goes with the pid."""
 
     pid: int
@@ -62,8 +62,7 @@ def _stat(pid: int) -> tuple[int, str, int, int] | None:
         return None
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(Struct, frozen=True):
     """What the kernel says of a process."""
 
     state: str  # R running, S sleeping, D in a system call that cannot be interrupted, T stopped, Z dead

@@ -11,12 +11,12 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import stat
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -33,7 +33,7 @@ def home_folder(environ: dict[str, str] | os._Environ) -> Path:
 def new_run_id(name: str, now: float) -> str:
     """`<name>-<UTC time>-<random>`: readable, sortable within a name, a DNS-1123 label (63 characters at most)."""
     stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
-    return f"{stem}-{time.strftime('%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(2)}"
+    return f"{stem}-{time.strftime('%m%d-%H%M%S', time.gmtime(now))}-{os.urandom(2).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
@@ -87,7 +87,7 @@ def check_private_parent(path: Path) -> None:
 
 def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool = True) -> None:
     """Create or replace `path` atomically. `durable` also survives a power cut (fsync of file and folder)."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:
@@ -133,8 +133,7 @@ def read_secret(path: Path) -> bytes:
     return key
 
 
-@dataclass(frozen=True)
-class RunFolder:
+class RunFolder(Struct, frozen=True):
     """Names of everything inside one run's folder."""
 
     path: Path

@@ -6,8 +6,6 @@ A run may wait in a queue for hours; what it then runs is what its user saw. Not
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -31,11 +29,11 @@ def find_code(cwd: Path, wanted: bool) -> Code:
     The bundled trainer comes from the installed package, and then nothing needs to be copied, unless the user stands in
     a checkout that it is installed from.
     """
-    cwd = cwd.absolute()
-    root = _git(cwd, "rev-parse", "--show-toplevel")
+    cwd, ours = cwd.absolute(), Path(__file__).resolve().parents[2]
+    root = _git(cwd, "rev-parse", "--show-toplevel") if wanted or cwd.resolve().is_relative_to(ours) else None
     if root:
         top = Path(root)
-        holds_orch = Path(__file__).resolve().is_relative_to(top.resolve() / "orchestrator")
+        holds_orch = ours == top.resolve()
         if wanted or holds_orch:
             return Code(
                 kind="git",
@@ -51,6 +49,8 @@ def copy(code: Code, folder: RunFolder) -> None:
     """Fill the run's `code` folder and say in code.json what it holds. OrchError (65) when it is too much."""
     if code.kind == "none":
         return
+    import shutil
+
     root = Path(code.root)
     files = _listed_by_git(root) if code.kind == "git" else _listed_by_walking(root, folder.path)
     size = _check_size(root, files)
@@ -75,6 +75,8 @@ def copy(code: Code, folder: RunFolder) -> None:
 
 def _git(cwd: Path, *words: str) -> str | None:
     """What git prints, without the last line end; None when there is no git here."""
+    import subprocess
+
     try:
         argv = ["git", "-c", "core.fsmonitor=false", *words]  # reading must not start a program the repository names
         found = subprocess.run(argv, cwd=cwd, capture_output=True, timeout=_GIT_S, stdin=subprocess.DEVNULL)

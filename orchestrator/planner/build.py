@@ -14,11 +14,11 @@ from . import advice, legality, memory
 from .auto import settle
 from .degrees import make_case, make_parallel
 from .job import make_job
-from .layout import seat_ranks
 from .model_math import resolve
 from .placement import axis_placement
 from .recompute import resolve_recompute
 from .seated import certified, seated, wanted
+from .seats import seat_ranks
 from .solve import Ground, solve
 from .topology import build_cluster
 

@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from orchestrator.plan.document import Axis, Cluster, Coord, Model, Rank
+from orchestrator.plan.document import Axis, Model
 from orchestrator.plan.ranks import AXES
 
 from .model_math import head_flops, layer_flops
@@ -42,21 +42,6 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
     last = list(reversed(list(varying)))
     moved = grid.transpose([outer_first.index(axis) for axis in [*fixed, *last]])
     return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
-
-
-def seat_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> list[Rank]:
-    """Ranks with their node, GPU and the NIC that serves that GPU."""
-    gpus, nics = cluster.gpus_per_node, cluster.nics_per_node
-    return [
-        Rank(
-            rank=rank,
-            node=cluster.node_names[rank // gpus],
-            gpu=rank % gpus,
-            nic=rank % gpus * nics // gpus,
-            coord=Coord(**coord),
-        )
-        for rank, coord in enumerate(all_coords)
-    ]
 
 
 # ---------------------------------------------------------------------------------------------- stages

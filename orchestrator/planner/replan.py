@@ -14,9 +14,9 @@ from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
 from orchestrator.slurm.hostlist import compress
 
 from . import memory
-from .layout import seat_ranks
 from .placement import axis_placement
 from .seated import certified, seated
+from .seats import seat_ranks
 from .solve import Ground, solve
 
 

@@ -19,9 +19,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.batch import taken
 
-from .auto import settled
-from .build import build_plan
-from .degrees import global_batch
+from .remembered import plan_of
 from .topology import LIVE
 
 MOST = 256  # sizes of one range that are planned
@@ -47,7 +45,7 @@ def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
     telling what is wrong with the largest; (64) when the range contradicts another key.
     """
     if config.nodes is None:
-        return Sizes([Size(config.cluster.nodes, config, build_plan(config))], {})
+        return Sizes([Size(config.cluster.nodes, config, plan_of(config))], {})
     first, last = node_range(config.nodes)
     if config.parallel.dp is not None:
         raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
@@ -58,6 +56,8 @@ def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
     if file is not None and not file.startswith(LIVE):
         raise OrchError(f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are", Exit.USAGE)
     if config.parallel.auto:  # one layout for all sizes, or a checkpoint of one would be of no use to another
+        from .auto import settled
+
         config = _with_layout(config, settled(_at(config, last)))
     found: dict[int, Size] = {}
     refused: dict[int, str] = {}
@@ -109,6 +109,8 @@ def _with_layout(config: Config, found: Config) -> Config:
 
 def _replicas(config: Config, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
     """Equal replicas; else unequal ones, if they are faster than the next smaller size. Raises OrchError."""
+    from .degrees import global_batch  # numpy with it, which a plan made before does not need
+
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
@@ -148,7 +150,7 @@ def _size(config: Config, nodes: int, any_memory: bool) -> Size:
     if gpus % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
     at = _at(config, nodes)
-    plan = build_plan(at)
+    plan = plan_of(at)
     if _over(plan) and not (any_memory or config.run.allow_oom):
         need, have = plan.memory.total / 2**30, plan.memory.capacity / 2**30
         raise OrchError(f"rank {plan.memory.worst_rank} needs {need:.1f} GiB of {have:.1f} GiB", Exit.CONFIG)

@@ -17,7 +17,7 @@ from orchestrator.errors import OrchError
 from orchestrator.kubernetes.client import Cluster
 from orchestrator.kubernetes.options import read_options
 from orchestrator.kubernetes.render import Manifest, render
-from orchestrator.kubernetes.sending import send
+from orchestrator.kubernetes.sending import hand_over, is_sent, send
 from orchestrator.launch.request import Code, Site, make_request
 from orchestrator.planner.build import build_plan
 
@@ -46,15 +46,21 @@ def dry_run(kind: str) -> dict[str, list[str]]:
     return found
 
 
+def put(cluster: Cluster, bodies: list[dict], run_id: str, submission: str) -> None:
+    """As `orchestrator.kubernetes.starting` does it."""
+    if not is_sent(cluster, bodies, submission):
+        hand_over(cluster, bodies, send(cluster, bodies, run_id, submission), submission)
+
+
 def twice() -> dict[str, object]:
     """One submission that is repeated, and one of somebody else."""
     cluster = Cluster()
-    send(cluster, objects("twice-1", "mine"), "twice-1", "mine")
+    put(cluster, objects("twice-1", "mine"), "twice-1", "mine")
     first = cluster.get("Job", "twice-1")["metadata"]
-    send(cluster, objects("twice-1", "mine"), "twice-1", "mine")
+    put(cluster, objects("twice-1", "mine"), "twice-1", "mine")
     again = cluster.get("Job", "twice-1")["metadata"]
     try:
-        send(cluster, objects("twice-1", "theirs"), "twice-1", "theirs")
+        put(cluster, objects("twice-1", "theirs"), "twice-1", "theirs")
         other = ""
     except OrchError as error:
         other = error.message
@@ -66,7 +72,7 @@ def refused() -> dict[str, object]:
     cluster, bodies = Cluster(), objects("refused-1", "mine")
     bodies[-1]["spec"]["backoffLimit"] = -1
     try:
-        send(cluster, bodies, "refused-1", "mine")
+        put(cluster, bodies, "refused-1", "mine")
         said = ""
     except OrchError as error:
         said = error.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -26,12 +27,16 @@ class Server:
 
     def __init__(self, folder: Path | None = None):
         self.asked: list[str] = []
+        self.clients: list[int] = []  # the port of who asked
+        self.last: socket.socket  # the connection of the last question
         self.broken = 0  # so many answers end in the middle
         server = self
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self):
                 server.asked.append(self.headers.get("authorization", ""))
+                server.clients.append(self.client_address[1])
+                server.last = self.connection
                 body = b'{"gitVersion": "v1.99.0"}'
                 self.send_response(200)
                 self.send_header("content-length", str(len(body) + (server.broken > 0)))
@@ -178,6 +183,31 @@ def test_tokens_do_without_the_kubernetes_package(tmp_path, plain, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
     code = (
         "import sys\nfrom orchestrator.kubernetes.backend import Cluster\nCluster().version()\n"
-        "sys.exit(bool({'kubernetes', 'yaml', 'numpy'} & set(sys.modules)))"
+        "sys.exit(bool({'kubernetes', 'urllib3', 'yaml', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+def test_through_a_proxy(tmp_path, plain, monkeypatch):
+    """Which is asked for what only it can reach; the test's server plays it."""
+    path = kubeconfig(tmp_path / "config", "http://api.test:6443", "a", cluster={"proxy-url": plain.address})
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    cluster = Cluster()
+    plain.broken = 1
+    assert [cluster.version() for _ in range(2)] == ["v1.99.0"] * 2
+    assert plain.asked == ["Bearer a"] * 3
+    assert cluster._access.proxied
+
+
+def test_connections_are_used_again_until_the_server_has_closed_them(tmp_path, plain, monkeypatch):
+    """One that was closed meanwhile is not asked: a POST on it could not be sent again."""
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
+    plain.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
+    cluster = Cluster()
+    monkeypatch.setattr("orchestrator.kubernetes.client._AGAIN_S", ())
+    assert [cluster.version() for _ in range(3)] == ["v1.99.0"] * 3
+    assert len(set(plain.clients)) == 1
+    for _ in range(3):
+        plain.last.shutdown(socket.SHUT_RDWR)
+        assert cluster.version() == "v1.99.0"
+    assert len(set(plain.clients)) == 4

@@ -16,7 +16,7 @@ from orchestrator.kubernetes.options import KubernetesOptions
 from orchestrator.kubernetes.phases import Seen, meaning, nodes_of
 from orchestrator.kubernetes.placing import choose, in_whole_units, node_affinity
 from orchestrator.kubernetes.record import verdict
-from orchestrator.kubernetes.sending import send
+from orchestrator.kubernetes.sending import hand_over, is_sent, send
 from orchestrator.launch.state import SCHEMA, RunState
 from orchestrator.plan import Exit
 from orchestrator.topology.model import Machine, Tier, Topology
@@ -250,19 +250,25 @@ def bodies(submission: str) -> list[dict]:
     return [{"apiVersion": "v1", "kind": kind, "metadata": dict(meta)} for kind in ("Secret", "Service", "Job")]
 
 
+def put(api: Api, objects: list[dict], submission: str) -> None:
+    """As `starting` does it."""
+    if not is_sent(api, objects, submission):
+        hand_over(api, objects, send(api, objects, "r", submission), submission)
+
+
 def test_a_refused_job_leaves_nothing_behind():
     api = Api(refuse="Job")
     with pytest.raises(OrchError):
-        send(api, bodies("a"), "r", "a")
+        put(api, bodies("a"), "a")
     assert api.objects == {}
 
 
 def test_a_repeated_submission_is_one_run_and_a_second_submitter_none():
     api = Api()
-    send(api, bodies("a"), "r", "a")
-    send(api, bodies("a"), "r", "a")
+    put(api, bodies("a"), "a")
+    put(api, bodies("a"), "a")
     with pytest.raises(OrchError, match="exists already"):
-        send(api, bodies("b"), "r", "b")
+        put(api, bodies("b"), "b")
     assert {body["metadata"]["annotations"][SUBMISSION] for body in api.objects.values()} == {"a"}
     assert api.objects["Secret"]["metadata"]["ownerReferences"][0]["kind"] == "Job"
 

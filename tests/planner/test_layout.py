@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.ranks import AXES, COMPOSITE, all_groups, coords, groups, nested_groups
-from orchestrator.planner.layout import balance_stages, group_members, orders, seat_ranks, stage_costs
+from orchestrator.planner.layout import balance_stages, group_members, orders, stage_costs
 from orchestrator.planner.model_math import head_flops, layer_flops
+from orchestrator.planner.seats import seat_ranks
 from orchestrator.planner.topology import build_cluster
 from tests.reference.fabric_twin import groups_by_pairs
 

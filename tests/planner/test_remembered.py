@@ -1,0 +1,99 @@
+"""What was planned before is read back: equal to planning anew, never stale, and no more than a help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.config.compose import load
+from orchestrator.errors import OrchError
+from orchestrator.planner import build
+from orchestrator.planner.remembered import plan_of
+
+WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "model=llama3_70b"]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Counts what the planner is asked for."""
+    asked, real = [], build.build_plan
+
+    def build_plan(config):
+        asked.append(config)
+        return real(config)
+
+    monkeypatch.setattr(build, "build_plan", build_plan)
+    return asked
+
+
+def test_the_same_job_is_planned_once(home, planned, monkeypatch):
+    config = load(WORDS)
+    assert plan_of(config) == plan_of(config) == build.build_plan(config)
+    assert list(plan_of(config).placement) == list(build.build_plan(config).placement)  # pages follow its order
+    assert len(planned) == 3
+    plan_of(load([*WORDS, "train.seq_len=4096"]))
+    monkeypatch.setenv("ORCH_HOME", str(home / "other"))
+    assert plan_of(config).job.data.cache_dir.startswith(str(home / "other"))
+    assert len(planned) == 5
+
+
+def test_a_damaged_file_is_planned_again(home, planned, tmp_path):
+    config = load(WORDS)
+    first = plan_of(config)
+    (path,) = (tmp_path / "cache" / "orch" / "plan").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    for content in (b"", b"{}", path.read_bytes().replace(b'"gpu":3', b'"gpu":2', 1)):
+        path.write_bytes(content)
+        assert plan_of(config) == first
+    assert len(planned) == 4
+
+
+def test_files_that_a_plan_was_made_of_are_looked_at(home, planned, tmp_path):
+    table = tmp_path / "table.csv"
+    words = ["cluster=local", "parallel=pp2", "parallel.micro_batch_size=2", "train.global_batch_samples=8"]
+    config = load([*words, "cluster.gpus_per_node=2", f"parallel.schedule_file={table}"])
+    found = []
+    for text in ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1") * 2:
+        table.write_text(text)
+        found.append(plan_of(config).parallel.schedule_rows)
+    assert found[:2] == found[2:] and found[0] != found[1] and len(planned) == 2
+
+
+def test_measured_figures_count(home, planned):
+    config = load(WORDS)
+    plan_of(config)
+    record = home / "bench"
+    record.mkdir(parents=True)
+    from orchestrator.bench.record import path_of
+
+    path_of(config.cluster, home).write_text("{")
+    with pytest.raises(OrchError, match="measure again"):
+        plan_of(config)
+    with pytest.raises(OrchError, match="measure again"):  # nor is a refusal remembered
+        plan_of(config)
+    path_of(config.cluster, home).unlink()
+    plan_of(config)
+    assert len(planned) == 4
+
+
+@pytest.mark.process
+def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home):
+    code = (
+        "import sys\nfrom orchestrator.cli.main import main\ncode = main(['plan', '--json', *sys.argv[1:]])\n"
+        "print(code, *sorted({'hydra', 'numpy', 'inspect', 'orchestrator.planner.build'} & set(sys.modules)))"
+    )
+    done = [
+        subprocess.run([sys.executable, "-c", code, *WORDS], capture_output=True, text=True, timeout=300)
+        for _ in range(2)
+    ]
+    (first, *before), (second, *after) = (one.stdout.splitlines()[::-1] for one in done)
+    assert before == after and "numpy" in first.split() and second == "0", done[1].stderr
