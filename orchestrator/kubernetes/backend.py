@@ -27,6 +27,7 @@ from .client import Cluster
 from .live import Look, look
 from .options import read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
+from .sending import remove
 from .soon import Soon
 
 if TYPE_CHECKING:
@@ -98,8 +99,6 @@ class KubernetesBackend:
         """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
         from orchestrator.launch.local import prepare_resume
 
-        from .sending import remove
-
         record = read_record(folder)
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
@@ -115,7 +114,6 @@ class KubernetesBackend:
         from orchestrator.launch.local import prepare_resume
 
         from .pod import MARGIN_S, grace_seconds
-        from .sending import remove
 
         plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
         request = at_size(request, plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import select
+import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -149,9 +150,15 @@ class _Connection(http.client.HTTPConnection):
         self._tls, self._server_name = tls, server_name or host
 
     def connect(self) -> None:
-        super().connect()
+        self.sock = socket.create_connection((_known(self.host), self.port), self.timeout)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
-            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name)
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=_known(self._server_name))
+
+
+def _known(host: str) -> str | bytes:
+    """As bytes where it can be: text goes through the codec of international names, which is large."""
+    return host.encode() if host.isascii() else host
 
 
 def _is_readable(sock: Any) -> bool:

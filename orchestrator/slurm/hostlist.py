@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import groupby, product
 
 from orchestrator.errors import OrchError
@@ -16,6 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _TOKEN = re.compile(r"\[([0-9,-]*)\]|([A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?\Z")
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)\Z")
+_NUMBERS = re.compile(r"([0-9]+)")
 
 
 def expand(text: str) -> list[str]:
@@ -54,10 +56,11 @@ def compress(names: Iterable[str]) -> str:
     return ",".join(sorted(parts, key=natural_key))
 
 
-def natural_key(name: str) -> tuple[list[tuple[int, int | str]], int]:
+@lru_cache(maxsize=1 << 15)  # a cluster is sorted by each of its tiers
+def natural_key(name: str) -> tuple[tuple[tuple[int, int | str], ...], int]:
     """Sort key under which n2 comes before n10, and n9 before n09."""
-    pieces = (piece for piece in re.split(r"([0-9]+)", name) if piece)
-    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces], len(name)
+    pieces = _NUMBERS.split(name)
+    return tuple([(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces if piece]), len(name)
 
 
 def _adopt_full_width(families: dict[tuple[str, str, int], list[tuple[int, int]]]) -> None:

@@ -156,7 +156,10 @@ def _best(nodes: list[Node]) -> str:
 
 def _value(node: Node, keys: list[str]) -> str:
     labels = node.metadata.labels
-    return next((labels[key] for key in keys if labels.get(key)), "")
+    for key in keys:  # a thousand nodes are asked for each of their levels
+        if value := labels.get(key):
+            return value
+    return ""
 
 
 def _annotated(nodes: list[Node], key: str, machines: dict[str, Machine]) -> Topology:
@@ -186,7 +189,7 @@ def _machine(node: Node) -> Machine:
     return Machine(
         gpus=_count(status.allocatable.get(GPU)),
         gpu=node.metadata.labels.get(PRODUCT, ""),
-        nics=max(_count(status.allocatable.get(name)) for name in NICS),
+        nics=max([_count(status.allocatable[name]) for name in NICS if name in status.allocatable], default=0),
         free=not reason and not taints,
         reason=reason or (f"taint {taints[0]}" if taints else ""),
     )

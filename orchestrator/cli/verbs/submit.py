@@ -202,9 +202,10 @@ def send(parcel: Parcel, backend: Backend, home: Path) -> str:
 
 def _say_handle(handle: str, parcel: Parcel, as_json: bool) -> None:
     if as_json:
-        import json
+        from msgspec import json
 
-        print(json.dumps({"handle": handle, "run_id": parcel.request.run_id, "run_dir": parcel.request.run_dir}))
+        said = {"handle": handle, "run_id": parcel.request.run_id, "run_dir": parcel.request.run_dir}
+        print(json.format(json.encode(said), indent=0).decode())
     else:
         print(handle)
 
