@@ -7,10 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from torch.distributed import run
 
 from orchestrator.drill.node import DUTY_S
 from orchestrator.launch.namespaces import Network, Wiring, cut, heal
@@ -38,27 +41,19 @@ class Job:
         wiring = Wiring(names, _LINK, ((tuple(range(NODES)),),), (1.0,))
         self.network = Network(wiring) if cables else None
         addresses = [wiring.address(name) if cables else f"127.0.0.{node + 1}" for node, name in enumerate(names)]
-        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=2:{NODES}", "--nproc-per-node=1"]
+        words = [f"--nnodes=2:{NODES}", "--nproc-per-node=1"]
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[1] if cables else '127.0.0.1'}:{port}"]
         words += [f"--rdzv-id={home.name}"]
         words += ["--max-restarts=3"]
         environment = os.environ | {"TOGETHER_DIR": str(home), "OMP_NUM_THREADS": "1"}
-        self.agents: dict[int, subprocess.Popen] = {}
+        self.agents: dict[int, BaseProcess] = {}
         for node in (1, 0, 2):
-            log = (home / f"agent-{node}.log").open("wb")
             argv = [*words, f"--local-addr={addresses[node]}", str(TOGETHER)]
             argv[len(words) : len(words)] = [f"--rdzv-conf=is_host={int(node == 1)}"] if cables else []
             enter = self.network.enter(names[node]) if self.network else None
-            with log:
-                self.agents[node] = subprocess.Popen(
-                    argv,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    preexec_fn=enter,
-                )
+            about = (argv, environment, home / f"agent-{node}.log", enter)
+            self.agents[node] = get_context("fork").Process(target=_torchrun, args=about)
+            self.agents[node].start()
             if node == 1 and not cables:  # which this process could not reach; the others try again by themselves
                 self._wait(port)
 
@@ -91,7 +86,7 @@ class Job:
         for agent in self.agents.values():
             for pid in [agent.pid, *descendants(agent.pid)]:
                 _send(pid, signal.SIGKILL)
-            agent.wait()
+            agent.join()
         for path in self.home.glob("pid-*"):  # what an agent that was killed left behind
             with contextlib.suppress(OSError, ValueError, IndexError):
                 pid = int(path.read_text().split()[0])
@@ -99,6 +94,21 @@ class Job:
                     _send(pid, signal.SIGKILL)
         if self.network:
             self.network.close()
+
+
+def _torchrun(argv: list[str], environment: dict[str, str], log: Path, enter: Callable[[], None] | None) -> None:
+    """An agent, in a process of its own. It is forked from one that has imported torch, which is not what is measured
+    and takes a busy machine longer than all the rest."""
+    os.setsid()
+    with log.open("wb") as file, open(os.devnull, "rb") as nothing:
+        for ours, theirs in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(ours.fileno(), theirs)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)  # not the benchmark's
+    os.environ.update(environment)
+    if enter:
+        enter()
+    run.main(argv)
 
 
 def torchrun_trial(home: Path, fault: str, position: str, for_s: float, limit_s: float) -> dict | None:
@@ -195,7 +205,7 @@ def _watch(job: Job, found: dict, before: dict, lift, lifted: float, limit_s: fl
         if whole and same:
             found |= {"ok": True, "lost_steps": 0}
             return
-        if all(agent.poll() is not None for agent in job.agents.values()):
+        if all(agent.exitcode is not None for agent in job.agents.values()):
             found["problem"] = "all agents have ended"
             return
         time.sleep(0.1)
