@@ -20,7 +20,7 @@ LOOK_S = 0.5
 FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
 _USUAL_STEPS = 32  # that a median is taken of
 _OWN_STEPS = 8  # of own compute time: who becomes slow is so after five
-_RISEN = 1.25  # times what they took before: looked at more often, for a while
+_RISEN = 1.1  # times what they took before: told of more often, for a while
 _BUSY_LOOKS = 4
 _LONGEST_WORD = 120
 
