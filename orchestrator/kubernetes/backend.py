@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -77,9 +77,9 @@ class KubernetesBackend:
 
         request = parcel.request
         plan = from_json(parcel.contents["plan.json"])
-        unsent(request, plan)  # what cannot be rendered leaves no folder behind
+        drafts = unsent(request, plan)  # what cannot be rendered leaves no folder behind
         with delivered(parcel, self.name) as folder:
-            self._start(folder, request, plan, environ, generation=0)
+            self._start(folder, request, plan, environ, 0, drafts)
         return request.handle
 
     def render(self, parcel: Parcel) -> str:
@@ -209,15 +209,21 @@ class KubernetesBackend:
         return self._cluster(record.context, record.namespace)
 
     def _start(
-        self, folder: RunFolder, request: LaunchRequest, plan: Plan, environ: Mapping[str, str], generation: int
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        plan: Plan,
+        environ: Mapping[str, str],
+        generation: int,
+        drafts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        from .starting import start
+        from .starting import start, unsent
 
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
         looked, self._ahead = self._ahead, None
         fresh = looked if looked and looked.age_s < _FRESH_S else None
-        start(cluster, folder, request, plan, environ, generation, fresh)
+        start(cluster, folder, request, plan, environ, generation, drafts or unsent(request, plan), fresh)
         self.__dict__.pop("_watch", None)  # what it has seen is of before
 
     def _remember(self, folder: RunFolder, record: KubernetesRecord) -> None:

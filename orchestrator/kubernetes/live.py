@@ -20,7 +20,7 @@ from .client import Cluster
 from .names import NODES, selector
 from .options import KubernetesOptions
 from .placing import Chosen, check_levels, choose
-from .soon import Soon
+from .soon import Soon, together
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
 
@@ -196,8 +196,9 @@ def _used(cluster: Cluster) -> dict[str, str]:
 def _taken(cluster: Cluster) -> dict[str, str]:
     """Node -> living run of this namespace that was given it, whether or not its pods are there yet."""
     found = {}
-    for kind in ("Job", "JobSet"):
-        for job in cluster.list(kind, selector(), absent_ok=kind == "JobSet"):
+    kinds = (lambda: cluster.list("Job", selector()), lambda: cluster.list("JobSet", selector(), absent_ok=True))
+    for jobs in together(*kinds):
+        for job in jobs:
             ended = any(
                 c.get("status") == "True" and c.get("type") in ("Complete", "Completed", "Failed")
                 for c in job.get("status", {}).get("conditions") or ()

@@ -29,30 +29,24 @@ class Soon(Generic[T]):
         """Since it was asked for."""
         return time.monotonic() - self._at
 
-    def value(self) -> T:
+    def end(self) -> None:
+        """Wait for it, whatever becomes of it."""
         self._thread.join()
+
+    def value(self) -> T:
+        self.end()
         if self._error is not None:
             raise self._error
         return self._value
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """All of them at once. When one fails, after the others have ended, as it failed."""
+    """All of them at once. When one fails, so does this, when the others have ended, too."""
     first, *others = calls
     started = [Soon(call) for call in others]
-    failed = None
     try:
-        found = [first()]
-    except BaseException as error:
-        failed = error
-    for one in started:
-        try:
-            value = one.value()
-        except BaseException as error:
-            failed = failed or error
-        else:
-            if failed is None:
-                found.append(value)
-    if failed is not None:
-        raise failed
-    return found
+        return [first(), *(one.value() for one in started)]
+    except BaseException:
+        for one in started:
+            one.end()  # nothing is under way any more when what was done is to be taken back
+        raise

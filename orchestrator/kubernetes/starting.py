@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -47,13 +47,13 @@ def start(
     plan: Plan,
     environ: Mapping[str, str],
     generation: int,
+    drafts: Sequence[Mapping[str, Any]],
     looked: Soon[Look] | None = None,
 ) -> None:
-    """Choose places and send the objects. `looked`: what `live.look` gives or raises."""
+    """Choose places and send the objects. `drafts`: what `unsent` gives; `looked`: what `live.look` gives or raises."""
     options, submission = _owned(cluster, read_options(request.backend_options), folder.run_id)
     record = record_of(request, options, cluster.namespace, submission, generation)
-    names = unsent(request, plan)
-    if is_sent(cluster, names, submission):
+    if is_sent(cluster, drafts, submission):
         write_record(folder, structs.replace(record, sent=True))
         return
     free_at = time.monotonic()
@@ -65,11 +65,11 @@ def start(
             manifest_of(folder, request, plan, options, environ, cluster.namespace, submission, generation, found)
         )
         if time.monotonic() > free_at + _TRUSTED_S:
-            is_sent(cluster, names, submission)
+            is_sent(cluster, drafts, submission)
         main = send(cluster, objects, folder.run_id, submission)
-        owned = Soon(lambda: hand_over(cluster, objects, main, submission))  # while our turn ends
-    owned.value()
+        handed = Soon(lambda: hand_over(cluster, objects, main, submission))  # while our turn ends
     write_record(folder, structs.replace(record, sent=True))
+    handed.value()
 
 
 def _owned(cluster: Cluster, options: KubernetesOptions, run_id: str) -> tuple[KubernetesOptions, str]:

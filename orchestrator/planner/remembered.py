@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 
 import msgspec
 
@@ -54,5 +54,5 @@ def _parts(config: Config) -> Iterator[bytes]:
         yield content(path_of(config.cluster, home))
     yield from code("bench", "config", "plan", "planner", "topology")
     yield msgspec.__version__.encode()
-    numpy = os.stat(find_spec("numpy").origin)
+    numpy = os.stat(PathFinder.find_spec("numpy").origin)
     yield f"numpy {numpy.st_size} {numpy.st_mtime_ns}".encode()
