@@ -107,6 +107,11 @@ class Cluster:
             )
         return answer.value
 
+    def merge(self, kind: str, name: str, change: Mapping[str, Any], manager: str) -> dict:
+        """Set these fields and leave the others (RFC 7386)."""
+        raw, how = msgspec.json.encode(change), "application/merge-patch+json"
+        return self._json("PATCH", self._path(kind, name), {"fieldManager": manager}, raw, how)
+
     def patch_status(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
         """Into the status, conditions by their type."""
         raw = msgspec.json.encode({"status": change})

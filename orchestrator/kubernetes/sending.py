@@ -85,10 +85,11 @@ def hand_over(cluster: Cluster, objects: Sequence[Body], main: Body, submission:
     owner = {name: objects[-1][name] for name in ("apiVersion", "kind")}
     owner |= {name: main["metadata"][name] for name in ("name", "uid")}
 
+    change = {"metadata": {"ownerReferences": [owner]}}
+
     def give(body: Body) -> None:
         with contextlib.suppress(OrchError):
-            owned = {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
-            cluster.apply(owned, _manager(submission))
+            cluster.merge(body["kind"], body["metadata"]["name"], change, _manager(submission))
 
     together(*(partial(give, body) for body in objects[:-1]))
 

@@ -241,6 +241,9 @@ class Api:
         self.objects[body["kind"]] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
         return self.objects[body["kind"]]
 
+    def merge(self, kind: str, name: str, change: dict, manager: str) -> None:
+        self.objects[kind]["metadata"] |= change["metadata"]
+
     def delete(self, kind: str, name: str) -> bool:
         return self.objects.pop(kind, None) is not None
 
