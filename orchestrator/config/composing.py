@@ -23,6 +23,9 @@ from .screen import check_interpolations, check_leaves
 from .structured import optional, register, struct_of, twin
 from .validate import validate
 
+#: Parts of Hydra's own configuration that nothing here reads: files that need not be composed.
+_UNUSED = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+
 
 def compose(overrides: list[str], library: Library) -> Config:
     """Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets."""
@@ -38,6 +41,7 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
         if override.group and override.key == "parallel" and not library.path("parallel", override.text):
             _register_word(override.text)
     words = [f"{override.key}={override.text}" for override in given if override.group]
+    words += _UNUSED
     primary = PRIMARY
     if len(library.folders) > 1:
         if not (library.folders[0] / f"{PRIMARY}.yaml").is_file():

@@ -38,7 +38,7 @@ def seat(planned: Plan, members: Sequence[Here], topology: Topology | None) -> S
 
     OrchError: 65 when the topology contradicts itself, 76 when the pods are too few.
     """
-    from orchestrator.planner.replan import difference, replan  # numpy, as in compact.py
+    from orchestrator.planner.replan import difference, replan  # numpy, which only pods need
 
     names = node_names(members)
     real = replan(planned, fit(planned.cluster, names, shared(topology or FLAT, members, names)))

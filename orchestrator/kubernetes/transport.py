@@ -1,6 +1,7 @@
 """Requests to one API server, over connections that stay open. HTTP/1.1 by the standard library.
 
-urllib3 does it too, and takes longer to import than a run takes to submit. Only through a proxy is it asked.
+urllib3 does it too, but takes 75 ms to import where these modules take 32 (processor time, `python -c`, best of
+eleven), of 170 for all of `orch submit`. Only through a proxy is it asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""YAML of plain values, for people to read. Only written: a fifth of `orch submit` would be importing a library for it.
+"""YAML of plain values, for people to read. Only written: importing a library for it takes a tenth of `orch submit`.
 
 What could mean anything else to a reader of YAML 1.1 or 1.2 is in double quotes, as in JSON.
 """

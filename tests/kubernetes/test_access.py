@@ -211,3 +211,26 @@ def test_connections_are_used_again_until_the_server_has_closed_them(tmp_path, p
         plain.last.shutdown(socket.SHUT_RDWR)
         assert cluster.version() == "v1.99.0"
     assert len(set(plain.clients)) == 4
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_log_is_read_as_it_is_written(tmp_path, plain, monkeypatch, whole):
+    """In chunks that do not end where lines end; a connection that breaks off ends it."""
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
+    seen = threading.Event()
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"6\r\none\ntw\r\n")
+        assert seen.wait(10)
+        self.wfile.write(b"4\r\no\nth\r\n" + (b"3\r\nree\r\n0\r\n\r\n" if whole else b"9\r\nree"))
+        self.close_connection = not whole
+
+    plain.http.RequestHandlerClass.do_GET = do_GET
+    plain.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
+    lines = Cluster().log("p", follow=True)
+    assert next(lines) == "one"
+    seen.set()
+    assert list(lines) == ["two", "three"]
