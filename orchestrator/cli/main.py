@@ -21,7 +21,6 @@ from orchestrator.suggest import did_you_mean, nearest
 INTERRUPTED, PIPE_CLOSED = 130, 141
 #: New objects before cycles are looked for. A command makes values, not cycles; looking took a third of a search.
 COLLECT = 200_000
-_WITHOUT_MSGSPEC = ("completion", "version")  # verbs that must be instant
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +70,6 @@ def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
 
     from orchestrator.cli.parser import make_parser
 
-    if name not in _WITHOUT_MSGSPEC:
-        _import_msgspec()
     module = import_module(f"orchestrator.cli.verbs.{name}")
     command = None
     if "--" in words:
@@ -87,16 +84,6 @@ def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
     args, extra = parser.parse_known_intermixed_args(words)
     args.command = command
     return int(module.run(args, _overrides(name, verb, extra, parser.flags())) or 0)
-
-
-def _import_msgspec() -> None:
-    """Without typing_extensions, from which it takes what Python 3.11 has in typing, if it is there: importing that,
-    and `inspect` with it, takes longer than msgspec itself. Others find it as always."""
-    if sys.modules.setdefault("typing_extensions", None) is None:  # None: an import says that there is no such module
-        try:
-            import msgspec  # noqa: F401
-        finally:
-            del sys.modules["typing_extensions"]
 
 
 def _overrides(name: str, verb: Verb, words: list[str], flags: list[str]) -> list[str]:

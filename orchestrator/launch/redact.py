@@ -6,8 +6,6 @@ import re
 
 import msgspec
 
-from .yaml_text import to_yaml
-
 _SECRET = re.compile(
     r"(^|[_.-])(secret|token|passwd|password|passphrase|credentials?|private|apikey|key|auth)s?($|[_.-])", re.I
 )
@@ -34,4 +32,4 @@ def redacted(value: object, name: str = "") -> object:
 
 def frozen_config(config: msgspec.Struct) -> bytes:
     """The resolved configuration as YAML, redacted: what config.yaml of a run holds."""
-    return to_yaml(redacted(msgspec.to_builtins(config))).encode()
+    return msgspec.yaml.encode(redacted(msgspec.to_builtins(config)), order="deterministic")
