@@ -111,7 +111,8 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
     if label:
         return Chosen(tuple(nodes), label, values)
     whole, rest = _whole(nodes, topology, labels)
-    spare_whole, spares = _whole(_spares(nodes, fitting, topology), topology, labels)
+    alike = _spare_switches(whole, fitting, topology, labels, len(nodes)) if not rest else ()
+    spare_whole, spares = _whole(alike or _spares(nodes, fitting, topology), topology, labels)
     return Chosen(tuple(nodes), whole=whole, rest=rest, spares=spares, spare_whole=spare_whole)
 
 
@@ -142,7 +143,33 @@ def _spares(nodes: Sequence[str], fitting: Sequence[str], topology: Topology) ->
         for node in members
     }
     others = sorted((node for node in fitting if node not in chosen), key=lambda node: node not in near)
-    return tuple(others[: max(2, len(nodes) // 16)])
+    return tuple(others[: _spare_count(len(nodes))])
+
+
+def _spare_count(nodes: int) -> int:
+    return max(2, nodes // 16)
+
+
+def _spare_switches(
+    whole: Sequence[tuple[str, tuple[str, ...]]],
+    fitting: Sequence[str],
+    topology: Topology,
+    labels: Mapping[str, str],
+    nodes: int,
+) -> tuple[str, ...]:
+    """Nodes of free switches of the one kind that all chosen ones are of: one word of one label says all of them.
+
+    () where there are none, or so many nodes in them that the scheduler would not score one of the chosen.
+    """
+    found: list[str] = []
+    free = set(fitting)
+    for tier in topology.tiers:
+        if [labels.get(tier.name)] != [label for label, _ in whole]:
+            continue
+        for name, members in tier.switches.items():
+            if len(found) < _spare_count(nodes) and members and name not in whole[0][1] and free.issuperset(members):
+                found += members
+    return tuple(found) if _spare_count(nodes) <= len(found) < SCORED else ()
 
 
 def in_whole_units(free: Sequence[str], topology: Topology, unit: int) -> list[str]:
@@ -168,22 +195,29 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
 
 
 def node_affinity(chosen: Chosen) -> dict[str, Any]:
-    """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares."""
+    """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares.
+
+    In as few words as say it, for the scheduler weighs them for every pod on every node: one term a label, and of what
+    may be used the spares are named as second choice, which are fewer than the first.
+    """
     names = chosen.rest if chosen.whole else chosen.nodes
-    first = [*chosen.whole, *([(HOST, names)] if names else [])]
     if chosen.label:
-        within = [(chosen.label, chosen.values)]
+        first = [*chosen.whole, *([(HOST, names)] if names else [])]
+        within, wishes = [(chosen.label, chosen.values)], [[_is(*place)] for place in first]
     else:
-        elsewhere = (*names, *chosen.spares)
-        within = [*chosen.whole, *chosen.spare_whole, *([(HOST, elsewhere)] if elsewhere else [])]
+        second = [*chosen.spare_whole, *([(HOST, chosen.spares)] if chosen.spares else [])]
+        places: dict[str, list[str]] = {}
+        for label, values in (*chosen.whole, *([(HOST, names)] if names else []), *second):
+            places.setdefault(label, []).extend(values)
+        within, wishes = list(places.items()), [[_is(*place, "NotIn") for place in second]] if second else []
+    found: dict[str, Any] = {}
+    if wishes:
+        found["preferredDuringSchedulingIgnoredDuringExecution"] = [
+            {"weight": 100, "preference": {"matchExpressions": wish}} for wish in wishes
+        ]
+    terms = [{"matchExpressions": [_is(*place)]} for place in within]
+    return {"nodeAffinity": found | {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
-    def term(label: str, values: Sequence[str]) -> dict[str, Any]:
-        return {"matchExpressions": [{"key": label, "operator": "In", "values": list(values)}]}
 
-    affinity = {
-        "preferredDuringSchedulingIgnoredDuringExecution": [
-            {"weight": 100, "preference": term(*place)} for place in first
-        ],
-        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term(*place) for place in within]},
-    }
-    return {"nodeAffinity": affinity}
+def _is(label: str, values: Sequence[str], operator: str = "In") -> dict[str, Any]:
+    return {"key": label, "operator": operator, "values": list(values)}
