@@ -46,6 +46,7 @@ from .watch import LOOK_S, is_frozen
 from .workers import Workers
 
 _ORPHAN_GRACE_S = 10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
+_FEW_NODES = 1024  # whose agents may speak at each look, which is twice a heartbeat
 _ELASTIC_ORPHAN_GRACE_S = 3.0  # where another coordinator waits for this node
 
 log = logging.getLogger("orch.agent")
@@ -212,13 +213,13 @@ class Agent:
         """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
         most = patience(self._request.policy.heartbeat_timeout_s, LOOK_S)
         clock = asyncio.get_running_loop().time
-        beat = Beat(LOOK_S, clock())
+        beat, few = Beat(LOOK_S, clock()), len(self._request.agents) <= _FEW_NODES
         while True:
             began = clock()
             await asyncio.sleep(LOOK_S)
             due, in_time = beat.tick(began, clock())
             seen = self._recorder.watch.look(self._workers.pids)
-            if due or any(map(is_frozen, seen)) or self._recorder.watch.sees_slowing:
+            if due or few or any(map(is_frozen, seen)):
                 self._channel.send(self._epoch, AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(self._workers.pids))
             self._silent_ticks += in_time

@@ -292,8 +292,9 @@ class Coordinator:
         """An agent says what its workers do: who holds the run up, and who is slow?"""
         if now.stopping or now.fault or not now.started.issuperset(self._seats):
             return
-        self._lookout.hear(node, what.seen)
-        verdict = self._lookout.verdict(asyncio.get_running_loop().time())
+        clock = asyncio.get_running_loop().time()
+        self._lookout.hear(node, what.seen, clock)
+        verdict = self._lookout.verdict(clock)
         if verdict is not None:
             self._condemn(now, verdict)
         elif (slow := self._lookout.slow()) is not None:

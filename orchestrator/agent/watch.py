@@ -20,7 +20,6 @@ LOOK_S = 0.5
 FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
 _USUAL_STEPS = 32  # that a median is taken of
 _OWN_STEPS = 8  # of own compute time: who becomes slow is so after five
-_RISEN = 1.1  # times what they took before: told of more often, for a while
 _BUSY_LOOKS = 4
 _LONGEST_WORD = 120
 
@@ -37,11 +36,7 @@ class _Rank:
     load: Load | None = None
     used_s: deque[float] = field(default_factory=lambda: deque(maxlen=_BUSY_LOOKS))  # CPU seconds between looks
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
-    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
-
-    def own(self, steps: int) -> float | None:
-        """Median of own compute time of that many last steps, seconds; None when there are too few to judge by."""
-        return statistics.median(list(self.own_s)[-steps:]) if len(self.own_s) > 4 else None
+    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_STEPS))
 
 
 class NodeWatch:
@@ -97,14 +92,7 @@ class NodeWatch:
             state=one.load.state if one.load else "?",
             busy=round(sum(one.used_s) / (len(one.used_s) * LOOK_S), 2) if one.used_s else 0.0,
             usual_step_s=statistics.median(one.steps_s) if len(one.steps_s) > 1 else None,
-            usual_own_s=one.own(_OWN_STEPS),
-        )
-
-    @property
-    def sees_slowing(self) -> bool:
-        """A worker's own compute time has just risen: the coordinator would like to hear of it before it is due."""
-        return any(
-            (one.own(_OWN_STEPS) or 0.0) > _RISEN * (one.own(_USUAL_STEPS) or 0.0) for one in self._ranks.values()
+            usual_own_s=statistics.median(one.own_s) if len(one.own_s) > 4 else None,
         )
 
 
