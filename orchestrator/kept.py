@@ -34,6 +34,8 @@ class Kept:
 
     def write(self, content: bytes) -> None:
         """Whole or not at all."""
+        if not os.path.isabs(self.folder):  # nobody's home
+            return
         import tempfile  # not for those who only read
 
         with contextlib.suppress(OSError):
@@ -46,7 +48,8 @@ class Kept:
 
     def _forget(self) -> None:
         """The oldest, when there are too many, and what a crash has left half written."""
-        found = sorted(os.scandir(self.folder), key=lambda entry: entry.stat().st_mtime, reverse=True)
+        newest = lambda entry: (entry.path == self.file, entry.stat().st_mtime_ns)  # noqa: E731
+        found = sorted(os.scandir(self.folder), key=newest, reverse=True)
         size = 0
         for count, entry in enumerate(found):
             size += entry.stat().st_size

@@ -54,5 +54,6 @@ def _parts(config: Config) -> Iterator[bytes]:
         yield content(path_of(config.cluster, home))
     yield from code("bench", "config", "plan", "planner", "topology")
     yield msgspec.__version__.encode()
-    numpy = os.stat(PathFinder.find_spec("numpy").origin)
-    yield f"numpy {numpy.st_size} {numpy.st_mtime_ns}".encode()
+    if (numpy := PathFinder.find_spec("numpy")) and numpy.origin:
+        found = os.stat(numpy.origin)
+        yield f"numpy {found.st_size} {found.st_mtime_ns}".encode()

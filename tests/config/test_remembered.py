@@ -7,6 +7,7 @@ import pytest
 from orchestrator.config import composing
 from orchestrator.config.compose import load
 from orchestrator.config.remembered import MOST
+from orchestrator.kept import Kept
 
 WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "train.steps=7", "backend.options={a: [1, x]}"]
 
@@ -72,6 +73,21 @@ def test_an_environment_is_not_written_down(home, composed):
 def test_a_home_that_cannot_be_written_is_no_error(home, composed):
     home.write_text("not a folder")
     assert load(WORDS) == load(WORDS) and len(composed) == 2
+
+
+def test_who_has_no_home_keeps_nothing(home, composed, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.chdir(tmp_path)
+    assert load(WORDS) == load(WORDS) and len(composed) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_ones_count_by_their_size(home):
+    for number in range(4):
+        Kept("some", [bytes([number])], most_bytes=100).write(b"x" * 40)
+    assert len(list((home / "orch" / "some").iterdir())) == 2
+    Kept("some", [b"large"], most_bytes=100).write(b"x" * 400)
+    assert [path.stat().st_size for path in (home / "orch" / "some").iterdir()] == [400]
 
 
 def test_the_oldest_are_forgotten(home, composed):
