@@ -21,16 +21,12 @@ from orchestrator.suggest import did_you_mean, nearest
 INTERRUPTED, PIPE_CLOSED = 130, 141
 #: New objects before cycles are looked for. A command makes values, not cycles; looking took a third of a search.
 COLLECT = 200_000
-#: Seconds until a thread that computes lets another have its turn. A thousand nodes come in a hundred pieces (TLS
-#: records) while modules are imported, and each might wait for the 5 ms that Python takes by default.
-TURN = 0.0005
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the process exit code. Errors are one line on stderr, and JSON with `--json`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(COLLECT)
-    sys.setswitchinterval(TURN)
     atexit.register(gc.freeze)  # the system takes back all memory at once: nothing is to be looked through at the end
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
         if hasattr(stream, "reconfigure"):
