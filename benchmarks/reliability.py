@@ -178,9 +178,8 @@ def rows(args: argparse.Namespace) -> list[tuple[str, str, str, str]]:
     kinds += [("trainer", fault) for fault in faults if fault in SLOW]
     kinds += [("buddy", fault) for fault in faults if fault in BUDDY]
     found = [("orch", kind, fault, position) for kind, fault in kinds for position in args.positions.split(",")]
-    found += [
-        ("torchrun", *row[1:]) for row in found if row[1] in ("host", "cable")
-    ]  # it has no checkpoints of its own
+    # torchrun has no checkpoints of its own
+    found += [("torchrun", *row[1:]) for row in found if row[1] in ("host", "cable")]
     return [row for row in found if row[0] in args.systems.split(",")]
 
 

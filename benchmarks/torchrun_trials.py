@@ -43,13 +43,12 @@ class Job:
         addresses = [wiring.address(name) if cables else f"127.0.0.{node + 1}" for node, name in enumerate(names)]
         words = [f"--nnodes=2:{NODES}", "--nproc-per-node=1"]
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[1] if cables else '127.0.0.1'}:{port}"]
-        words += [f"--rdzv-id={home.name}"]
-        words += ["--max-restarts=3"]
+        words += [f"--rdzv-id={home.name}", "--max-restarts=3"]
         environment = os.environ | {"TOGETHER_DIR": str(home), "OMP_NUM_THREADS": "1"}
         self.agents: dict[int, BaseProcess] = {}
         for node in (1, 0, 2):
-            argv = [*words, f"--local-addr={addresses[node]}", str(TOGETHER)]
-            argv[len(words) : len(words)] = [f"--rdzv-conf=is_host={int(node == 1)}"] if cables else []
+            told = [f"--rdzv-conf=is_host={int(node == 1)}"] if cables else []  # else it knows by the name of the host
+            argv = [*words, *told, f"--local-addr={addresses[node]}", str(TOGETHER)]
             enter = self.network.enter(names[node]) if self.network else None
             about = (argv, environment, home / f"agent-{node}.log", enter)
             self.agents[node] = get_context("fork").Process(target=_torchrun, args=about)

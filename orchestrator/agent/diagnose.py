@@ -94,15 +94,15 @@ def peers_usual(plan: Plan, seen: Collection[Seen]) -> dict[tuple[str, int], flo
         stages[plan.ranks[one.rank].coord.pp].append((_of_the_most(plan, one), plan.ranks[one.rank].node))
     found: dict[tuple[str, int], float] = {}
     for stage, order in stages.items():
+        order.sort()
         places: dict[str, list[int]] = defaultdict(list)
-        for place, (_, node) in enumerate(sorted(order)):
+        for place, (_, node) in enumerate(order):
             places[node].append(place)
-        own_s = sorted(seconds for seconds, _ in order)
         for node, own in places.items():
-            others = len(own_s) - len(own)
+            others = len(order) - len(own)
             if others:
-                low, high = (_without(own, at) for at in ((others - 1) // 2, others // 2))
-                found[node, stage] = (own_s[low] + own_s[high]) / 2
+                low, high = (order[_without(own, at)][0] for at in ((others - 1) // 2, others // 2))
+                found[node, stage] = (low + high) / 2
     return found
 
 

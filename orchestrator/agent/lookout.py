@@ -76,10 +76,10 @@ class Lookout:
         return {node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.words >= words}
 
     def _count(self, node: str, ratio: float | None) -> None:
-        slow = self._slow.setdefault(node, _Slow())
         if ratio is not None:
+            slow = self._slow.setdefault(node, _Slow())
             slow.ratio, slow.words, slow.against = ratio, slow.words + 1, 0
-            return
-        slow.against += 1
-        if slow.words < _SURE_WORDS or slow.against >= _OVER_WORDS:
-            del self._slow[node]
+        elif slow := self._slow.get(node):
+            slow.against += 1
+            if slow.words < _SURE_WORDS or slow.against >= _OVER_WORDS:
+                del self._slow[node]

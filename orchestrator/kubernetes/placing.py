@@ -201,13 +201,13 @@ def node_affinity(chosen: Chosen) -> dict[str, Any]:
     may be used the spares are named as second choice, which are fewer than the first.
     """
     names = chosen.rest if chosen.whole else chosen.nodes
+    first = [*chosen.whole, *([(HOST, names)] if names else [])]
     if chosen.label:
-        first = [*chosen.whole, *([(HOST, names)] if names else [])]
         within, wishes = [(chosen.label, chosen.values)], [[_is(*place)] for place in first]
     else:
         second = [*chosen.spare_whole, *([(HOST, chosen.spares)] if chosen.spares else [])]
         places: dict[str, list[str]] = {}
-        for label, values in (*chosen.whole, *([(HOST, names)] if names else []), *second):
+        for label, values in (*first, *second):
             places.setdefault(label, []).extend(values)
         within, wishes = list(places.items()), [[_is(*place, "NotIn") for place in second]] if second else []
     found: dict[str, Any] = {}
