@@ -19,12 +19,13 @@ class Kind(NamedTuple):
     takes: Literal["restart", "node", "nothing"]  # what it may cost the run: one of its restarts, a node, or time only
     lasts: bool = False  # for some seconds, then it is taken back
     restarts: bool = True  # steps go on in another life; without it, also in the same one
+    slows: bool = False  # noticed by how long its steps take: that must have been as usual before
 
 
 KINDS: dict[str, Kind] = {
     "kill_worker": Kind("SIGKILL to one worker", "restart"),
     "stop_worker": Kind("SIGSTOP to one worker: it is there and does nothing", "restart"),
-    "slow_worker": Kind("one worker runs half of the time", "nothing", lasts=True, restarts=False),
+    "slow_worker": Kind("one worker runs half of the time", "nothing", lasts=True, restarts=False, slows=True),
     "kill_agent": Kind("SIGKILL to the agent of a node", "node"),
     "stop_agent": Kind("SIGSTOP to the agent of a node, SIGCONT later", "node", lasts=True),
     "kill_node": Kind("SIGKILL to everything of the run on a node", "node"),

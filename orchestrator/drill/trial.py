@@ -103,8 +103,9 @@ class Range:
             why = self._why_not(state, shot.fault)
             if chosen is None:
                 why = why or f"no node is {shot.position!r}: {', '.join(ranks) or 'none runs'}"
-            steady = len(mine) >= (_USUAL_STEPS if shot.fault == "slow_worker" else _STEADY_STEPS)
-            if shot.fault == "slow_worker" and state.slow:  # what is slow already cannot be noticed anew
+            slows = KINDS[shot.fault].slows
+            steady = len(mine) >= (_USUAL_STEPS if slows else _STEADY_STEPS)
+            if slows and state.slow:  # what is slow already cannot be noticed anew
                 why = why or f"{', '.join(state.slow)} is slow without it"
             if state.state == "running" and steady and not why:
                 return state, mine[-1], chosen

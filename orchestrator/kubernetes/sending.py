@@ -86,12 +86,9 @@ def hand_over(cluster: Cluster, objects: Sequence[Body], main: Body, submission:
     owner |= {name: main["metadata"][name] for name in ("name", "uid")}
 
     change = {"metadata": {"ownerReferences": [owner]}}
-
-    def give(body: Body) -> None:
+    for body in objects[:-1]:  # over one connection: another one's handshake costs more, while pods wait for the server
         with contextlib.suppress(OrchError):
             cluster.merge(body["kind"], body["metadata"]["name"], change, _manager(submission))
-
-    together(*(partial(give, body) for body in objects[:-1]))
 
 
 def remove(cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """The programs of the test cluster: built once from pinned Go modules into a cache folder, else said plainly.
 
 `tests/kubernetes/tools/<tool>/go.mod` pins one program each, so that their dependencies never meet. First build: about
-ten minutes on two cores and 7 GB of Go's own caches; `python -m tests.kubernetes.building` builds ahead.
+twenty minutes on two cores and 11 GB, Go's own caches included; `python -m tests.kubernetes.building` builds ahead.
 """
 
 from __future__ import annotations

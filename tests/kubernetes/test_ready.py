@@ -46,7 +46,7 @@ def test_nothing_is_said_where_all_is_there(machine, capsys):
     [
         ({"uid": 1000}, "only root"),
         ({"go": None}, "this machine has no Go"),
-        ({"free": 1e9}, "takes 9 GB, of which 1 are free"),
+        ({"free": 1e9}, "takes 12 GB, of which 1 are free"),
         ({"refuses": "this root may not do what it takes (EPERM)"}, "EPERM"),
     ],
 )

@@ -41,7 +41,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import sys
 
-    from orchestrator.launch.offer import choose, preview
     from orchestrator.launch.run_folder import home_folder
 
     if args.multirun:
@@ -50,6 +49,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return sweep.run(args, overrides)
     home = home_folder(os.environ)
     backend, offers = prepare(args, overrides, home)
+    from orchestrator.launch.offer import choose, preview
+
     if args.dry_run:
         offer, said = preview(offers, backend, os.environ)
         return show(offer.parcel, offer.plan, backend, args.json, said)
@@ -77,12 +78,12 @@ def prepare(
 
     from orchestrator.config.compose import load
     from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.offer import make_offers, parse_after
-    from orchestrator.launch.run_folder import new_run_id
 
     config = load(overrides, args.config_dir, ranges=True)
     backend = get_backend(config.backend.name)
     if args.after:
+        from orchestrator.launch.offer import parse_after
+
         wishes = parse_after(args.after, home)
         if not hasattr(backend, "after"):
             raise OrchError(f"--after: the backend {backend.name} has no queue in which a run could wait", Exit.USAGE)
@@ -93,6 +94,9 @@ def prepare(
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
     if hasattr(backend, "look_ahead") and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
         backend.look_ahead(config)
+    from orchestrator.launch.offer import make_offers  # while the cluster answers
+    from orchestrator.launch.run_folder import new_run_id
+
     if member:
         run_id = member if args.run_id else f"{_name(config)}{member}"
     else:
