@@ -88,8 +88,9 @@ class StandIn:
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))
         argv = [self._options.shell, script, "finish", str(state.exit_code or 0)]
-        subprocess.run(argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False)
-        self._slurm.cancel(self._job)
+        done = subprocess.run(argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False)
+        if done.returncode >= 0:  # else killed with the life that it has ended, a moment before us: the job comes back
+            self._slurm.cancel(self._job, "--state=RUNNING")
 
     def _looked(self) -> bool:
         try:

@@ -176,6 +176,15 @@ def test_who_stands_in_and_until_when(stand_in, folder):
     write_state(folder, msgspec.structs.replace(state, writer="n3"))
     assert stand_in.look(NOON) and not (folder.path / "finished").exists(), "the coordinator has moved: not ours"
     write_state(folder, state)
-    assert stand_in.look(NOON) and (folder.path / "finished").read_text() == "finish 75\n" and told.signals[1:] == [()]
+    assert stand_in.look(NOON) and (folder.path / "finished").read_text() == "finish 75\n"
+    assert told.signals[1:] == [("--state=RUNNING",)], "a job that comes back is none of ours any more"
     stand_in._slurm = ended = Told(state="COMPLETING")
     assert stand_in.look(NOON) and not ended.signals
+
+
+def test_a_job_whose_requeue_ends_its_script_is_not_cancelled(stand_in, folder):
+    """Slurm kills everything of a life that is requeued, in no order: we may outlive the script by a moment."""
+    (folder.path / "slurm" / "script").write_text("kill -KILL $$\n")
+    write_state(folder, msgspec.structs.replace(read_state(folder), state="stopped", exit_code=75))
+    stand_in._slurm = told = Told()
+    assert stand_in.look(NOON) and not told.signals
