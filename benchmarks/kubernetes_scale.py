@@ -3,10 +3,8 @@
 The bare Job is what a user would write by hand for the same pods, sent by `kubectl apply`: the same requests, with
 Kueue the same annotations. Both take turns on the same cluster, each from rest, and which goes first alternates; a
 watch of the API server says when the Job is there and when the last pod is bound. Clocks start when the command is
-started; the times of the cluster alone, from the Job on, are told as well. Controllers and scheduler may ask the API
-server 500 times a second, but in the last case, which has Kubernetes' rates where nobody raises them (20 and 50) and at
-most two rounds. `--check` fails above 1.2 times the bare Job's time. Root, Go and etcd are needed:
-tests/kubernetes/bed.py.
+started; the times of the cluster alone, from the Job on, are told as well. `--check` fails above 1.2 times the bare
+Job's time. Root, Go and etcd are needed: tests/kubernetes/bed.py.
 """
 
 from __future__ import annotations
@@ -165,13 +163,11 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=512, help="only the cases of at most that many nodes")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    own_rates = "4096 GPUs, no queue, Kubernetes' own rates"
     cases = {
         "64 GPUs, Kueue": (["+cluster=h100x64"], 8, "large"),
         "64 GPUs, no queue": (["+cluster=h100x64"], 8, None),
         "4096 GPUs, Kueue": (["+cluster=h100x4096"], 512, "large"),
         "4096 GPUs, no queue": (["+cluster=h100x4096"], 512, None),
-        own_rates: (["+cluster=h100x4096"], 512, None),
     }
     if args.without_kueue:
         cases = {case: what for case, what in cases.items() if what[2] is None}
@@ -184,27 +180,23 @@ def main() -> int:
             addons.queues(bed, quota, labels, {"orch.test/kind": "simulated"}, "large")
         orch = Orch(bed, Path(home), "default", {"image": "orch.test/none:1", "levels": LEVELS})
         for index, (case, (words, count, queue)) in enumerate(cases.items()):
-            if case == own_rates:
-                bed.end("kube-controller-manager")
-                bed.end("kube-scheduler")
-                bed.start_controllers(own_rates=True)
-            repeats = min(args.repeats, 2) if case == own_rates else args.repeats  # minutes each
-            samples = measure(orch, [*words, "parallel=tp8_pp4_zero1"], count, queue, repeats, f"c{index}")
+            samples = measure(orch, [*words, "parallel=tp8_pp4_zero1"], count, queue, args.repeats, f"c{index}")
             row = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
             row |= {"ratio": row["orch_s"] / row["bare_job_s"], "pods": count}
             row |= {"ratio_since_job": row["orch_since_job_s"] / row["bare_since_job_s"]}
             rows[case] = {name: round(value, 2) for name, value in row.items()}
             rows[case]["samples"] = [[round(sample[key], 2) for key in ("orch_s", "bare_job_s")] for sample in samples]
             print(case, rows[case], flush=True)
-            write(rows)
+            write(rows, args.repeats)
     return int(args.check and max(row["ratio"] for row in rows.values()) > 1.2)
 
 
-def write(rows: dict[str, dict[str, Any]]) -> None:
+def write(rows: dict[str, dict[str, Any]], repeats: int) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     result = {
         "nodes": 1000,
         "kubernetes": VERSION,
+        "repeats": repeats,
         "rows": rows,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
