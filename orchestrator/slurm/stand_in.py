@@ -70,8 +70,7 @@ class StandIn:
         if self._script_node in expand(job["NodeList"]):  # Slurm has not noticed yet; or the script lives, and will act
             return False
         if state.is_final:
-            self._finish(state)
-            return True
+            return self._finish(state)
         if not self._told and (self._folder.cancel.exists() or self._notice_is_due(job.get("EndTime", ""), now)):
             self._told = True
             self._slurm.cancel(self._job, "--signal=TERM")
@@ -83,14 +82,19 @@ class StandIn:
         except ValueError:  # Unknown
             return False
 
-    def _finish(self, state: RunState) -> None:
-        """By the script's own rules: requeued where it may come back, and where not, ended."""
+    def _finish(self, state: RunState) -> bool:
+        """By the script's own rules: requeued where it may come back, and where not, ended. Whether that is done.
+
+        A script that is killed went with the life that it has ended, a moment before us: the next look would tell.
+        """
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))
         argv = [self._options.shell, script, "finish", str(state.exit_code or 0)]
         done = subprocess.run(argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False)
-        if done.returncode >= 0:  # else killed with the life that it has ended, a moment before us: the job comes back
-            self._slurm.cancel(self._job, "--state=RUNNING")
+        if done.returncode < 0:
+            return False
+        self._slurm.cancel(self._job, "--state=RUNNING")
+        return True
 
     def _looked(self) -> bool:
         try:

@@ -187,4 +187,6 @@ def test_a_job_whose_requeue_ends_its_script_is_not_cancelled(stand_in, folder):
     (folder.path / "slurm" / "script").write_text("kill -KILL $$\n")
     write_state(folder, msgspec.structs.replace(read_state(folder), state="stopped", exit_code=75))
     stand_in._slurm = told = Told()
+    assert not stand_in.look(NOON) and not told.signals
+    stand_in._slurm = told = Told(state="PENDING")
     assert stand_in.look(NOON) and not told.signals
