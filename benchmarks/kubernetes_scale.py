@@ -10,7 +10,6 @@ Job's time. Root, Go and etcd are needed: tests/kubernetes/bed.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from orchestrator.launch.processes import identity, load_of  # noqa: E402
 from tests.kubernetes import addons  # noqa: E402
 from tests.kubernetes.bed import Bed, Shape  # noqa: E402
 from tests.kubernetes.building import VERSION  # noqa: E402
@@ -71,12 +71,8 @@ def settle(bed: Bed) -> None:
 
 def processor_s(bed: Bed) -> float:
     """Of all processes of the bed that there are."""
-    found = 0.0
-    for pid in bed.pids():
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return found
+    loads = [load_of(process) for process in map(identity, bed.pids()) if process]
+    return sum(load.cpu_s for load in loads if load)
 
 
 def timed(bed: Bed, selector: str, count: int, command: Callable[[], object]) -> tuple[float, float, float]:

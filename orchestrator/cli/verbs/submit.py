@@ -78,6 +78,7 @@ def prepare(
 
     from orchestrator.config.compose import load
     from orchestrator.launch.backend import get_backend
+    from orchestrator.launch.run_folder import new_run_id
 
     config = load(overrides, args.config_dir, ranges=True)
     backend = get_backend(config.backend.name)
@@ -95,7 +96,6 @@ def prepare(
     if hasattr(backend, "look_ahead") and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
         backend.look_ahead(config)
     from orchestrator.launch.offer import make_offers  # while the cluster answers
-    from orchestrator.launch.run_folder import new_run_id
 
     if member:
         run_id = member if args.run_id else f"{_name(config)}{member}"
