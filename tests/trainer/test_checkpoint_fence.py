@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,26 @@ def test_a_claim_during_a_save_stops_its_commit(tmp_path, monkeypatch):
     with pytest.raises(Fenced):
         old.save(state(2), step=2, samples=0)
     assert [step for step, _ in committed(tmp_path)] == [1]
+
+
+def test_who_lists_while_another_saves_finds_the_newer_one(tmp_path, monkeypatch):
+    """Between the names and the look at them the only checkpoint is replaced: there is one at every moment."""
+    saved(tmp_path, 1)
+    listed, later = Path.iterdir, [step_name(3), step_name(2)]
+
+    def replaced_after(folder: Path) -> Iterator[Path]:
+        names = list(listed(folder))
+        if later:
+            (path,) = (path for path in names if path.name.startswith("step-"))
+            path.rename(folder / later.pop())
+        return iter(names)
+
+    monkeypatch.setattr(Path, "iterdir", replaced_after)
+    assert [step for step, _ in committed(tmp_path)] == [3]
+    for _, path in committed(tmp_path):
+        shutil.rmtree(path)
+        path.touch()  # no folder, and it stays
+    assert committed(tmp_path) == []
 
 
 @pytest.mark.process

@@ -16,8 +16,11 @@ from .format import STEP
 def committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every committed checkpoint, newest first. Committed means renamed, not verified."""
     with contextlib.suppress(FileNotFoundError):
-        found = ((STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+        while True:
+            named = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
+            found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
+            if found or all(path.exists() for _, path in named):
+                return found  # else all have gone since they were listed: for newer ones, which are looked for
     return []
 
 
