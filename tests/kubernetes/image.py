@@ -17,9 +17,9 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.debian import find
+from tests.debian import find, provide
 
-from .building import cache
+from .building import alone, cache
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "bookworm"  # has the Python 3.11 that torch's wheels in the tests' environment are for
@@ -33,20 +33,28 @@ def base() -> Path:
     root = cache() / f"root-{SUITE}"
     if root.is_dir():
         return root
+    if reason := provide(("debootstrap",), ("debootstrap",)):
+        raise RuntimeError(reason)
     found = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"], capture_output=True, text=True
     ).stdout.splitlines()
     mirrors = [line.split()[0] for line in found if line.endswith("/debian/ main")]
-    if find("debootstrap") is None or not mirrors:
-        raise RuntimeError("no debootstrap, or apt names no Debian mirror")
+    if not mirrors:
+        raise RuntimeError("apt names no Debian mirror")
+    with alone():
+        if not root.is_dir():  # somebody else may have made it meanwhile
+            _debootstrap(root, mirrors[0])
+    return root
+
+
+def _debootstrap(root: Path, mirror: str) -> None:
     part = root.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
-    argv = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", SUITE, str(part), mirrors[0]]
+    argv = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", SUITE, str(part), mirror]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"debootstrap: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
     part.rename(root)
-    return root
 
 
 def site_packages() -> Path:
