@@ -18,7 +18,8 @@ from orchestrator.kubernetes.render import render
 from . import schemas
 from .building import program
 from .conftest import built
-from .test_chart import CHART, FULL, rendered
+from .test_chart import CHART, FULL
+from .test_chart_helm import rendered
 from .test_render import CASES, main_line, manifest  # noqa: F401
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process]
