@@ -234,7 +234,6 @@ class Bed:
             "admin.kubeconfig": conf.kubeconfig(),
             "Corefile": conf.corefile(self.home),
             "proxy.yaml": conf.proxy_yaml(self.home),
-            "scheduler.yaml": conf.scheduler_yaml(self.home),
             "resolv.conf": f"nameserver {conf.HOST}\n",
         }
         for name, text in files.items():
@@ -253,16 +252,17 @@ class Bed:
         self.start_apiserver()
         if self.shape.api_only:
             return
-        self.daemon(
-            "kube-controller-manager",
-            program("kube-controller-manager"),
-            *conf.manager_flags(self.home, not self.shape.simulated),
-        )
-        self.daemon(
-            "kube-scheduler", program("kube-scheduler"), f"--config={self.home}/scheduler.yaml", "--secure-port=0"
-        )
+        self.start_controllers()
         ready = ("get", "serviceaccount", "default", "--request-timeout=5s")
         self.wait(lambda: self.kubectl(*ready, check=False), 90, "service account", "kube-controller-manager")
+
+    def start_controllers(self, own_rates: bool = False) -> None:
+        """And the scheduler. `own_rates`: neither asks the API server more often than Kubernetes lets it by default."""
+        flags = conf.manager_flags(self.home, not self.shape.simulated, own_rates)
+        self.daemon("kube-controller-manager", program("kube-controller-manager"), *flags)
+        (self.home / "scheduler.yaml").write_text(conf.scheduler_yaml(self.home, own_rates))
+        flags = [f"--config={self.home}/scheduler.yaml", "--secure-port=0"]
+        self.daemon("kube-scheduler", program("kube-scheduler"), *flags)
 
     def start_apiserver(self) -> None:
         self.daemon("kube-apiserver", program("kube-apiserver"), *conf.apiserver_flags(self.home))

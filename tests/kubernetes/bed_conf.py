@@ -160,7 +160,8 @@ def apiserver_flags(home: Path) -> list[str]:
     ]
 
 
-def manager_flags(home: Path, nodes_have_kubelets: bool = True) -> list[str]:
+def manager_flags(home: Path, nodes_have_kubelets: bool = True, own_rates: bool = False) -> list[str]:
+    """`own_rates`: requests a second as where nobody has raised Kubernetes' own limit, 20 for each controller."""
     silence = "50s" if nodes_have_kubelets else "24h"  # after which a node is given up; busy ones are late
     return [
         f"--kubeconfig={home}/admin.kubeconfig",
@@ -168,21 +169,22 @@ def manager_flags(home: Path, nodes_have_kubelets: bool = True) -> list[str]:
         f"--root-ca-file={home}/pki/apiserver.crt",
         "--controllers=*,-nodeipam,-cloud-node-lifecycle",
         "--leader-elect=false",
-        "--kube-api-qps=500",
-        "--kube-api-burst=1000",
+        *(() if own_rates else ("--kube-api-qps=500", "--kube-api-burst=1000")),
         f"--node-monitor-grace-period={silence}",
         "--node-monitor-period=2s",
         "--secure-port=0",
     ]
 
 
-def scheduler_yaml(home: Path) -> str:
+def scheduler_yaml(home: Path, own_rates: bool = False) -> str:
+    """`own_rates`: as where nobody has raised Kubernetes' own limit, 50."""
+    rates = {} if own_rates else {"qps": 500, "burst": 1000}
     return json.dumps(
         {
             "apiVersion": "kubescheduler.config.k8s.io/v1",
             "kind": "KubeSchedulerConfiguration",
             "leaderElection": {"leaderElect": False},
-            "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig", "qps": 500, "burst": 1000},
+            "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig", **rates},
         },
         indent=1,
     )

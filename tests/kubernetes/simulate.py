@@ -1,13 +1,15 @@
 """`python -m tests.kubernetes.simulate make COUNT | serve`, inside a bed: nodes by the thousand, without machines.
 
 Nodes are objects; scheduler, quota and queues take them as any others. `serve` plays all their kubelets: pods bound to
-them run at once, end well some seconds later when their annotation says so, and go when they are deleted.
+them run as soon as real ones would, end well some seconds later when their annotation says so, and go when they are
+deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import queue
 import sys
 import threading
 import time
@@ -26,6 +28,7 @@ LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}  # level of a pl
 POOL = 24  # of the last nodes are a pool of their own: room for three runs of eight
 FINISHES = "orch.test/finishes"  # annotation of pods that end well
 LIFE_S = 4.0
+START_S = 1.5  # from a pod's binding until it is said to run: 1.1 to 1.9 s on the real nodes, their image at hand
 
 
 def node(index: int, count: int) -> dict[str, Any]:
@@ -88,16 +91,24 @@ def serve() -> None:
 class Kubelets:
     def __init__(self) -> None:
         self._pool, self._clusters, self._ending = ThreadPoolExecutor(8), {}, set()
+        self._starting: queue.SimpleQueue[tuple[float, Pod]] = queue.SimpleQueue()  # in the order that they are due
+        threading.Thread(target=self._start, daemon=True).start()
 
     def hear(self, pod: Pod) -> None:
         uid, phase = pod.metadata.uid, pod.status.phase
         if pod.metadata.leaving:
             self._pool.submit(self._attend, self._delete, pod)
         elif phase == "Pending":
-            self._pool.submit(self._attend, self._run, pod)
+            self._starting.put((time.monotonic() + START_S, pod))
         elif phase == "Running" and FINISHES in pod.metadata.annotations and uid not in self._ending:
             self._ending.add(uid)
             threading.Timer(LIFE_S, self._pool.submit, (self._attend, self._finish, pod)).start()
+
+    def _start(self) -> None:
+        while True:
+            due, pod = self._starting.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._pool.submit(self._attend, self._run, pod)
 
     def _attend(self, deed: Callable[[Cluster, str, Pod], None], pod: Pod) -> None:
         space, name = pod.metadata.namespace, pod.metadata.name
@@ -106,7 +117,7 @@ class Kubelets:
             try:
                 return deed(here, name, pod)
             except OrchError as error:
-                if getattr(error, "status", None) in (404, 409):  # deleted or changed in between
+                if getattr(error, "status", None) in (404, 409, 422):  # deleted, changed or ended in between
                     return None
                 time.sleep(pause)
 
