@@ -68,8 +68,10 @@ def bare_job(job: dict, name: str) -> dict:
 def job_by_hand(job: dict, name: str) -> dict:
     """The same pods, written down by somebody who leaves it to the scheduler where they go."""
     template = job["spec"]["template"]
+    given = template["metadata"]["labels"].items()
+    labels = {key: value for key, value in given if not key.endswith(("controller-uid", "job-name"))}
     pod = {name: value for name, value in template["spec"].items() if name != "affinity"}
-    return _job(job, name, template["metadata"]["labels"], template["metadata"].get("annotations", {}), pod)
+    return _job(job, name, labels, template["metadata"].get("annotations", {}), pod)
 
 
 def _job(job: dict, name: str, labels: dict[str, str], annotations: dict[str, str], pod: dict) -> dict:
@@ -135,7 +137,11 @@ def _timed(bed: Bed, selector: str, count: int, command: Callable[[], object]) -
         if watcher.stdout.readline().strip() != "watching":
             raise SystemExit("no watch of the pods")
         started = time.monotonic()
-        command()
+        try:
+            command()
+        except BaseException:
+            watcher.kill()  # else it waits for pods that nobody makes
+            raise
         ended = time.monotonic()
         seen = next(line for line in watcher.stdout if line.strip() != "watching")
         job, bound = map(float, seen.split())
