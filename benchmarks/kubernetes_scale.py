@@ -37,6 +37,8 @@ from tests.kubernetes.runs import Orch  # noqa: E402
 from tests.kubernetes.simulate import LEVELS, NODES_PER_LEAF  # noqa: E402
 from tests.kubernetes.test_simulated import LARGE  # noqa: E402
 
+MOST_S = 600
+
 
 @dataclass(frozen=True)
 class Case:
@@ -68,10 +70,11 @@ def bare_job(job: dict, name: str) -> dict:
 def job_by_hand(job: dict, name: str) -> dict:
     """The same pods, written down by somebody who leaves it to the scheduler where they go."""
     template = job["spec"]["template"]
-    given = template["metadata"]["labels"].items()
-    labels = {key: value for key, value in given if not key.endswith(("controller-uid", "job-name"))}
-    pod = {name: value for name, value in template["spec"].items() if name != "affinity"}
-    return _job(job, name, labels, template["metadata"].get("annotations", {}), pod)
+    labels = {key: value for key, value in template["metadata"]["labels"].items() if "orch" in key + value}
+    annotations = {k: v for k, v in template["metadata"].get("annotations", {}).items() if k != "kueue.x-k8s.io/workload"}
+    given = ("affinity", "nodeSelector", "schedulingGates")  # by orch, or by Kueue once it had admitted the run
+    pod = {field: value for field, value in template["spec"].items() if field not in given}
+    return _job(job, name, labels, annotations, pod)
 
 
 def _job(job: dict, name: str, labels: dict[str, str], annotations: dict[str, str], pod: dict) -> dict:
@@ -131,7 +134,7 @@ def timed(bed: Bed, selector: str, case: Case, command: Callable[[], object]) ->
 
 
 def _timed(bed: Bed, selector: str, count: int, command: Callable[[], object]) -> tuple[float, float, float]:
-    argv = [*bed.enter, sys.executable, "-m", "tests.kubernetes.bound", selector, str(count)]
+    argv = [*bed.enter, "timeout", str(MOST_S), sys.executable, "-m", "tests.kubernetes.bound", selector, str(count)]
     env = {**bed.env, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env, cwd=bed.home) as watcher:
         if watcher.stdout.readline().strip() != "watching":
@@ -143,7 +146,9 @@ def _timed(bed: Bed, selector: str, count: int, command: Callable[[], object]) -
             watcher.kill()  # else it waits for pods that nobody makes
             raise
         ended = time.monotonic()
-        seen = next(line for line in watcher.stdout if line.strip() != "watching")
+        seen = next((line for line in watcher.stdout if line.strip() != "watching"), None)
+        if seen is None:
+            raise SystemExit(f"{selector}: not {count} pods bound within {MOST_S} s")
         job, bound = map(float, seen.split())
         return bound - started, bound - job, ended - started  # one clock for all processes
 
