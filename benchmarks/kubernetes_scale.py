@@ -71,7 +71,8 @@ def job_by_hand(job: dict, name: str) -> dict:
     """The same pods, written down by somebody who leaves it to the scheduler where they go."""
     template = job["spec"]["template"]
     labels = {key: value for key, value in template["metadata"]["labels"].items() if "orch" in key + value}
-    annotations = {k: v for k, v in template["metadata"].get("annotations", {}).items() if k != "kueue.x-k8s.io/workload"}
+    notes = template["metadata"].get("annotations", {})
+    annotations = {k: v for k, v in notes.items() if k != "kueue.x-k8s.io/workload"}
     given = ("affinity", "nodeSelector", "schedulingGates")  # by orch, or by Kueue once it had admitted the run
     pod = {field: value for field, value in template["spec"].items() if field not in given}
     return _job(job, name, labels, annotations, pod)
@@ -221,12 +222,16 @@ def remove(bed: Bed, job: str, pods: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="only the cases with this in their name; the others' results stay")
     parser.add_argument("--without-kueue", action="store_true", help="only the cases that need no queue")
     parser.add_argument("--most", type=int, default=512, help="only the cases of at most that many nodes")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     cases = [case for case in CASES if case.pods <= args.most and not (args.without_kueue and case.queue)]
+    cases = [case for case in cases if args.only in case.name]
     rows: dict[str, dict[str, Any]] = {}
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory() as home, Bed(Shape(simulated=1000, kueue=not args.without_kueue)) as bed:
         quota = {"cpu": "128k", "memory": "2000Ti", "nvidia.com/gpu": "8000"}
         labels = (LEVELS["spine"], LEVELS["leaf"], "kubernetes.io/hostname")
@@ -244,23 +249,23 @@ def main() -> int:
             keys = ("orch_s", "bare_job_s", "hand_job_s")
             rows[case.name]["samples"] = [[round(sample[key], 2) for key in keys] for sample in samples]
             print(case.name, rows[case.name], flush=True)
-            write(rows, args.repeats)
+            rows[case.name] |= {"repeats": args.repeats, "commit": commit}
+            write(rows)
     return int(args.check and max(row["ratio"] for row in rows.values()) > 1.2)
 
 
-def write(rows: dict[str, dict[str, Any]], repeats: int) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+def write(rows: dict[str, dict[str, Any]]) -> None:
+    """Into the file of results, in place of what it says of these cases."""
+    out = ROOT / "benchmarks" / "results" / "kubernetes_scale.json"
+    known = json.loads(out.read_text())["rows"] if out.exists() else {}
     result = {
         "nodes": 1000,
         "kubernetes": VERSION,
-        "repeats": repeats,
-        "rows": rows,
+        "rows": {case.name: row for case in CASES if (row := (known | rows).get(case.name))},
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_average_after": [round(value, 1) for value in os.getloadavg()],
-        "commit": commit.strip(),
     }
-    out = ROOT / "benchmarks" / "results" / "kubernetes_scale.json"
     out.write_text(json.dumps(result, indent=2) + "\n")
 
 
