@@ -129,6 +129,7 @@ def processor_s(bed: Bed) -> float:
 
 def timed(bed: Bed, selector: str, case: Case, command: Callable[[], object]) -> tuple[float, float, float]:
     """Seconds until the pods are bound, of these since their Job was there, and until the command has ended."""
+    settle(bed)  # slow controllers take minutes for what is left to do, at no cost that would show
     with own_rates(bed) if case.own_rates else nullcontext():
         settle(bed)
         return _timed(bed, selector, case.pods, command)
