@@ -5,8 +5,8 @@ else; the Job by hand has the very pods of the run, but nothing that says where 
 apply`. The three take turns on the same cluster, each from rest, and which goes first goes round; a watch of the API
 server says when the Job is there and when the last pod is bound. Clocks start when the command is started; the times of
 the cluster alone, from the Job on, are told as well. Controllers and scheduler may ask the API server 500 times a
-second, but in the last case, where it is as often as Kubernetes lets them by default (20 and 50). `--check` fails above
-1.2 times the bare Job's time. Root, Go and etcd are needed: tests/kubernetes/bed.py.
+second, but in the last cases, where it is as often as they are shipped with (20 and 50, Kueue 50). `--check` fails
+above 1.2 times the bare Job's time. Root, Go and etcd are needed: tests/kubernetes/bed.py.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ CASES = (
     Case("64 GPUs, no queue", "h100x64", 8),
     Case("4096 GPUs, Kueue", "h100x4096", 512, "large"),
     Case("4096 GPUs, no queue", "h100x4096", 512),
+    Case("64 GPUs, Kueue, their own rates", "h100x64", 8, "large", own_rates=True),
+    Case("4096 GPUs, Kueue, their own rates", "h100x4096", 512, "large", own_rates=True),
     Case("4096 GPUs, no queue, Kubernetes' own rates", "h100x4096", 512, own_rates=True),
 )
 
@@ -106,9 +108,11 @@ def own_rates(bed: Bed) -> Iterator[None]:
 
 
 def restart(bed: Bed, own_rates: bool = False) -> None:
-    for name in ("kube-controller-manager", "kube-scheduler"):
+    for name in ("kube-controller-manager", "kube-scheduler", "kueue.yaml"):
         bed.end(name)
     bed.start_controllers(own_rates)
+    if bed.shape.kueue:
+        addons.start_kueue(bed, own_rates)
 
 
 def settle(bed: Bed) -> None:

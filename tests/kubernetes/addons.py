@@ -48,6 +48,12 @@ def kueue(bed: Bed) -> None:
         crds += _jobset_crd()
     _make_crds(bed, crds)
     bed.kubectl("create", "namespace", "kueue-system", check=False)
+    start_kueue(bed)
+    _hooks(bed, "kueue", 9443, config / "webhook" / "manifests.yaml", _WATCHED)
+
+
+def start_kueue(bed: Bed, own_rates: bool = False) -> None:
+    """Its process. `own_rates`: it asks the API server as often as in the configuration that it is shipped with."""
     settings = {
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "kind": "Configuration",
@@ -56,7 +62,7 @@ def kueue(bed: Bed) -> None:
         "metrics": {"bindAddress": "0"},
         "webhook": {"port": 9443, "certDir": f"{bed.home}/kueue-certs"},
         "leaderElection": {"leaderElect": False},
-        "clientConnection": {"qps": 500, "burst": 1000},
+        "clientConnection": {"qps": 50, "burst": 100} if own_rates else {"qps": 500, "burst": 1000},
         "internalCertManagement": {"enable": False},
         "integrations": {"frameworks": ["batch/job", "jobset.x-k8s.io/jobset"]},
     }
@@ -64,7 +70,6 @@ def kueue(bed: Bed) -> None:
     flags = [f"--config={bed.home}/kueue.yaml", "--feature-gates=VisibilityOnDemand=false", "--zap-log-level=1"]
     bed.daemon("kueue", program("kueue"), *flags)
     _await_port(bed, 9443, "kueue")
-    _hooks(bed, "kueue", 9443, config / "webhook" / "manifests.yaml", _WATCHED)
 
 
 def kueue_kinds(bed: Bed) -> None:
