@@ -24,6 +24,9 @@ def simulated(bed: Bed) -> None:
     argv, env = [sys.executable, "-m", "tests.kubernetes.simulate"], {"PYTHONPATH": str(ROOT)}
     bed.run(*argv, "make", str(bed.shape.simulated), env=env, timeout=300)
     bed.daemon("simulate", argv[0], *argv[1:], "serve", env=env)
+    # Each comes with the taint of one that is not ready, which the controllers take away, one after the other.
+    taints = ("get", "nodes", "-o", "jsonpath={.items[*].spec.taints[*].key}")
+    bed.wait(lambda: not bed.kubectl(*taints).strip(), 300, "nodes without taints", "kube-controller-manager")
 
 
 # ------------------------------------------------------------------------------------------ Kueue
