@@ -137,7 +137,7 @@ print('full' if time.monotonic() < until else 'never full', flush=True)
         h.start(code)
         for _ in range(400):  # the agent is stuck: its loop does not run until the worker has been refused
             time.sleep(0.05)
-            if h.log().exists() and "full" in h.log().read_text():
+            if h.log().exists() and "full\n" in h.log().read_text():
                 break
         assert h.log().read_text() == "full\n"
         await h.until_empty()

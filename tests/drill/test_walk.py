@@ -32,7 +32,7 @@ from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.replan import replan
 from tests.agent.test_elastic import cancel, running
 from tests.drill.test_drill import TOGETHER
-from tests.launch.parcels import make_parcel, wait_for
+from tests.launch.parcels import events, make_parcel, reports, wait_for
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -93,8 +93,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
 
 def sizes_seen(folder: RunFolder) -> list[int]:
     """Nodes of each plan that was put in force."""
-    lines = (line for path in (folder.path / "events").glob("*.jsonl") for line in path.read_text().splitlines())
-    changes = sorted((e["at"], len(e["nodes"])) for e in map(json.loads, lines) if e["name"] == "replanned")
+    changes = sorted((event["at"], len(event["nodes"])) for event in events(folder, "replanned"))
     return [nodes for _, nodes in changes]
 
 
@@ -165,6 +164,5 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
 
 def losses(folder: RunFolder) -> dict[int, float]:
     """The loss of every step, as the last epoch that did it tells."""
-    paths = (folder.path / "metrics").glob("*.jsonl")
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in sorted(lines, key=lambda line: line["epoch"])}
+    lines = sorted(reports(folder.path / "metrics"), key=lambda line: line["epoch"])
+    return {line["step"]: line["loss"] for line in lines}

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.launch.state import RunState
+from tests.launch.parcels import reports
 
 from . import image, nodes
 from .bed import Bed
@@ -126,12 +127,9 @@ class Run:
     def steps(self, since_epoch: int = 0) -> dict[int, float]:
         """Step -> loss, the last time that it was made, from the agents' own records on the claim."""
         found: dict[int, float] = {}
-        for path in sorted((self.inside / "metrics").glob("*.jsonl")):
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    report = json.loads(line)
-                    if report.get("loss") is not None and report["epoch"] >= since_epoch:
-                        found[report["step"]] = report["loss"]
+        for report in reports(self.inside / "metrics"):
+            if report.get("loss") is not None and report["epoch"] >= since_epoch:
+                found[report["step"]] = report["loss"]
         return found
 
     def step(self, at_least: int, seconds: float = 600) -> None:

@@ -22,6 +22,7 @@ from orchestrator.kubernetes.compact import pack
 from orchestrator.kubernetes.relay import parse
 from orchestrator.launch.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
 from orchestrator.plan import Exit, Plan
+from tests.launch.parcels import reports
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -36,7 +37,7 @@ from orchestrator.kubernetes import names, task
 folder, first, own, gather, control = sys.argv[1:]
 names.INPUT = folder
 names.GATHER_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0
-task.LAST_WORD = Path(folder, "last-word")
+task.LAST_WORD = Path(folder, f"last-word-{own}")
 read, task.address_of = task.read_pod, lambda host: own
 task.read_pod = lambda *given: structs.replace(read(*given), host_of_first=first)
 sys.exit(task.main())
@@ -104,8 +105,7 @@ class Pods:
             time.sleep(0.05)
 
     def reached(self, step: int) -> bool:
-        lines = [line for path in (self.run / "metrics").glob("*.jsonl") for line in path.read_text().splitlines()]
-        return any(json.loads(line).get("step", 0) >= step for line in lines if line.endswith("}"))
+        return any(line.get("step", 0) >= step for line in reports(self.run / "metrics"))
 
     @property
     def state(self) -> dict:
@@ -190,5 +190,5 @@ def test_a_program_that_fails_ends_the_run_with_its_code(pods):
     run = pods(STEPS=4, DIE="3:2:65")
     run.start()
     assert run.codes() == [Exit.CONFIG, Exit.CONFIG], run.log(0)
-    word = json.loads((run.folder / "last-word").read_text())
-    assert word["code"] == Exit.CONFIG
+    words = [json.loads(path.read_text()) for path in sorted(run.folder.glob("last-word-*"))]
+    assert [word["code"] for word in words] == [Exit.CONFIG, Exit.CONFIG]

@@ -122,7 +122,12 @@ def no_namespaces() -> str:
     return ""
 
 
+def reports(files: Path) -> list[dict]:
+    """Every line of a folder's .jsonl files, but for a last one that is being written."""
+    whole = (path.read_text().rpartition("\n")[0] for path in sorted(files.glob("*.jsonl")))
+    return [json.loads(line) for text in whole for line in text.splitlines()]
+
+
 def events(folder: RunFolder, name: str) -> list[dict]:
     """Those of that name, of all nodes."""
-    paths = sorted((folder.path / "events").glob("*.jsonl"))
-    return [e for path in paths for e in map(json.loads, path.read_text().splitlines()) if e["name"] == name]
+    return [event for event in reports(folder.path / "events") if event["name"] == name]

@@ -20,7 +20,7 @@ from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
 from tests.launch.conftest import write_text
-from tests.launch.parcels import events, make_parcel, wait_end, wait_for
+from tests.launch.parcels import events, make_parcel, reports, wait_end, wait_for
 from tests.plans import make_plan
 from tests.trainer.workers import running
 
@@ -53,8 +53,7 @@ def start(tmp_path, run_id: str, sizes: dict[int, Plan], elastic: bool) -> RunFo
 
 
 def steps_of(folder: RunFolder) -> list[dict]:
-    paths = sorted((folder.path / "metrics").glob("*.jsonl"))
-    return [line for path in paths for line in map(json.loads, path.read_text().splitlines())]
+    return reports(folder.path / "metrics")
 
 
 def losses(folder: RunFolder) -> dict[int, float]:

@@ -14,7 +14,7 @@ from orchestrator.launch.local import LocalBackend
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Plan
-from tests.launch.parcels import events, make_parcel, wait_end, wait_for, wait_step
+from tests.launch.parcels import events, make_parcel, reports, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -34,10 +34,9 @@ def start(tmp_path, plan: Plan, run_id: str, **backend) -> RunFolder:
 def losses(folder: RunFolder) -> dict[int, float]:
     """The loss of every step, the last telling of it."""
     found = {}
-    for path in sorted((folder.path / "metrics").glob("*.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
-            if line.get("loss") is not None:
-                found[line["step"]] = line["loss"]
+    for line in reports(folder.path / "metrics"):
+        if line.get("loss") is not None:
+            found[line["step"]] = line["loss"]
     return found
 
 

@@ -99,10 +99,10 @@ def main() -> int:
     elif wish("SAVE"):
         signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     if wish("SPAWN"):
-        path = str(RUN / f"grandchild-{RANK}")
-        code = f"import os, time; open({path!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+        path = RUN / f"grandchild-{RANK}"
+        code = f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
         subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
-        while not (RUN / f"grandchild-{RANK}").exists():
+        while not (path.exists() and path.read_text()):  # made, then written
             time.sleep(0.01)
     (RUN / f"pid-{EPOCH}-{RANK}").write_text(str(os.getpid()))
     saved = RUN / f"saved-{RANK}"

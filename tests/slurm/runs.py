@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.launch.state import RunState
+from tests.launch.parcels import reports
 
 from .cluster import Cluster
 
@@ -110,10 +111,8 @@ class Run:
 
         def reached() -> bool:
             last = dict.fromkeys(range(len(self.plan["ranks"])), 0)
-            for path in (self.folder / "metrics").glob("*.jsonl"):
-                for line in filter(lambda text: text.endswith("}"), path.read_text().splitlines()):
-                    found = json.loads(line)
-                    last[found["rank"]] = found["step"]
+            for line in reports(self.folder / "metrics"):
+                last[line["rank"]] = line["step"]
             return min(last.values()) >= at_least
 
         self.until(f"step {at_least}", reached)
@@ -206,10 +205,9 @@ class Run:
     def losses(self) -> dict[int, float]:
         """Step -> loss, as the run's metrics hold them; a step done twice must have had the same."""
         found: dict[int, float] = {}
-        for path in (self.folder / "metrics").glob("*.jsonl"):
-            for line in map(json.loads, path.read_text().splitlines()):
-                if line.get("loss") is not None:
-                    assert found.setdefault(line["step"], line["loss"]) == line["loss"], f"step {line['step']}"
+        for line in reports(self.folder / "metrics"):
+            if line.get("loss") is not None:
+                assert found.setdefault(line["step"], line["loss"]) == line["loss"], f"step {line['step']}"
         return found
 
     def logs(self) -> str:
