@@ -100,6 +100,7 @@ def _job(job: dict, name: str, labels: dict[str, str], annotations: dict[str, st
 @contextmanager
 def own_rates(bed: Bed) -> Iterator[None]:
     """Kubernetes' own limits for the body alone: what a round leaves to be cleared away would fill the next one's."""
+    settle(bed)  # slow controllers take minutes for what is left to do, at no cost that would show
     restart(bed, own_rates=True)
     try:
         yield
@@ -133,7 +134,6 @@ def processor_s(bed: Bed) -> float:
 
 def timed(bed: Bed, selector: str, case: Case, command: Callable[[], object]) -> tuple[float, float, float]:
     """Seconds until the pods are bound, of these since their Job was there, and until the command has ended."""
-    settle(bed)  # slow controllers take minutes for what is left to do, at no cost that would show
     with own_rates(bed) if case.own_rates else nullcontext():
         settle(bed)
         return _timed(bed, selector, case.pods, command)

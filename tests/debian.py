@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SBIN = "/usr/sbin:/sbin"
@@ -59,3 +60,38 @@ def apt(packages: tuple[str, ...]) -> str:
     finally:
         if ours:
             POLICY.unlink(missing_ok=True)
+
+
+def root(folder: Path, suite: str, packages: Sequence[str]) -> str | None:
+    """A minimal Debian with these packages in a folder, made once and kept. None, or one line that says why not."""
+    if folder.is_dir():
+        return None
+    if find("apt-get") is None:
+        return "this machine has no apt-get"
+    if reason := provide(("debootstrap",), ("debootstrap",)):
+        return reason
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"]
+    targets = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    mirrors = [line.split()[0] for line in targets if line.endswith("/debian/ main")]
+    if not mirrors:
+        return "apt names no Debian mirror"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:  # another clone may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return None if folder.is_dir() else _debootstrap(folder, suite, packages, mirrors[0], lock.fileno())
+
+
+def _debootstrap(folder: Path, suite: str, packages: Sequence[str], mirror: str, lock: int) -> str | None:
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    # Ended in its middle it leaves /proc mounted in the folder: for nobody but itself. While it lives it has the lock.
+    argv = ["unshare", "--mount", "--propagation", "private", "debootstrap", "--variant=minbase"]
+    argv += [f"--include={','.join(packages)}", suite, str(part), mirror]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False, pass_fds=(lock,))
+    except subprocess.TimeoutExpired:
+        return "debootstrap took more than 900 s"
+    if done.returncode:
+        return f"debootstrap failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+    part.rename(folder)
+    return None

@@ -11,8 +11,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.debian import find, provide
@@ -81,20 +79,13 @@ def build(names: tuple[str, ...] = tuple(PROGRAMS), allowed: bool = True, second
         return None
     if find("go") is None:
         return f"{', '.join(missing(names))} not built, and this machine has no Go"
-    with alone():
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for name in missing(names):
             if failed := _build(name, seconds):
                 return failed
     return None
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Of all who fill the cache folder one at a time. Not to be entered twice."""
-    cache().mkdir(parents=True, exist_ok=True)
-    with (cache() / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build(name: str, seconds: float) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,44 +16,23 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.debian import find, provide
+from tests import debian
 
-from .building import alone, cache
+from .building import cache
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "bookworm"  # has the Python 3.11 that torch's wheels in the tests' environment are for
 NAME, PAUSE = "orch.test/orch:1", "orch.test/pause:1"
 SITE = "/opt/site"  # where pods mount the site-packages
-_PACKAGES = "python3-minimal,python3-venv,libstdc++6,libgomp1,busybox-static"
+_PACKAGES = ("python3-minimal", "python3-venv", "libstdc++6", "libgomp1", "busybox-static")
 
 
 def base() -> Path:
     """The cached root. RuntimeError with one line when it cannot be made."""
     root = cache() / f"root-{SUITE}"
-    if root.is_dir():
-        return root
-    if reason := provide(("debootstrap",), ("debootstrap",)):
+    if reason := debian.root(root, SUITE, _PACKAGES):
         raise RuntimeError(reason)
-    found = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"], capture_output=True, text=True
-    ).stdout.splitlines()
-    mirrors = [line.split()[0] for line in found if line.endswith("/debian/ main")]
-    if not mirrors:
-        raise RuntimeError("apt names no Debian mirror")
-    with alone():
-        if not root.is_dir():  # somebody else may have made it meanwhile
-            _debootstrap(root, mirrors[0])
     return root
-
-
-def _debootstrap(root: Path, mirror: str) -> None:
-    part = root.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    argv = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", SUITE, str(part), mirror]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"debootstrap: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-    part.rename(root)
 
 
 def site_packages() -> Path:
@@ -93,7 +71,7 @@ def orch_archive(target: Path) -> None:
 def pause_archive(target: Path) -> None:
     layer = target.with_suffix(".layer.tar")
     with tarfile.open(layer, "w") as tar:
-        tar.add(find("busybox") or "/bin/busybox", "bin/busybox")
+        tar.add(debian.find("busybox") or "/bin/busybox", "bin/busybox")
     _archive(target, PAUSE, [layer], {"Entrypoint": ["/bin/busybox", "sleep", "2147483647"]})
     layer.unlink()
 

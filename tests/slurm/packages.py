@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -44,30 +41,4 @@ def install_later() -> str | None:
         return (
             f"Slurm of Debian {SUITE} is not in {LATER}; ORCH_TEST_LATER_SLURM=1 (or make test-slurm) installs it there"
         )
-    if debian.find("apt-get") is None:
-        return "this machine has no apt-get"
-    if debian.find("debootstrap") is None and (failed := debian.apt(("debootstrap",))):
-        return f"apt-get could not install debootstrap: {failed}"
-    targets = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"], capture_output=True, text=True, check=False
-    ).stdout.splitlines()
-    mirrors = [line.split()[0] for line in targets if line.endswith("/debian/ main")]
-    if not mirrors:
-        return "apt names no Debian mirror"
-    with LATER.with_suffix(".lock").open("w") as lock:  # another clone may be at it
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return None if LATER.is_dir() else _debootstrap(mirrors[0])
-
-
-def _debootstrap(mirror: str) -> str | None:
-    part = LATER.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    argv = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(part), mirror]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
-    except subprocess.TimeoutExpired:
-        return "debootstrap took more than 900 s"
-    if done.returncode:
-        return f"debootstrap failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
-    part.rename(LATER)
-    return None
+    return debian.root(LATER, SUITE, PACKAGES)
