@@ -403,7 +403,7 @@ def test_an_agent_with_the_wrong_key_leaves_with_78(tmp_path):
         write_private(other.coordinator, w.folder.coordinator.read_bytes())
         argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(other.path), "--node", "node1"]
         agent = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, env=dict(os.environ))
-        _, said = await asyncio.wait_for(agent.communicate(), 20)
+        _, said = await asyncio.wait_for(agent.communicate(), 60)
         assert agent.returncode == 78
         assert b"security: the coordinator refused this node: wrong key" in said
         assert "does not hold this run's key" in w.events("connection_refused")[0]["reason"]
@@ -435,6 +435,6 @@ def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
     assert len(read_secret(folder.key)) == 32
     spoil(folder)
     argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(folder.path), "--node", "node1"]
-    agent = subprocess.run(argv, capture_output=True, timeout=30, text=True)
+    agent = subprocess.run(argv, capture_output=True, timeout=300, text=True)
     assert agent.returncode == code
     assert text in agent.stderr and "Traceback" not in agent.stderr

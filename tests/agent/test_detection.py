@@ -33,7 +33,7 @@ def test_each_way_to_stand_still_is_told_from_the_others(runs):
     held = "0:4:held:4"
     hangs = ",".join([order for order, *_ in faults.values()] + [held])
     folder = start(runs, {"HANG": hangs, "STEPS": 9})
-    state = wait_end(folder, 180)
+    state = wait_end(folder)
     assert (state.state, state.restarts, state.epoch) == ("done", 5, 5), state.reason
     causes = [epoch.cause for epoch in state.epochs if epoch.cause]
     for cause, (kind, (_, rank, node, step, text)) in zip(causes, faults.items(), strict=False):
@@ -63,13 +63,13 @@ def test_a_run_that_only_starts_slowly_or_has_no_pulse_is_left_alone(runs):
         backend={"hang_after_s": 0.5, "hang_after_steps": 0.1},
     )
     for one in (folder, quiet):
-        state = wait_end(one, 60)
+        state = wait_end(one)
         assert (state.state, state.restarts) == ("done", 0), state.reason
 
 
 def test_a_straggler_is_named_and_those_that_it_holds_up_are_not(runs):
     folder = start(runs, {"STEPS": 1000, "STEP_S": 0.05, "SLOW": "3:3"})
-    state = wait_for(lambda: (s := read_state(folder)).slow and s, 60, "a straggler")
+    state = wait_for(lambda: (s := read_state(folder)).slow and s, what="a straggler")
     assert list(state.slow) == ["node1"] and state.slow["node1"] == pytest.approx(3, rel=0.01)
     assert [(e["on"], e["ratio"]) for e in events(folder, "straggler")] == [("node1", pytest.approx(3, rel=0.01))]
     from orchestrator.launch.local import LocalBackend
@@ -98,10 +98,10 @@ def test_a_step_that_fails_on_two_nodes_and_a_node_that_fails_at_other_steps(run
     data = submit(make_plan(dp=4, nodes=2), runs, run_id="data", env=env, backend={"max_restarts": 9})
     env = {"ORCH_TEST_DIE": "3:2:1:0,2:3:1:1,3:4:1:2", "ORCH_TEST_STEPS": "5"}
     node = submit(make_plan(dp=4, nodes=2), runs, run_id="node", env=env, backend={"max_restarts": 9})
-    state = wait_end(data, 60)
+    state = wait_end(data)
     assert (state.state, state.exit_code, state.restarts) == ("failed", 65, 1)
     assert state.reason.endswith("the same step failed on node0 before: the data or the code")
-    state = wait_end(node, 60)
+    state = wait_end(node)
     assert (state.state, state.exit_code, state.restarts) == ("failed", 74, 2)
     assert state.reason.endswith("3 failures in a row on node1, at different steps") and "node1" in state.excluded
     assert os.path.exists(node.path)

@@ -56,7 +56,7 @@ def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
         return None
 
     try:
-        return wait_for(reached, 60, f"workers on {nodes}")
+        return wait_for(reached, what=f"workers on {nodes}")
     except AssertionError as error:
         logs = "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.glob("agent*")))
         raise AssertionError(f"{error}\n{folder.state.read_text()}\n{logs}") from None
@@ -121,7 +121,7 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
     os.kill(frozen, signal.SIGCONT)
-    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, 30, "77 of the frozen agent")
+    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, what="77 of the frozen agent")
     assert running(folder, *left).epoch == second.epoch, "nobody else noticed"
     assert events(folder, "deposed") and json.loads(folder.coordinator.read_text())["node"] == second.writer
     assert cancel(folder).state == "cancelled"
@@ -193,7 +193,7 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
     namespaces.cut(holders, record.switches, index)
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
-    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, 60, "77 of the side that was cut off")
+    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, what="77 of the side that was cut off")
     namespaces.heal([record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index)
     assert events(folder, "stepped_back") and events(folder, "deposed")
     writers = [(e["epoch_claimed"], e["node"]) for e in events(folder, "coordinates")]

@@ -202,7 +202,7 @@ def prometheus():
 @pytest.mark.process
 def test_promtool_finds_nothing_to_complain_about(prometheus):
     text = scrape(node_metrics())[1]
-    found = subprocess.run(["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=30)
+    found = subprocess.run(["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=300)
     assert found.returncode == 0, found.stderr.decode()
 
 

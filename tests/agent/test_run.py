@@ -146,7 +146,7 @@ def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
     alive = processes(folder)
     for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not folder.is_alive(), 60)
+    wait_for(lambda: not folder.is_alive())
     assert read_state(folder).state in ("running", "restarting", "stopping")  # nobody could write any more
     state = true_state(folder, folder.is_alive())
     assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "supervisor_lost")
@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_whole_can_be_resumed(runs):
     wait_step(folder, 1)
     for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not folder.is_alive(), 60)
+    wait_for(lambda: not folder.is_alive())
     resume(folder)
     state = wait_end(folder)
     assert (state.state, state.epoch) == ("done", 1)
@@ -186,7 +186,7 @@ def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
     folder = RunFolder(runs / "test-run")
     wait_state(folder, "starting")
     os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
-    state = wait_end(folder, 10)
+    state = wait_end(folder, 40)
     assert (state.state, state.exit_code) == ("stopped", 75)
 
 
@@ -238,7 +238,7 @@ def test_a_forced_cancel_does_not_wait(runs):
     wait_workers(folder, 4)
     alive = processes(folder)
     LocalBackend().cancel(folder, force=True)
-    state = wait_end(folder, 8)
+    state = wait_end(folder, 40)
     assert (state.state, state.exit_code) == ("cancelled", 75)
     assert not any(is_alive(one) for one in alive.values())
 
@@ -261,7 +261,7 @@ def test_the_second_signal_kills(runs):
     os.kill(agent, signal.SIGTERM)
     wait_state(folder, "stopping")
     os.kill(agent, signal.SIGTERM)
-    state = wait_end(folder, 10)
+    state = wait_end(folder, 40)
     assert (state.state, state.exit_code) == ("stopped", 75)
     assert state.reason.endswith("not every worker saved")
 

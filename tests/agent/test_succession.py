@@ -89,7 +89,7 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
 
     async def main():
         part = Succession(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
-        return await asyncio.wait_for(part.join(2, ["node0"], asyncio.get_running_loop().create_future()), 20)
+        return await asyncio.wait_for(part.join(2, ["node0"], asyncio.get_running_loop().create_future()), 60)
 
     assert asyncio.run(main()) is None
     assert Claims(folder, "node0").newest == 2
@@ -112,7 +112,7 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
             over.set_result(0)
 
         part = Succession(folder, "node0", b"k" * 32, RULES, lead)
-        return await asyncio.wait_for(part.join(2, ["node1", "node0"], over), 20)
+        return await asyncio.wait_for(part.join(2, ["node1", "node0"], over), 60)
 
     assert asyncio.run(main()) is None
     assert led == [3] == [Claims(folder, "node0").newest]

@@ -100,7 +100,7 @@ def sizes_seen(folder: RunFolder) -> list[int]:
 def test_a_walk_over_one_to_four_nodes_has_each_sample_once(runs):
     plans = {nodes: sized(nodes) for nodes in (4, 3, 2, 1)}
     folder = start(runs, plans, (sys.executable, TOGETHER), restart_lost_nodes_after_s=0.5, grow_after_s=0.3)
-    wait_for(lambda: ledger_of(folder).samples, 60, "first steps")
+    wait_for(lambda: ledger_of(folder).samples, what="first steps")
     walk(folder, seed=3, faults=4, pause_s=1.0)
     assert cancel(folder).state == "cancelled"
     found = ledger_of(folder)
@@ -118,7 +118,7 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
     running(folder, "node0", "node1", "node2")
     for lost in (("node2",), ("node2", "node1")):
         before = ledger_of(folder).samples
-        wait_for(lambda before=before: ledger_of(folder).samples > before, 60, "a step")
+        wait_for(lambda before=before: ledger_of(folder).samples > before, what="a step")
         assert cancel(folder).state == "cancelled"
         after = read_state(folder).epoch
         LocalBackend().resume(folder, request, os.environ)

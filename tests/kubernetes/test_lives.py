@@ -91,14 +91,14 @@ class Pods:
             with (self.folder / f"log-{index}").open("ab") as log:
                 self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
 
-    def codes(self, seconds: float = 60) -> list[int]:
+    def codes(self, seconds: float = 300) -> list[int]:
         end = time.monotonic() + seconds
         return [self.processes[i].wait(max(0.1, end - time.monotonic())) for i in range(self.count)]
 
     def log(self, index: int) -> str:
         return (self.folder / f"log-{index}").read_text(errors="replace")
 
-    def until(self, ready: Callable[[], object], seconds: float = 60) -> None:
+    def until(self, ready: Callable[[], object], seconds: float = 300) -> None:
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, "\n".join(self.log(i)[-3000:] for i in range(self.count))
@@ -146,7 +146,7 @@ def test_a_run_from_the_first_pod_to_the_last(pods):
     placement = json.loads((run.run / "kubernetes" / "placement.json").read_text())
     assert (placement["pods"], placement["nodes"]) == (["tiny-0-x", "tiny-1-x"], ["n0", "n1"])
     run.start(1)  # a pod that comes back after the end has nothing to do
-    assert run.processes[1].wait(30) == Exit.DONE
+    assert run.processes[1].wait(300) == Exit.DONE
 
 
 def test_losing_a_peer_is_75_and_the_next_life_goes_on(pods):
@@ -155,7 +155,7 @@ def test_losing_a_peer_is_75_and_the_next_life_goes_on(pods):
     run.start()
     run.until(lambda: run.reached(2))
     run.processes[1].kill()
-    assert run.processes[0].wait(60) == Exit.RESTART, run.log(0)
+    assert run.processes[0].wait(300) == Exit.RESTART, run.log(0)
     run.processes[1].wait()
     before = run.state["epoch"]
     run.start()

@@ -212,6 +212,6 @@ def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == Exit.RESTART
     assert "leaving with 75" in out

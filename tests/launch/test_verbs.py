@@ -265,7 +265,7 @@ def test_the_submitting_shell_may_go_away(home, capsys):
         "my_train.py",
     ]
     shell = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-    assert shell.communicate(timeout=60)[0] == "local://lonely\n"
+    assert shell.communicate(timeout=300)[0] == "local://lonely\n"
     with pytest.raises(ProcessLookupError):
         os.killpg(shell.pid, 1)  # nobody of the run is in that group any more
     folder = RunFolder(home / "runs" / "lonely")

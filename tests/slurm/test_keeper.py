@@ -60,14 +60,14 @@ def keeping(lives: Path, *words: str) -> subprocess.Popen:
 )
 def test_an_agent_that_was_killed_or_fenced_comes_back_and_one_that_left_does_not(tmp_path, words, code):
     lives = tmp_path / "lives"
-    assert keeping(lives, *words).wait(120) == code
+    assert keeping(lives, *words).wait(300) == code
     ends = words.index(str(int(code))) + 1 if code < 128 else 3
     assert len(lives.read_text().splitlines()) == ends
 
 
 def test_none_comes_back_when_the_run_is_over(tmp_path):
     (tmp_path / "over").touch()
-    assert keeping(tmp_path / "lives", "-9", "0").wait(120) == 128 + 9
+    assert keeping(tmp_path / "lives", "-9", "0").wait(300) == 128 + 9
     assert len((tmp_path / "lives").read_text().splitlines()) == 1
 
 
@@ -80,10 +80,10 @@ def test_a_notice_to_the_keeper_reaches_the_agent_and_none_outlives_its_keeper(t
         keeper.send_signal(signal.SIGUSR1)
         wait_for(lambda: heard.exists() and heard.read_text() == "SIGUSR1\n", 120, "the notice")
         os.kill(agent, signal.SIGKILL)
-        assert keeper.wait(120) == 128 + 9 and len(lives.read_text().splitlines()) == 1, "the next life is not wanted"
+        assert keeper.wait(300) == 128 + 9 and len(lives.read_text().splitlines()) == 1, "the next life is not wanted"
     else:
         keeper.kill()
-        keeper.wait(120)
+        keeper.wait(300)
         wait_for(lambda: heard.exists() and heard.read_text() == "the end", 120, "the end of the agent")
 
 

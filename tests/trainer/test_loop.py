@@ -281,7 +281,7 @@ def test_a_notice_during_the_imports_is_honoured(cache, tmp_path):
     with worker_process(job(cache, steps=10_000), tmp_path) as worker:
         time.sleep(0.5)
         worker.terminate()
-        _, text = worker.communicate(timeout=60)
+        _, text = worker.communicate(timeout=300)
     assert worker.returncode in (Exit.RESTART, -signal.SIGTERM), text
     if worker.returncode == Exit.RESTART:
         assert "SIGTERM before the first step: nothing to save yet" in text
@@ -371,7 +371,7 @@ def test_without_an_agents_environment_it_is_a_usage_error():
 
 def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_path):
     with worker_process(job(cache, steps=2), tmp_path) as worker:
-        _, text = worker.communicate(timeout=120)
+        _, text = worker.communicate(timeout=300)
     assert worker.returncode == 0, text
     assert "step 2  loss " in text and "done (step 2)" in text
 

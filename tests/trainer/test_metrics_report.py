@@ -67,7 +67,7 @@ def test_a_slow_reader_gets_whole_lines_and_the_count_of_the_lost(pipe, monkeypa
     reporter.event("done")
     reporter.close(wait_s=20)
     os.close(pipe.pop(1))
-    reader.join(timeout=30)
+    reader.join(timeout=300)
     reports = decode(bytes(received))
     steps = [report.step for report in reports if isinstance(report, StepReport)]
     assert steps == sorted(set(steps))
