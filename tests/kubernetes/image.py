@@ -6,6 +6,7 @@ Torch is too large for an image store a node: pods mount the site-packages of th
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -42,38 +43,36 @@ def site_packages() -> Path:
     return Path(sysconfig.get_paths()["purelib"])
 
 
+def layer() -> Path:
+    """The cached root as one file. RuntimeError as `base`."""
+    root, whole = base(), cache() / f"layer-{SUITE}.tar"
+    with whole.with_suffix(".lock").open("w") as lock:  # another clone may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            part = whole.with_suffix(".part")
+            without = ("--exclude=./var/lib/apt/lists/*", "--exclude=./var/cache/apt/*")
+            subprocess.run(["tar", "-C", str(root), *without, "-cf", str(part), "."], check=True, timeout=300)
+            part.rename(whole)
+    return whole
+
+
 def orch_archive(target: Path) -> None:
     """The image of orch: Debian, Python, this tree."""
-    layer = cache() / f"layer-{SUITE}.tar"
-    if not layer.exists():
-        part = layer.with_suffix(".part")
-        argv = [
-            "tar",
-            "-C",
-            str(base()),
-            "--exclude=./var/lib/apt/lists/*",
-            "--exclude=./var/cache/apt/*",
-            "-cf",
-            str(part),
-            ".",
-        ]
-        subprocess.run(argv, check=True, timeout=300)
-        part.rename(layer)
     code = target.with_suffix(".code.tar")
     with tarfile.open(code, "w") as tar:
         for folder in ("orchestrator", "trainer", "conf"):
             tar.add(ROOT / folder, f"opt/orch/{folder}", filter=_without_caches)
     environment = [f"PYTHONPATH=/opt/orch:{SITE}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "PYTHONDONTWRITEBYTECODE=1"]
-    _archive(target, NAME, [layer, code], {"Env": environment, "Cmd": ["python3"]})
+    _archive(target, NAME, [layer(), code], {"Env": environment, "Cmd": ["python3"]})
     code.unlink()
 
 
 def pause_archive(target: Path) -> None:
-    layer = target.with_suffix(".layer.tar")
-    with tarfile.open(layer, "w") as tar:
+    only = target.with_suffix(".layer.tar")
+    with tarfile.open(only, "w") as tar:
         tar.add(debian.find("busybox") or "/bin/busybox", "bin/busybox")
-    _archive(target, PAUSE, [layer], {"Entrypoint": ["/bin/busybox", "sleep", "2147483647"]})
-    layer.unlink()
+    _archive(target, PAUSE, [only], {"Entrypoint": ["/bin/busybox", "sleep", "2147483647"]})
+    only.unlink()
 
 
 def _without_caches(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
