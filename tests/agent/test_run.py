@@ -16,7 +16,7 @@ from orchestrator.launch.processes import identity, is_alive
 from orchestrator.launch.request import from_bytes
 from orchestrator.launch.run_folder import RunFolder
 from orchestrator.launch.state import read_state, true_state
-from tests.launch.parcels import make_parcel, submit, wait_end, wait_for, wait_state, wait_step
+from tests.launch.parcels import events, make_parcel, submit, wait_end, wait_for, wait_state, wait_step
 from tests.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -186,7 +186,7 @@ def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
     folder = RunFolder(runs / "test-run")
     wait_state(folder, "starting")
     os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
-    state = wait_end(folder, 40)
+    state = wait_end(folder, 10)
     assert (state.state, state.exit_code) == ("stopped", 75)
 
 
@@ -238,7 +238,7 @@ def test_a_forced_cancel_does_not_wait(runs):
     wait_workers(folder, 4)
     alive = processes(folder)
     LocalBackend().cancel(folder, force=True)
-    state = wait_end(folder, 40)
+    state = wait_end(folder, 8)
     assert (state.state, state.exit_code) == ("cancelled", 75)
     assert not any(is_alive(one) for one in alive.values())
 
@@ -261,7 +261,7 @@ def test_the_second_signal_kills(runs):
     os.kill(agent, signal.SIGTERM)
     wait_state(folder, "stopping")
     os.kill(agent, signal.SIGTERM)
-    state = wait_end(folder, 40)
+    state = wait_end(folder, 10)
     assert (state.state, state.exit_code) == ("stopped", 75)
     assert state.reason.endswith("not every worker saved")
 
@@ -341,6 +341,5 @@ def test_a_node_that_never_comes(runs):
 def test_garbage_on_the_report_pipe_is_counted_and_changes_nothing(runs):
     folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_GARBAGE": "1"})
     assert wait_end(folder).state == "done"
-    events = [json.loads(line) for line in folder.events("node0").read_text().splitlines()]
-    assert len([event for event in events if event["name"] == "report_unreadable"]) == 5
+    assert len(events(folder, "report_unreadable")) == 5
     assert len(folder.metrics("node0").read_text().splitlines()) == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from orchestrator.launch.local import LocalBackend
 from orchestrator.launch.request import from_bytes
-from tests.launch.parcels import submit, wait_end
+from tests.launch.parcels import events, submit, wait_end
 from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]
@@ -37,5 +36,4 @@ def test_a_rank_that_spins_is_named_and_a_full_disk_loses_nothing(tmp_path, corp
     LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
     state = wait_end(folder, 300)
     assert state.state == "done", state.reason
-    events = [json.loads(line) for line in folder.events("node0").read_text().splitlines()]
-    assert [event["step"] for event in events if event["name"] == "resumed"] == [5]
+    assert [event["step"] for event in events(folder, "resumed")] == [5]

@@ -111,4 +111,4 @@ def test_replicas_of_unequal_shares_read_each_sample_once(counts, size, consumed
 def test_a_place_far_out_costs_no_more_than_the_first():
     begin = time.perf_counter()
     SampleOrder(10**12, 1)(10**15 + 7)
-    assert time.perf_counter() - begin < 60  # seconds: it would be years if it walked there
+    assert time.perf_counter() - begin < 5  # seconds: it would be years if it walked there
