@@ -109,10 +109,11 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """The node vanishes, as when its power is cut: slurmd, step managers and job processes, none can say goodbye.
 
-        All are stopped before the first is killed, and the job's processes die first: those of a stopped group that
-        lose their parent would be woken by a SIGHUP. A step manager is known as the parent of a process of its job.
+        All are stopped before the first is killed, and the job's processes die first, children before their parents:
+        those of a stopped group that lose their parent would be woken by a SIGHUP. Pids do not tell who that is: they
+        begin anew at the largest. A step manager is known as the parent of a process of its job.
         """
-        mine = self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0")
+        mine = sorted(self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"), key=_depth)
         managers = {
             parent for pid in mine if (parent := processes.parent(pid)) and processes.name(parent) == "slurmstepd"
         }
@@ -272,6 +273,12 @@ class Cluster:
 
 #: Popen objects of our daemons: polled so that an ended one is reaped and not left a zombie.
 _CHILDREN: dict[int, subprocess.Popen] = {}
+
+
+def _depth(pid: int) -> int:
+    """How many ancestors a process has."""
+    above = processes.parent(pid)
+    return 1 + _depth(above) if above else 0
 
 
 def _signal(pid: int, how: signal.Signals) -> None:
