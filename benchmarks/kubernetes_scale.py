@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from orchestrator.launch.processes import identity, load_of  # noqa: E402
+from orchestrator.run.processes import identity, load_of  # noqa: E402
 from tests.kubernetes import addons  # noqa: E402
 from tests.kubernetes.bed import Bed, Shape  # noqa: E402
 from tests.kubernetes.building import VERSION  # noqa: E402

@@ -24,8 +24,8 @@ SIZES = (64, 512, 4096, 16384, 32768, 65536, 100_000)
 
 def fragmented(gpus: int, seed: int = 1):
     """A cluster of `gpus` free GPUs, eight a node, in the order in which a scheduler might list them: by name."""
-    from orchestrator.planner.seating import reorder
-    from orchestrator.planner.topology import build_cluster
+    from orchestrator.cluster.build import build_cluster
+    from orchestrator.planner.placement.node_placement import reorder
     from tests.planner import configs
 
     rng = random.Random(seed)
@@ -48,14 +48,14 @@ def fragmented(gpus: int, seed: int = 1):
 def once(gpus: int) -> dict[str, float]:
     import resource
 
-    from orchestrator.planner import step_time
-    from orchestrator.planner.compute import rates
+    from orchestrator.planner.cost import step_time
+    from orchestrator.planner.cost.compute import rates
+    from orchestrator.planner.cost.profile import profile_for
+    from orchestrator.planner.cost.traffic import step_traffic
     from orchestrator.planner.degrees import make_case, make_parallel
     from orchestrator.planner.job import make_job
-    from orchestrator.planner.placement import Roads
-    from orchestrator.planner.profile import profile_for
-    from orchestrator.planner.seating import seat
-    from orchestrator.planner.traffic import step_traffic
+    from orchestrator.planner.placement.nesting import Roads
+    from orchestrator.planner.placement.node_placement import seat
     from tests.planner import configs, shapes
 
     pp = 4 if gpus < 4096 else 16
@@ -64,7 +64,7 @@ def once(gpus: int) -> dict[str, float]:
     model = shapes.llama3_405b()
     spec = configs.cluster(pp * dp, 8, [("fabric", pp * dp, 1.0)])
     config = configs.config(spec, model, {"tp": 8, "pp": pp, "zero": 1}, global_batch_samples=dp * 8)
-    from orchestrator.planner.topology import build_cluster
+    from orchestrator.cluster.build import build_cluster
 
     parallel = make_parallel(config, make_case(config, build_cluster(spec), model))
     train = make_job(config).train

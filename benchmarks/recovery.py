@@ -100,7 +100,7 @@ class Trial:
             return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
         warden = children(agent)[0]
-        nursery = "orchestrator.agent.nursery"
+        nursery = "orchestrator.agent.node.fork_server"
         found = [pid for pid in children(warden) if nursery not in Path(f"/proc/{pid}/cmdline").read_text()]
         forked = [pid for pid in children(warden) if Path(f"/proc/{pid}/comm").read_text().startswith("orch-rank-")]
         return (forked or found)[0]

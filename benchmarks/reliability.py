@@ -32,15 +32,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import reliability_page  # noqa: E402
 from benchmarks.torchrun_trials import torchrun_trial  # noqa: E402
+from orchestrator.backends.base import get_backend  # noqa: E402
 from orchestrator.drill.faults import KINDS, Shot  # noqa: E402
 from orchestrator.drill.local import LocalTargets  # noqa: E402
 from orchestrator.drill.trial import Range, Trial  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
-from orchestrator.goodput.facts import read_marks  # noqa: E402
-from orchestrator.goodput.ledger import ledger  # noqa: E402
-from orchestrator.launch.backend import get_backend  # noqa: E402
-from orchestrator.launch.request import from_bytes  # noqa: E402
-from orchestrator.launch.run_folder import RunFolder  # noqa: E402
+from orchestrator.observe.goodput.ledger import ledger  # noqa: E402
+from orchestrator.observe.goodput.run_timeline import read_marks  # noqa: E402
+from orchestrator.run.folder import RunFolder  # noqa: E402
+from orchestrator.run.request import from_bytes  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "reliability.jsonl"
 POSITIONS = ("rank0", "coordinator", "other")

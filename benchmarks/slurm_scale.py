@@ -15,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from orchestrator.planner.replan import replan  # noqa: E402
-from orchestrator.slurm.live import uniform  # noqa: E402
-from orchestrator.slurm.nodes import parse_nodes  # noqa: E402
-from orchestrator.topology.fit import choose_nodes, fit  # noqa: E402
-from orchestrator.topology.slurm import parse_topology  # noqa: E402
+from orchestrator.backends.slurm.cluster_source import uniform  # noqa: E402
+from orchestrator.cluster.fit import choose_nodes, fit  # noqa: E402
+from orchestrator.cluster.importers.slurm import parse_topology  # noqa: E402
+from orchestrator.cluster.importers.slurm_nodes import parse_nodes  # noqa: E402
+from orchestrator.planner.elastic.replan import replan  # noqa: E402
 from tests.plans import make_plan  # noqa: E402
 from tests.slurm import big  # noqa: E402
 

@@ -23,13 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from orchestrator.backends.base import get_backend  # noqa: E402
 from orchestrator.drill.faults import Shot  # noqa: E402
 from orchestrator.drill.local import LocalTargets  # noqa: E402
 from orchestrator.drill.trial import Range  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
-from orchestrator.launch.backend import get_backend  # noqa: E402
-from orchestrator.launch.request import from_bytes  # noqa: E402
-from orchestrator.launch.run_folder import RunFolder  # noqa: E402
+from orchestrator.run.folder import RunFolder  # noqa: E402
+from orchestrator.run.request import from_bytes  # noqa: E402
 
 FAULTS = ("kill_worker", "stop_worker", "slow_worker", "kill_agent", "stop_agent", "kill_node", "stop_node")
 WITH_CHECKPOINTS = (*FAULTS, "disk_full", "bit_flip")

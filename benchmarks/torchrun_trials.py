@@ -15,9 +15,9 @@ from pathlib import Path
 
 from torch.distributed import run
 
+from orchestrator.backends.local.namespaces import Network, Wiring, cut, heal
 from orchestrator.drill.node import DUTY_S
-from orchestrator.launch.namespaces import Network, Wiring, cut, heal
-from orchestrator.launch.processes import descendants
+from orchestrator.run.processes import descendants
 
 TOGETHER = Path(__file__).with_name("together.py")
 NODES = 3

@@ -20,7 +20,7 @@ class TrainerError(Exception):
     """Base of the trainer's own errors. `exit` is the process exit code that `python -m trainer` ends with."""
 
     exit: Exit = Exit.USER
-    cause: str = ""  # of `orchestrator.launch.state.WORKER_CAUSES`, where that says more than the exit code
+    cause: str = ""  # of `orchestrator.run.state.WORKER_CAUSES`, where that says more than the exit code
 
 
 class LayoutError(TrainerError):
@@ -128,7 +128,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> str:
-    """Of `orchestrator.launch.state.WORKER_CAUSES`, "" where the exit code says all."""
+    """Of `orchestrator.run.state.WORKER_CAUSES`, "" where the exit code says all."""
     if isinstance(error, TrainerError):
         return error.cause
     return "disk_full" if isinstance(error, OSError) and error.errno in NO_ROOM else ""

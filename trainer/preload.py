@@ -1,4 +1,4 @@
-"""What workers import, for a process that forks workers (orchestrator/agent/nursery.py)."""
+"""What workers import, for a process that forks workers (orchestrator/agent/node/fork_server.py)."""
 
 from __future__ import annotations
 

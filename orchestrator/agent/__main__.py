@@ -17,17 +17,17 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.discovery import Discovery
-from orchestrator.launch.request import from_bytes, used_nodes
-from orchestrator.launch.run_folder import RunFolder, read_secret
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import RunFolder, read_secret
+from orchestrator.run.request import from_bytes, used_nodes
 
-from .agent import Agent, Place
-from .coordinator import Coordinator
-from .host import Host
-from .metrics import serve
-from .recorder import Recorder
-from .run_record import RunRecord
+from .leader.coordinator import Coordinator
+from .leader.state_writer import RunRecord
+from .node.agent import Agent, Place
+from .node.host import Host
+from .node.metrics import serve
+from .node.recorder import Recorder
 
 _ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
 #: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.

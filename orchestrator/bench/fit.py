@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from orchestrator.planner.collective import PATTERN, Operation, seconds
-from orchestrator.planner.fabric import Path
+from orchestrator.planner.cost.collective import PATTERN, Operation, seconds
+from orchestrator.planner.cost.fabric import Path
 
 
 class Row(Struct, frozen=True):

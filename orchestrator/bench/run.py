@@ -10,20 +10,20 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.backends.base import Backend
+from orchestrator.cluster.measured import SCHEMA, Record, key_of, path_of
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.config.validate import said
 from orchestrator.errors import OrchError
-from orchestrator.launch.backend import Backend
-from orchestrator.launch.live import tail_lines
-from orchestrator.launch.run_folder import RunFolder, make_private_folder, write_private
-from orchestrator.launch.untrusted import UNREADABLE
+from orchestrator.observe.live import tail_lines
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Measured
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.worker import EventReport
+from orchestrator.run.folder import RunFolder, make_private_folder, write_private
+from orchestrator.run.untrusted import UNREADABLE
 
 from .fit import Row, fit
-from .record import SCHEMA, Record, key_of, path_of
 
 PROGRAM = "trainer.bench"
 _LOOK_S = 0.25

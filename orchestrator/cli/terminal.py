@@ -8,12 +8,12 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestrator.report.style import Style
+    from orchestrator.style import Style
 
 
 def style() -> Style:
     """Colour on a terminal unless NO_COLOR is set (no-color.org), 80 columns elsewhere, ASCII where it must be."""
-    from orchestrator.report.style import Style
+    from orchestrator.style import Style
 
     terminal = sys.stdout.isatty()
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from orchestrator.errors import OrchError
 
+from .cached import Remembered
 from .groups import Library, folders
-from .remembered import Remembered
 from .schema import Config
 
 

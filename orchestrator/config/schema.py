@@ -38,7 +38,7 @@ NodeRange = Annotated[
 
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")]
 
-#: Faults of workers, as `orchestrator.launch.state` tells them.
+#: Faults of workers, as `orchestrator.run.state` tells them.
 WorkerCause = Literal[
     *("worker_exit", "worker_frozen", "worker_spinning", "worker_stuck", "collective_hung"),
     *("non_finite", "disk_full", "straggler"),

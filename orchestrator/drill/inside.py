@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.processes import Identity, identity
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.untrusted import UNREADABLE
 from orchestrator.plan import Exit, PlanError
 from orchestrator.plan.document import Frozen
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import Identity, identity
+from orchestrator.run.request import from_bytes
+from orchestrator.run.untrusted import UNREADABLE
 
 from .faults import KINDS
 from .node import Node, nothing

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 
+from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.backend import KubernetesBackend
+from orchestrator.backends.kubernetes.names import CONTAINER, RUNS
+from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes.backend import KubernetesBackend
-from orchestrator.kubernetes.client import Cluster
-from orchestrator.kubernetes.names import CONTAINER, RUNS
-from orchestrator.kubernetes.options import read_options
-from orchestrator.launch.request import LaunchRequest
-from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Exit
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import LaunchRequest
 
 from . import inside
 from .node import nothing

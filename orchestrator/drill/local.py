@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from orchestrator.backends.local import namespaces
+from orchestrator.backends.local.backend import LocalRecord, read_options, read_record
 from orchestrator.errors import OrchError
-from orchestrator.launch import namespaces
-from orchestrator.launch.local import LocalRecord, read_options, read_record
-from orchestrator.launch.processes import Identity, descendants, identity, is_alive
-from orchestrator.launch.request import LaunchRequest
-from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Exit, load_plan
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import Identity, descendants, identity, is_alive
+from orchestrator.run.request import LaunchRequest
 
 from .node import Node, check_two_saves
 from .trial import Done

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.processes import Identity, descendants, identity, is_alive, send_signal
-from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Exit, load_plan
 from orchestrator.plan.worker import checkpoint_dir
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import Identity, descendants, identity, is_alive, send_signal
 
 _RANK_NAME = "orch-rank-"
 DUTY_S = 0.02, 0.01  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four

@@ -14,16 +14,16 @@ import tempfile
 import time
 from collections.abc import Mapping
 
+from orchestrator.backends.slurm.backend import SlurmBackend
+from orchestrator.backends.slurm.commands import Slurm
+from orchestrator.backends.slurm.job.task import environment
+from orchestrator.backends.slurm.record import read_record
+from orchestrator.backends.slurm.script.render import beside_agents
 from orchestrator.errors import OrchError
-from orchestrator.launch.request import LaunchRequest
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit, load_plan
-from orchestrator.slurm.backend import SlurmBackend
-from orchestrator.slurm.commands import Slurm
-from orchestrator.slurm.record import read_record
-from orchestrator.slurm.render import beside_agents
-from orchestrator.slurm.task import environment
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import LaunchRequest
+from orchestrator.run.state import read_state
 
 from . import inside
 from .faults import KINDS

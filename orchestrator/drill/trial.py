@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from orchestrator.backends.base import Backend
 from orchestrator.errors import OrchError
-from orchestrator.goodput.facts import NOTICED, LeadReader, Mark, Step, read_marks
-from orchestrator.launch.backend import Backend
-from orchestrator.launch.request import LaunchRequest
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import RunState
+from orchestrator.observe.goodput.run_timeline import NOTICED, LeadReader, Mark, Step, read_marks
 from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import LaunchRequest
+from orchestrator.run.state import RunState
 
 from .faults import KINDS, Shot, refusal, restarts_left, victim
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, seal
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 
-from . import advice, legality, memory
-from .auto import settle
+from . import advice, legality
 from .degrees import make_case, make_parallel
 from .job import make_job
-from .model_math import resolve
-from .placement import axis_placement
-from .recompute import resolve_recompute
-from .seated import certified, seated, wanted
-from .seats import seat_ranks
+from .memory import categories as memory
+from .memory.model_math import resolve
+from .memory.recompute import resolve_recompute
+from .placement.assign_nodes import certified, seated, wanted
+from .placement.nesting import axis_placement
+from .placement.rank_assignment import seat_ranks
+from .search.auto import settle
 from .solve import Ground, solve
-from .topology import build_cluster
 
 
 def build_plan(config: Config) -> Plan:

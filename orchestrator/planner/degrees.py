@@ -13,8 +13,8 @@ from orchestrator.plan import document as doc
 from orchestrator.plan.ranks import AXES
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 
-from .layout import balance_stages
 from .legality import Case
+from .placement.layout import balance_stages
 
 MIB = 1 << 20
 

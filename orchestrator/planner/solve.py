@@ -10,11 +10,11 @@ from msgspec import structs
 from orchestrator.plan import document as doc
 from orchestrator.plan.ranks import AXES
 
-from . import step_time
-from .compute import Rates, rates
-from .placement import Candidate, Roads, candidates, choose
-from .profile import Profile, profile_of
-from .traffic import Traffic, step_traffic
+from .cost import step_time
+from .cost.compute import Rates, rates
+from .cost.profile import Profile, profile_of
+from .cost.traffic import Traffic, step_traffic
+from .placement.nesting import Candidate, Roads, candidates, choose
 
 
 class Ground:

@@ -1,5 +1,1 @@
-"""Slurm: what its commands say, what a plan asks of it, the job script, and the backend that ties them together.
-
-Pure: `hostlist`, `duration`, `nodes`, `states`, `queue`, `options`, `flags`, `render`, `preflight`, `starts`,
-`dependency`. Effects: `commands`, `submission`, `array` (its script is pure), and `place` and `task` inside a job.
-"""
+"""Wire names: modules that job scripts start by name. The code is in `orchestrator.backends.slurm`."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from orchestrator.plan.parity import LIMITS, Errors, Verdict
-from orchestrator.report.style import GRAY, GREEN, RED, YELLOW, Style
+from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style
 
 from .matrix import AXES, MODELS, PARTS, UNEQUAL, Entry
 

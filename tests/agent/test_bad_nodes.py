@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from orchestrator.launch.local import LocalBackend
-from orchestrator.launch.node_memory import NodeMemory
-from orchestrator.launch.request import compose_environment, from_bytes
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.backends.local.backend import LocalBackend
+from orchestrator.run.bad_nodes import NodeMemory
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import compose_environment, from_bytes
 from tests.agent.test_elastic import cancel, kill, running, sized
 from tests.launch.parcels import events, make_parcel
 

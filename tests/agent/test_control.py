@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.agent import control
-from orchestrator.agent.control import LONGEST_LINE, Refused, WrongKey, accept, connect
-from orchestrator.agent.messages import AgentAlive, Done, FromAgent, FromCoordinator, Ready
+from orchestrator.agent.protocol import channel as control
+from orchestrator.agent.protocol.channel import LONGEST_LINE, Refused, WrongKey, accept, connect
+from orchestrator.agent.protocol.messages import AgentAlive, Done, FromAgent, FromCoordinator, Ready
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 

@@ -12,9 +12,11 @@ import sys
 import msgspec
 import pytest
 
-from orchestrator.agent.control import Refused, connect
-from orchestrator.agent.coordinator import Coordinator
-from orchestrator.agent.messages import (
+from orchestrator.agent.leader.coordinator import Coordinator
+from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol.channel import Refused, connect
+from orchestrator.agent.protocol.messages import (
     AgentAlive,
     Assign,
     CoordinatorAlive,
@@ -30,13 +32,11 @@ from orchestrator.agent.messages import (
     Stopped,
     WorkerExit,
 )
-from orchestrator.agent.recorder import Recorder
-from orchestrator.agent.run_record import RunRecord
-from orchestrator.launch.discovery import Discovery
-from orchestrator.launch.request import Policy, to_bytes
-from orchestrator.launch.run_folder import RunFolder, read_secret, write_private
-from orchestrator.launch.state import SCHEMA, RunState, read_state, write_state
 from orchestrator.plan import to_json
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import RunFolder, read_secret, write_private
+from orchestrator.run.request import Policy, to_bytes
+from orchestrator.run.state import SCHEMA, RunState, read_state, write_state
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import read_state
 from tests.launch.parcels import events, submit, wait_end, wait_for
 from tests.plans import make_plan
 
@@ -72,7 +72,7 @@ def test_a_straggler_is_named_and_those_that_it_holds_up_are_not(runs):
     state = wait_for(lambda: (s := read_state(folder)).slow and s, what="a straggler")
     assert list(state.slow) == ["node1"] and state.slow["node1"] == pytest.approx(3, rel=0.01)
     assert [(e["on"], e["ratio"]) for e in events(folder, "straggler")] == [("node1", pytest.approx(3, rel=0.01))]
-    from orchestrator.launch.local import LocalBackend
+    from orchestrator.backends.local.backend import LocalBackend
 
     LocalBackend().cancel(folder, force=True)
     wait_end(folder)

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.agent.blame import Past, blame
-from orchestrator.agent.diagnose import diagnose, patience_s, peers_usual, slowdown
-from orchestrator.agent.lookout import Lookout
-from orchestrator.agent.messages import Seen
-from orchestrator.agent.policy import Budget, EpochEnd, WorkerEnd, decide
-from orchestrator.agent.watch import NodeWatch, is_frozen
-from orchestrator.launch.processes import Load
-from orchestrator.launch.request import Policy
-from orchestrator.launch.state import Cause
+from orchestrator.agent.faults.attribution import Past, blame
+from orchestrator.agent.faults.detector import Lookout
+from orchestrator.agent.faults.diagnosis import diagnose, patience_s, peers_usual, slowdown
+from orchestrator.agent.faults.policy import Budget, EpochEnd, WorkerEnd, decide
+from orchestrator.agent.node.progress import NodeWatch, is_frozen
+from orchestrator.agent.protocol.messages import Seen
 from orchestrator.plan.worker import PulseReport, StepReport
+from orchestrator.run.processes import Load
+from orchestrator.run.request import Policy
+from orchestrator.run.state import Cause
 from tests.plans import make_plan
 
 PLAN = make_plan(dp=4, nodes=2)
@@ -170,7 +170,7 @@ def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, s
     """Found in trials: a worker that ran half of the time was stopped at four looks in a row, and was killed for it."""
     seconds = itertools.count(1.0)
     monkeypatch.setattr(
-        "orchestrator.agent.watch.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
+        "orchestrator.agent.node.progress.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
     )
     watch = NodeWatch()
     pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)

@@ -8,14 +8,14 @@ import signal
 
 import pytest
 
+from orchestrator.backends.local import namespaces
+from orchestrator.backends.local.backend import LocalBackend, read_record
 from orchestrator.errors import OrchError
-from orchestrator.launch import namespaces
-from orchestrator.launch.local import LocalBackend, read_record
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import RunState, read_state
 from orchestrator.plan import Plan, load_plan
-from orchestrator.planner.replan import replan
+from orchestrator.planner.elastic.replan import replan
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import from_bytes
+from orchestrator.run.state import RunState, read_state
 from tests.launch.parcels import events, make_parcel, no_namespaces, wait_end, wait_for
 from tests.plans import make_plan
 

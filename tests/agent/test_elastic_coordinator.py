@@ -8,17 +8,17 @@ import time
 
 import pytest
 
-from orchestrator.agent.elastic import ElasticCoordinator
-from orchestrator.agent.messages import Assign, Notice, Prepare, Ready, Started, Stop, Stopped, Warm
-from orchestrator.agent.recorder import Recorder
-from orchestrator.agent.run_record import RunRecord
-from orchestrator.agent.sizes import Growth, Sizes
-from orchestrator.launch.claims import Claims
-from orchestrator.launch.discovery import Discovery
-from orchestrator.launch.request import Policy
-from orchestrator.launch.run_folder import write_private
-from orchestrator.launch.state import read_state
+from orchestrator.agent.leader.elastic import ElasticCoordinator
+from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.leader.world_sizes import Growth, Sizes
+from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol.messages import Assign, Notice, Prepare, Ready, Started, Stop, Stopped, Warm
 from orchestrator.plan import Exit, load_plan, to_json
+from orchestrator.run.claims import Claims
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import write_private
+from orchestrator.run.request import Policy
+from orchestrator.run.state import read_state
 from tests.agent.test_coordinator import KEY, PLAN, coordinating, make_folder
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.agent.coordinator import Coordinator
-from orchestrator.agent.flush import is_due
-from orchestrator.agent.messages import Assign, Done, Notice, Prepare, Ready, Stop, Stopped, WorkerExit
-from orchestrator.agent.policy import Budget, Decision
-from orchestrator.agent.recorder import Recorder
-from orchestrator.agent.run_record import RunRecord
-from orchestrator.launch.discovery import Discovery
-from orchestrator.launch.request import Policy, to_bytes
-from orchestrator.launch.run_folder import write_private
-from orchestrator.launch.state import Cause
+from orchestrator.agent.faults.policy import Budget, Decision
+from orchestrator.agent.leader.coordinator import Coordinator
+from orchestrator.agent.leader.final_checkpoint import is_due
+from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol.messages import Assign, Done, Notice, Prepare, Ready, Stop, Stopped, WorkerExit
 from orchestrator.plan import Exit
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import write_private
+from orchestrator.run.request import Policy, to_bytes
+from orchestrator.run.state import Cause
 from tests.agent.test_coordinator import KEY, coordinating, make_folder
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan

@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from orchestrator.agent import run_record
-from orchestrator.agent.messages import Ready, Started, WorkerExit
-from orchestrator.agent.workers import Workers
-from orchestrator.launch.state import read_state
+from orchestrator.agent.leader import state_writer as run_record
+from orchestrator.agent.node.workers import Workers
+from orchestrator.agent.protocol.messages import Ready, Started, WorkerExit
+from orchestrator.run.state import read_state
 from tests.agent.test_coordinator import run
 
 REAL = run_record.write_state

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
-from orchestrator.agent.metrics import NodeMetrics, serve
-from orchestrator.launch.discovery import Discovery
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.agent.node.metrics import NodeMetrics, serve
 from orchestrator.plan.worker import EventReport, StepReport
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import RunFolder
 from tests import debian
 from tests.plans import make_plan
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.warden import Unborn, Warden
-from orchestrator.launch.processes import descendants, identity, is_alive
+from orchestrator.agent.node.worker_supervisor import Unborn, Warden
+from orchestrator.run.processes import descendants, identity, is_alive
 
 from .test_workers import ROOT, Harness
 

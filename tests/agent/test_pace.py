@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.agent.pace import HEARTBEAT_S, Beat, patience
+from orchestrator.agent.protocol.self_stall import HEARTBEAT_S, Beat, patience
 
 
 class Loop:

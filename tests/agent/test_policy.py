@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.agent.policy import (
+from orchestrator.agent.faults.policy import (
     MOST_FRUITLESS,
     Budget,
     EpochEnd,

@@ -11,11 +11,11 @@ import time
 import msgspec
 import pytest
 
-from orchestrator.launch.local import LocalBackend, read_record
-from orchestrator.launch.processes import identity, is_alive
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state, true_state
+from orchestrator.backends.local.backend import LocalBackend, read_record
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import identity, is_alive
+from orchestrator.run.request import from_bytes
+from orchestrator.run.state import read_state, true_state
 from tests.launch.parcels import events, make_parcel, submit, wait_end, wait_for, wait_state, wait_step
 from tests.plans import make_plan
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from orchestrator.agent.messages import Join
-from orchestrator.agent.run_record import RunRecord
-from orchestrator.launch.claims import Claims, Deposed
-from orchestrator.launch.discovery import Discovery
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import SCHEMA, NodeState, RunState, read_state, write_state
+from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.protocol.messages import Join
+from orchestrator.run.claims import Claims, Deposed
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import SCHEMA, NodeState, RunState, read_state, write_state
 from tests.plans import make_plan
 
 PLAN = make_plan(dp=2, nodes=2)

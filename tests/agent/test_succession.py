@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.agent.succession import Succession, Watch, Whereabouts, turn_of
-from orchestrator.launch.claims import Claims
-from orchestrator.launch.request import Policy
-from orchestrator.launch.run_folder import RunFolder, write_private
-from orchestrator.launch.state import SCHEMA, RunState, write_state
+from orchestrator.agent.leader.election import Succession, Watch, Whereabouts, turn_of
+from orchestrator.run.claims import Claims
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import Policy
+from orchestrator.run.state import SCHEMA, RunState, write_state
 
 PATIENCE = 12
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.workers import Workers
-from orchestrator.launch.processes import identity, is_alive
+from orchestrator.agent.node.workers import Workers
+from orchestrator.run.processes import identity, is_alive
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,6 +284,6 @@ def test_an_agent_that_dies_without_listening_is_no_error_of_the_warden():
     with theirs:
         theirs.send(b"never read")
         ours.close()
-        argv = [sys.executable, "-m", "orchestrator.agent.warden", str(theirs.fileno())]
+        argv = [sys.executable, "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
         warden = subprocess.run(argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
     assert (warden.returncode, warden.stderr) == (0, "")

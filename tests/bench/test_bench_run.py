@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from orchestrator.backends.local import namespaces
 from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
-from orchestrator.launch import namespaces
 from tests.launch.parcels import kill_runs
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from orchestrator.bench import run as bench
 from orchestrator.bench.fit import Row, fit, predicted
-from orchestrator.bench.record import key_of, path_of
+from orchestrator.cluster.build import level_between
+from orchestrator.cluster.measured import key_of, path_of
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
+from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import Exit, from_json, to_json
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.profile import profile_of
-from orchestrator.planner.topology import level_between
-from orchestrator.report.page import render
+from orchestrator.planner.cost.profile import profile_of
 from trainer.bench.cases import OPERATIONS, SIZES, cases
 
 LATENCY, RATE = 2e-4, 4e5

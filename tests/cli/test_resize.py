@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from orchestrator.backends.kubernetes import backend as kubernetes
 from orchestrator.cli.main import main
-from orchestrator.kubernetes import backend as kubernetes
-from orchestrator.launch.request import from_bytes, to_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state, write_state
 from orchestrator.plan import Exit
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import from_bytes, to_bytes
+from orchestrator.run.state import read_state, write_state
 
 
 @pytest.fixture

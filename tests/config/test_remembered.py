@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.cache import Kept
 from orchestrator.config import composing
+from orchestrator.config.cached import MOST
 from orchestrator.config.compose import load
-from orchestrator.config.remembered import MOST
-from orchestrator.kept import Kept
 
 WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "train.steps=7", "backend.options={a: [1, x]}"]
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.cli.main import main
 from orchestrator.drill.session import check_allowed, open_range
 from orchestrator.errors import OrchError
-from orchestrator.goodput.facts import LeadReader
-from orchestrator.goodput.ledger import ledger, uneven
-from orchestrator.launch.local import LocalBackend
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
+from orchestrator.observe.goodput.ledger import ledger, uneven
+from orchestrator.observe.goodput.run_timeline import LeadReader
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
 from tests.launch.parcels import kill_runs, make_parcel
 

@@ -17,7 +17,7 @@ from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refus
 from orchestrator.drill.score import score
 from orchestrator.drill.trial import Trial, fill
 from orchestrator.errors import OrchError
-from orchestrator.goodput.facts import Mark, Step
+from orchestrator.observe.goodput.run_timeline import Mark, Step
 
 nodes = st.dictionaries(st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30), max_size=3), max_size=6)
 

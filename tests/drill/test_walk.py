@@ -19,17 +19,17 @@ from collections.abc import Mapping
 import pytest
 from msgspec import structs
 
+from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.drill.faults import Shot
 from orchestrator.drill.local import LocalTargets
 from orchestrator.drill.trial import Range
-from orchestrator.goodput.facts import LeadReader
-from orchestrator.goodput.ledger import Ledger, ledger, uneven
-from orchestrator.launch.local import LocalBackend
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
+from orchestrator.observe.goodput.ledger import Ledger, ledger, uneven
+from orchestrator.observe.goodput.run_timeline import LeadReader
 from orchestrator.plan import Plan, load_plan
-from orchestrator.planner.replan import replan
+from orchestrator.planner.elastic.replan import replan
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import from_bytes
+from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running
 from tests.drill.test_drill import TOGETHER
 from tests.launch.parcels import events, make_parcel, reports, wait_for

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.goodput.account import account
-from orchestrator.goodput.facts import Facts, Life, Step
-from orchestrator.goodput.tiles import STATES, Interval, tile, totals
-from orchestrator.launch.state import Cause
+from orchestrator.observe.goodput.account import account
+from orchestrator.observe.goodput.intervals import STATES, Interval, tile, totals
+from orchestrator.observe.goodput.run_timeline import Facts, Life, Step
+from orchestrator.run.state import Cause
 
 times = st.floats(0, 100)
 

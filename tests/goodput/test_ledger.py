@@ -7,9 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.goodput.facts import LeadReader, Step
-from orchestrator.goodput.ledger import ledger, uneven
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.observe.goodput.ledger import ledger, uneven
+from orchestrator.observe.goodput.run_timeline import LeadReader, Step
+from orchestrator.run.folder import RunFolder
 
 BATCH = 12
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.goodput.meter import WallMeter
-from orchestrator.goodput.tiles import STATES
+from orchestrator.observe.goodput.intervals import STATES
+from orchestrator.observe.goodput.meter import WallMeter
 
 doings = st.one_of(
     st.tuples(st.just("enter"), st.sampled_from(["rendezvous", "startup", "checkpoint_stall"])),

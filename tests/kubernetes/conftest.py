@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.topology.kubernetes import Profile, parse_nodes
-from orchestrator.topology.model import Topology
+from orchestrator.cluster.importers.kubernetes import Profile, parse_nodes
+from orchestrator.cluster.model import Topology
 
 from . import addons, ready
 from .bed import Bed, Shape, reap_stale, refusal

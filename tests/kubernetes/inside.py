@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.objects.render import Manifest, render
+from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.backends.kubernetes.sending import hand_over, is_sent, send
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes.client import Cluster
-from orchestrator.kubernetes.options import read_options
-from orchestrator.kubernetes.render import Manifest, render
-from orchestrator.kubernetes.sending import hand_over, is_sent, send
-from orchestrator.launch.request import Code, Site, make_request
 from orchestrator.planner.build import build_plan
+from orchestrator.run.request import Code, Site, make_request
 
 from .test_render import CASES, IMAGE
 
@@ -47,7 +47,7 @@ def dry_run(kind: str) -> dict[str, list[str]]:
 
 
 def put(cluster: Cluster, bodies: list[dict], run_id: str, submission: str) -> None:
-    """As `orchestrator.kubernetes.starting` does it."""
+    """As `orchestrator.backends.kubernetes.pod.starting` does it."""
     if not is_sent(cluster, bodies, submission):
         hand_over(cluster, bodies, send(cluster, bodies, run_id, submission), submission)
 

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes.client import Cluster
 
 from .bound import Pod, watched
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.kubernetes.api.access import access
+from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes.access import access
-from orchestrator.kubernetes.client import Cluster
 from orchestrator.plan import Exit
 
 
@@ -149,7 +149,7 @@ def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
     assert found.headers() == {"authorization": "Bearer first"}
     (tmp_path / "token").write_text("second")
     assert found.headers() == {"authorization": "Bearer first"}
-    monkeypatch.setattr("orchestrator.kubernetes.access._TOKEN_S", -1.0)
+    monkeypatch.setattr("orchestrator.backends.kubernetes.api.access._TOKEN_S", -1.0)
     assert found.headers() == {"authorization": "Bearer second"}
 
 
@@ -159,7 +159,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(tmp_path, plain, monkeypat
     plain.broken = 1
     assert Cluster().version() == "v1.99.0"
     plain.broken = 1 << 30
-    monkeypatch.setattr("orchestrator.kubernetes.client._AGAIN_S", (0.0,))
+    monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._AGAIN_S", (0.0,))
     with pytest.raises(OrchError, match="no answer from the cluster") as caught:
         Cluster().version()
     assert caught.value.exit == Exit.CAPACITY
@@ -171,7 +171,7 @@ def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, p
     plugin = {"command": sys.executable, "args": ["-c", f"print('''{json.dumps(said)}''')"]}
     user = {"exec": {**plugin, "apiVersion": said["apiVersion"], "interactiveMode": "Never"}}
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a", **user)))
-    code = "import sys\nfrom orchestrator.kubernetes.client import Cluster\nprint(Cluster().version())"
+    code = "import sys\nfrom orchestrator.backends.kubernetes.api.client import Cluster\nprint(Cluster().version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "v1.99.0", done.stderr
     assert plain.asked == ["Bearer made"]
@@ -182,7 +182,7 @@ def test_tokens_do_without_the_kubernetes_package(tmp_path, plain, monkeypatch):
     """It takes longer to import than a job takes to plan. Nor is the planner there for who only looks at runs."""
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
     code = (
-        "import sys\nfrom orchestrator.kubernetes.backend import Cluster\nCluster().version()\n"
+        "import sys\nfrom orchestrator.backends.kubernetes.backend import Cluster\nCluster().version()\n"
         "sys.exit(bool({'kubernetes', 'urllib3', 'yaml', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
@@ -204,7 +204,7 @@ def test_connections_are_used_again_until_the_server_has_closed_them(tmp_path, p
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
     plain.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
     cluster = Cluster()
-    monkeypatch.setattr("orchestrator.kubernetes.client._AGAIN_S", ())
+    monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._AGAIN_S", ())
     assert [cluster.version() for _ in range(3)] == ["v1.99.0"] * 3
     assert len(set(plain.clients)) == 1
     for _ in range(3):

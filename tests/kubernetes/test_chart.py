@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.kubernetes.options import KubernetesOptions
+from orchestrator.backends.kubernetes.options import KubernetesOptions
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "orch"
 FULL = {
@@ -47,7 +47,7 @@ def test_alerts_and_panels_name_series_that_exist():
     """A dashboard of series that nobody exports is worse than none."""
     import re
 
-    from orchestrator.agent import metrics
+    from orchestrator.agent.node import metrics
 
     known = {f"{name}_total" for name in metrics._COUNTERS} | set(metrics._GAUGES)
     for file in ("dashboard.json", "rules.yaml"):

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from orchestrator.kubernetes.options import read_options
+from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.plan.exits import FATAL, Exit
 
 from .building import program

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.kubernetes.names import METRICS_PORT
+from orchestrator.backends.kubernetes.names import METRICS_PORT
 from tests import debian
 
 from . import image

@@ -10,11 +10,11 @@ from contextlib import closing
 
 import pytest
 
+from orchestrator.backends.kubernetes.api.exec import Command
 from orchestrator.drill import inside
 from orchestrator.drill.kubernetes import KubernetesTargets
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes.inside_pod import Command
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.run.folder import RunFolder
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 

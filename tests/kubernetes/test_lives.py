@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.kubernetes.compact import pack
-from orchestrator.kubernetes.relay import parse
-from orchestrator.launch.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
+from orchestrator.backends.kubernetes.objects.payload import pack
+from orchestrator.backends.kubernetes.pod.status_lines import parse
 from orchestrator.plan import Exit, Plan
+from orchestrator.run.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
 from tests.launch.parcels import reports
 from tests.plans import make_plan
 

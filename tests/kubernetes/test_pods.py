@@ -18,16 +18,17 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from orchestrator.backends.kubernetes.pod import status_lines as relay
+from orchestrator.backends.kubernetes.pod import task
+from orchestrator.backends.kubernetes.pod.rank_mapping import node_names, pack_topology, seat, unpack_topology
+from orchestrator.backends.kubernetes.pod.rendezvous import Go, Here, gather
+from orchestrator.cluster.hostlist import expand
+from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes import relay, task
-from orchestrator.kubernetes.gather import Go, Here, gather
-from orchestrator.kubernetes.seating import node_names, pack_topology, seat, unpack_topology
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import SCHEMA, RunState, write_state
 from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
-from orchestrator.slurm.hostlist import expand
-from orchestrator.topology.model import Machine, Tier, Topology
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import SCHEMA, RunState, write_state
 from tests.plans import make_plan
 
 KEY = bytes(range(32))
@@ -161,7 +162,7 @@ def test_a_pod_knows_where_index_0_is(monkeypatch):
 
 def test_who_submits_does_not_wait_for_what_only_pods_need():
     """The submitter's imports are most of a short submission."""
-    script = "import sys, orchestrator.kubernetes.backend as b; print({'asyncio', 'numpy'} & set(sys.modules))"
+    script = "import sys, orchestrator.backends.kubernetes.backend as b; print({'asyncio', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "set()\n", done.stderr
 

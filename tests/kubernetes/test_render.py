@@ -9,18 +9,18 @@ import pytest
 import yaml
 from msgspec import structs
 
+from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes.objects.node_affinity import kueue_annotations
+from orchestrator.backends.kubernetes.objects.payload import pack, unpack
+from orchestrator.backends.kubernetes.objects.pod import quantity
+from orchestrator.backends.kubernetes.objects.pod_failure_policy import pod_exit, pod_failure_policy
+from orchestrator.backends.kubernetes.objects.render import Manifest, render, to_yaml
+from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes import names
-from orchestrator.kubernetes.compact import pack, unpack
-from orchestrator.kubernetes.options import KubernetesOptions, read_options
-from orchestrator.kubernetes.placing import kueue_annotations
-from orchestrator.kubernetes.pod import quantity
-from orchestrator.kubernetes.render import Manifest, render, to_yaml
-from orchestrator.kubernetes.rules import pod_exit, pod_failure_policy
-from orchestrator.launch.request import Code, Site, make_request
 from orchestrator.plan import Exit, PlanError
 from orchestrator.planner.build import build_plan
+from orchestrator.run.request import Code, Site, make_request
 from tests.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from msgspec import structs
 
-from orchestrator.kubernetes.options import KubernetesOptions
-from orchestrator.kubernetes.placing import Chosen
-from orchestrator.kubernetes.render import render
+from orchestrator.backends.kubernetes.objects.node_affinity import Chosen
+from orchestrator.backends.kubernetes.objects.render import render
+from orchestrator.backends.kubernetes.options import KubernetesOptions
 
 from . import schemas
 from .building import program

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.kubernetes.gather import Here
-from orchestrator.kubernetes.seating import Seating, seat
+from orchestrator.backends.kubernetes.pod.rank_mapping import Seating, seat
+from orchestrator.backends.kubernetes.pod.rendezvous import Here
+from orchestrator.cluster.model import Topology
 from orchestrator.plan import Exit, Plan, load_plan
-from orchestrator.topology.model import Topology
 
 from .bed import Bed, BedError
 from .runs import Orch, Run

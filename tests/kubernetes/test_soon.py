@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from orchestrator.kubernetes.soon import Soon, together
+from orchestrator.backends.kubernetes.api.parallel import Soon, together
 
 
 def test_values_come_in_the_order_of_the_calls():

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from orchestrator.backends.kubernetes.api.api_errors import complaint, unreachable
+from orchestrator.backends.kubernetes.api.force_delete import let_go
+from orchestrator.backends.kubernetes.cluster_view import check_queue
+from orchestrator.backends.kubernetes.names import RUN, SUBMISSION
+from orchestrator.backends.kubernetes.objects.node_affinity import choose, in_whole_units, node_affinity
+from orchestrator.backends.kubernetes.options import KubernetesOptions
+from orchestrator.backends.kubernetes.phases import Seen, meaning, nodes_of
+from orchestrator.backends.kubernetes.record import verdict
+from orchestrator.backends.kubernetes.sending import hand_over, is_sent, send
+from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
-from orchestrator.kubernetes.complaints import complaint, unreachable
-from orchestrator.kubernetes.live import check_queue
-from orchestrator.kubernetes.lost import let_go
-from orchestrator.kubernetes.names import RUN, SUBMISSION
-from orchestrator.kubernetes.options import KubernetesOptions
-from orchestrator.kubernetes.phases import Seen, meaning, nodes_of
-from orchestrator.kubernetes.placing import choose, in_whole_units, node_affinity
-from orchestrator.kubernetes.record import verdict
-from orchestrator.kubernetes.sending import hand_over, is_sent, send
-from orchestrator.launch.state import SCHEMA, RunState
 from orchestrator.plan import Exit
-from orchestrator.topology.model import Machine, Tier, Topology
+from orchestrator.run.state import SCHEMA, RunState
 from tests.plans import make_plan
 
 NOW = 1_800_000_000.0

@@ -14,15 +14,15 @@ from types import MappingProxyType
 
 import msgspec
 
+from orchestrator.backends.local import namespaces
+from orchestrator.backends.local.backend import LocalBackend, read_record
 from orchestrator.config.schema import BackendSpec
 from orchestrator.errors import OrchError
-from orchestrator.launch import namespaces
-from orchestrator.launch.local import LocalBackend, read_record
-from orchestrator.launch.processes import Identity, send_signal
-from orchestrator.launch.request import Code, Parcel, Site, make_request
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import RunState, true_state
 from orchestrator.plan import Plan
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import Identity, send_signal
+from orchestrator.run.request import Code, Parcel, Site, make_request
+from orchestrator.run.state import RunState, true_state
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 #: Every wait looks for its condition: on a busy machine nothing but time is lost.

@@ -7,8 +7,8 @@ import multiprocessing
 import msgspec
 import pytest
 
-from orchestrator.launch.claims import Claim, Claims, Deposed
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.run.claims import Claim, Claims, Deposed
+from orchestrator.run.folder import RunFolder
 
 
 @pytest.fixture

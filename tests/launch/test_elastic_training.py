@@ -10,15 +10,15 @@ import signal
 
 import pytest
 
-from orchestrator.goodput.facts import LeadReader
-from orchestrator.goodput.ledger import ledger
-from orchestrator.launch.local import LocalBackend, read_record
-from orchestrator.launch.processes import descendants
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
+from orchestrator.backends.local.backend import LocalBackend, read_record
+from orchestrator.observe.goodput.ledger import ledger
+from orchestrator.observe.goodput.run_timeline import LeadReader
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import descendants
+from orchestrator.run.request import from_bytes
+from orchestrator.run.state import read_state
 from tests.launch.conftest import write_text
 from tests.launch.parcels import events, make_parcel, reports, wait_end, wait_for
 from tests.plans import make_plan

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.launch.local import LocalBackend
-from orchestrator.launch.request import from_bytes
+from orchestrator.backends.local.backend import LocalBackend
+from orchestrator.run.request import from_bytes
 from tests.launch.parcels import events, submit, wait_end
 from tests.plans import make_plan
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.local import namespaces
+from orchestrator.backends.local.backend import LocalBackend, read_options, read_record
+from orchestrator.backends.local.namespaces import Network, Wiring
 from orchestrator.errors import OrchError
-from orchestrator.launch import namespaces
-from orchestrator.launch.local import LocalBackend, read_options, read_record
-from orchestrator.launch.namespaces import Network, Wiring
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
 from orchestrator.plan import Exit
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import read_state
 from tests.launch.parcels import make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.launch.node_memory import BadNode, NodeMemory
 from orchestrator.plan.exits import Exit
+from orchestrator.run.bad_nodes import BadNode, NodeMemory
 
 
 def bad(node: str, at: float = 1000.0, hours: float = 1.0, cluster: str = "c") -> BadNode:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.backends.local import backend as local
+from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.config.schema import BackendSpec
 from orchestrator.errors import OrchError
-from orchestrator.launch import local
-from orchestrator.launch.local import LocalBackend
-from orchestrator.launch.redact import HIDDEN, frozen_config, is_secret_name, redacted
-from orchestrator.launch.request import (
+from orchestrator.run.redact import HIDDEN, frozen_config, is_secret_name, redacted
+from orchestrator.run.request import (
     Code,
     Environment,
     check_contents,

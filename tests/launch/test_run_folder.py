@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.find import all_runs, find_run, register
-from orchestrator.launch.run_folder import (
+from orchestrator.run.folder import (
     RUN_ID,
     RunFolder,
     check_run_id,
@@ -22,6 +21,7 @@ from orchestrator.launch.run_folder import (
     read_secret,
     write_private,
 )
+from orchestrator.run.registry import all_runs, find_run, register
 
 
 def made(tmp_path, name="run-1") -> RunFolder:

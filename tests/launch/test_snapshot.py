@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import OrchError
-from orchestrator.launch import snapshot
-from orchestrator.launch.request import Code
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.snapshot import copy, find_code
+from orchestrator.run import code_snapshot as snapshot
+from orchestrator.run.code_snapshot import copy, find_code
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import Code
 
 
 def git(cwd: Path, *words: str) -> str:

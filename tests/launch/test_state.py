@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import OrchError
-from orchestrator.launch.live import read_live
-from orchestrator.launch.logs import LogTail
-from orchestrator.launch.pages import end_lines, list_page, progress_line, request_page, run_page
-from orchestrator.launch.report import make_report, read_steps
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import (
+from orchestrator.observe.live import read_live
+from orchestrator.observe.logs import LogTail
+from orchestrator.observe.report import make_report, read_steps
+from orchestrator.observe.run_pages import end_lines, list_page, progress_line, request_page, run_page
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import (
     SCHEMA,
     Cause,
     EpochState,
@@ -27,7 +27,7 @@ from orchestrator.launch.state import (
     true_state,
     write_state,
 )
-from orchestrator.report.style import Style
+from orchestrator.style import Style
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 

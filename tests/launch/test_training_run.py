@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.cli.main import main
-from orchestrator.launch.local import LocalBackend
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
 from orchestrator.plan import Plan
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import from_bytes
 from tests.launch.parcels import events, make_parcel, reports, wait_end, wait_for, wait_step
 from tests.plans import make_plan
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import read_state
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import read_state
 from tests.launch.parcels import kill_runs, wait_end, wait_for
 
 
@@ -132,7 +132,7 @@ def test_dry_run_prints_what_submit_sends_and_writes_nothing(home, capsys):
 
 
 def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
-    from orchestrator.launch import local
+    from orchestrator.backends.local import backend as local
 
     monkeypatch.setattr(local, "gpus_here", lambda: 0)
     words = ["+cluster=h100x64", "parallel=tp8_pp4_zero1", "backend=local"]

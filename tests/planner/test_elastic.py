@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.cluster.build import check_cluster
 from orchestrator.config.compose import load
 from orchestrator.plan.batch import taken
 from orchestrator.plan.codec import plan_hash
-from orchestrator.planner.elastic import horizon_s, larger_plan, legal_size, next_plan, pays, seats, within
-from orchestrator.planner.sizes import plan_sizes
-from orchestrator.planner.topology import check_cluster
+from orchestrator.planner.elastic.choose import (
+    horizon_s,
+    larger_plan,
+    legal_size,
+    next_plan,
+    pays,
+    seats,
+    within,
+)
+from orchestrator.planner.elastic.sizes import plan_sizes
 
 
 @lru_cache

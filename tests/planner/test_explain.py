@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from orchestrator.cli.main import main
+from orchestrator.observe.pages.explain_page import render
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.explain import CATEGORIES, explain, neighbours
-from orchestrator.report.why import render
 
 from . import configs, shapes
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.ranks import AXES
-from orchestrator.planner import collective
-from orchestrator.planner.fabric import NOWHERE, Fabric
-from orchestrator.planner.layout import group_members
-from orchestrator.planner.profile import profile_for
-from orchestrator.planner.topology import build_cluster
+from orchestrator.planner.cost import collective
+from orchestrator.planner.cost.fabric import NOWHERE, Fabric
+from orchestrator.planner.cost.profile import profile_for
+from orchestrator.planner.placement.layout import group_members
 from tests.reference import fabric_twin as twin
 
 from . import configs

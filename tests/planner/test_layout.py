@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.ranks import AXES, COMPOSITE, all_groups, coords, groups, nested_groups
-from orchestrator.planner.layout import balance_stages, group_members, orders, stage_costs
-from orchestrator.planner.model_math import head_flops, layer_flops
-from orchestrator.planner.seats import seat_ranks
-from orchestrator.planner.topology import build_cluster
+from orchestrator.planner.memory.model_math import head_flops, layer_flops
+from orchestrator.planner.placement.layout import balance_stages, group_members, orders, stage_costs
+from orchestrator.planner.placement.rank_assignment import seat_ranks
 from tests.reference.fabric_twin import groups_by_pairs
 
 from . import configs, shapes

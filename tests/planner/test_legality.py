@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.cluster.build import build_cluster
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.legality import RULES, Case, broken, check, nearest_legal
-from orchestrator.planner.topology import build_cluster
 
 from . import configs, shapes
 

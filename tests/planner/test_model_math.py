@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.planner.model_math import active_parameters, head_flops, layer_flops, layer_params, parameter_count
+from orchestrator.planner.memory.model_math import (
+    active_parameters,
+    head_flops,
+    layer_flops,
+    layer_params,
+    parameter_count,
+)
 
 from . import shapes
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.plan.ranks import AXES, all_groups, as_dict
-from orchestrator.planner import step_time
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.compute import rates
-from orchestrator.planner.placement import TIE, Roads, candidates, choose
-from orchestrator.planner.profile import profile_for
-from orchestrator.planner.traffic import step_traffic
+from orchestrator.planner.cost import step_time
+from orchestrator.planner.cost.compute import rates
+from orchestrator.planner.cost.profile import profile_for
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.placement.nesting import TIE, Roads, candidates, choose
 
 from . import configs, shapes
 

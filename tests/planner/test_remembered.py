@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.planner import build
-from orchestrator.planner.remembered import plan_of
+from orchestrator.planner.cached import plan_of
 
 WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "model=llama3_70b"]
 
@@ -73,7 +73,7 @@ def test_measured_figures_count(home, planned):
     plan_of(config)
     record = home / "bench"
     record.mkdir(parents=True)
-    from orchestrator.bench.record import path_of
+    from orchestrator.cluster.measured import path_of
 
     path_of(config.cluster, home).write_text("{")
     with pytest.raises(OrchError, match="measure again"):

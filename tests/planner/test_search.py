@@ -17,8 +17,8 @@ from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.planner.build import build_plan
+from orchestrator.planner.cost.pipeline import held_at_once
 from orchestrator.planner.degrees import make_parallel
-from orchestrator.planner.pipeline import held_at_once
 from orchestrator.planner.search.search import Search
 from orchestrator.planner.search.space import Choice
 from tests.reference.every_layout import every_layout, front

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cluster.build import build_cluster, check_cluster
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner import step_time
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.compute import rates
-from orchestrator.planner.layout import orders
-from orchestrator.planner.packing import symmetric
-from orchestrator.planner.placement import Roads, candidates
-from orchestrator.planner.profile import profile_for
-from orchestrator.planner.seating import reorder, seat
-from orchestrator.planner.topology import build_cluster, check_cluster
-from orchestrator.planner.traffic import step_traffic
+from orchestrator.planner.cost import step_time
+from orchestrator.planner.cost.compute import rates
+from orchestrator.planner.cost.profile import profile_for
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.placement.group_packing import symmetric
+from orchestrator.planner.placement.layout import orders
+from orchestrator.planner.placement.nesting import Roads, candidates
+from orchestrator.planner.placement.node_placement import reorder, seat
 from tests.reference.seating_twin import best_step
 
 from . import configs, shapes

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.sizes import MOST, node_range, plan_sizes
+from orchestrator.planner.elastic.sizes import MOST, node_range, plan_sizes
 
 JOB = ("+cluster=h100x64", "model=llama3_8b")
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.pipeline import rank_stages, span_seconds
-from orchestrator.planner.timeline import timeline
+from orchestrator.planner.cost.pipeline import rank_stages, span_seconds
+from orchestrator.planner.cost.timeline import timeline
 from tests.plans import make_plan, tiny_model
 
 from . import configs, shapes

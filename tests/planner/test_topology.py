@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from orchestrator.cluster.build import build_cluster, check_cluster, domain_gpus, level_between
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.planner.topology import build_cluster, check_cluster, domain_gpus, level_between
 
 from . import configs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from orchestrator.planner.model_math import parameter_count
-from orchestrator.planner.traffic import Traffic, rank_parameters, stage_range, step_traffic
+from orchestrator.planner.cost.traffic import Traffic, rank_parameters, stage_range, step_traffic
+from orchestrator.planner.memory.model_math import parameter_count
 from tests.plans import make_plan, tiny_model
 
 from . import shapes

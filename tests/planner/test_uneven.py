@@ -9,10 +9,10 @@ from msgspec import structs
 
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
+from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import PlanError, batch, seal
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.sizes import plan_sizes
-from orchestrator.report.page import render
+from orchestrator.planner.elastic.sizes import plan_sizes
 from tests.plans import make_plan
 
 CPU = ("cluster=local", "model=tiny", "cluster.gpus_per_node=1")

@@ -1,4 +1,4 @@
-"""Naive twin of `orchestrator.planner.fabric`: every hop and every link one by one, in plain Python.
+"""Naive twin of `orchestrator.planner.cost.fabric`: every hop and every link one by one, in plain Python.
 
 Also of the group algebra: groups found by comparing all pairs of ranks.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.profile import Profile
+from orchestrator.planner.cost.profile import Profile
 
 
 def groups_by_pairs(coords: list[dict[str, int]], varying: tuple[str, ...]) -> set[frozenset[int]]:

@@ -1,12 +1,12 @@
-"""Naive twin of `orchestrator.planner.seating`: every ordered choice of nodes times every nesting order, costed."""
+"""Naive twin of `node_placement`: every ordered choice of nodes and every nesting order."""
 
 from __future__ import annotations
 
 from itertools import permutations
 
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.layout import orders
-from orchestrator.planner.placement import candidates
+from orchestrator.planner.placement.layout import orders
+from orchestrator.planner.placement.nesting import candidates
 
 
 def best_step(roads, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:

@@ -8,14 +8,14 @@ import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
-from orchestrator.launch.report import StepLine, make_report
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import SCHEMA, RunState
+from orchestrator.observe.pages.run_page import binary, formulas, render
+from orchestrator.observe.plots.rank_trace import Span, read_timeline, recorded_ranks
+from orchestrator.observe.report import StepLine, make_report
 from orchestrator.plan import Exit, to_json
 from orchestrator.plan.worker import trace_file
-from orchestrator.report.measured import binary, formulas, render
-from orchestrator.report.style import Style
-from orchestrator.report.timeline import Span, read_timeline, recorded_ranks
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import SCHEMA, RunState
+from orchestrator.style import Style
 from tests.plans import make_plan
 
 MIB = 1 << 20
@@ -107,8 +107,8 @@ def test_bytes(size, text):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A finished run of two ranks in a home of its own."""
-    from orchestrator.launch.report import write_report
-    from orchestrator.launch.state import write_state
+    from orchestrator.observe.report import write_report
+    from orchestrator.run.state import write_state
 
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     plan = make_plan(dp=2)

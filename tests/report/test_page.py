@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from orchestrator.observe.pages.plan_page import render
 from orchestrator.planner.build import build_plan
-from orchestrator.report.page import render
-from orchestrator.report.style import Style, percent, seconds, si, three
+from orchestrator.style import Style, percent, seconds, si, three
 from tests.planner import configs, shapes
 from tests.plans import make_plan
 

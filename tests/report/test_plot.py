@@ -13,7 +13,7 @@ from tests.planner import configs, shapes
 
 pytest.importorskip("matplotlib")
 
-from orchestrator.report.plot import save
+from orchestrator.observe.plots.plan_picture import save
 
 
 def plan(**parallel):

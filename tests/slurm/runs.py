@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.launch.state import RunState
+from orchestrator.run.state import RunState
 from tests.launch.parcels import reports
 
 from .cluster import Cluster

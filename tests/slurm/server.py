@@ -18,8 +18,15 @@ from orchestrator.cli.main import main as orch
 #: What the verbs import inside their functions.
 IMPORTED = (
     *(f"orchestrator.cli.verbs.{verb}" for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")),
-    *(f"orchestrator.{name}" for name in ("config.compose", "planner.sizes", "cli.sweep", "launch.pages")),
-    *("orchestrator.slurm.backend", "orchestrator.slurm.submission", "hydra.core.override_parser.overrides_parser"),
+    *(
+        f"orchestrator.{name}"
+        for name in ("config.compose", "planner.elastic.sizes", "submit.sweep", "observe.run_pages")
+    ),
+    *(
+        "orchestrator.backends.slurm.backend",
+        "orchestrator.backends.slurm.submission",
+        "hydra.core.override_parser.overrides_parser",
+    ),
 )
 
 

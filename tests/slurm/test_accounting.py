@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.slurm.commands import Slurm
+from orchestrator.backends.slurm.states import meaning
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.slurm.commands import Slurm
-from orchestrator.slurm.states import meaning
 
 from .cluster import Cluster
 from .cluster_conf import Shape

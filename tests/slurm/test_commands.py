@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.slurm.commands import Slurm, first_complaint
+from orchestrator.backends.slurm.states import meaning
+from orchestrator.backends.slurm.submission import LiveWatcher
+from orchestrator.cluster.importers.slurm import parse_topology
+from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.slurm.commands import Slurm, first_complaint
-from orchestrator.slurm.nodes import parse_nodes
-from orchestrator.slurm.states import meaning
-from orchestrator.slurm.submission import LiveWatcher
-from orchestrator.topology.slurm import parse_topology
 
 from .cluster_conf import Shape
 from .conftest import bring_up

@@ -6,11 +6,11 @@ import subprocess
 
 import pytest
 
-from orchestrator.goodput.facts import read_marks
-from orchestrator.launch.run_folder import RunFolder
+from orchestrator.backends.slurm.record import submitted_request
+from orchestrator.observe.goodput.run_timeline import read_marks
 from orchestrator.plan import from_json
 from orchestrator.plan.ranks import check_ranks
-from orchestrator.slurm.record import submitted_request
+from orchestrator.run.folder import RunFolder
 
 from .runs import CONF, LONG, Orch, Run
 

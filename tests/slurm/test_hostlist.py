@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.backends.slurm.script import duration
+from orchestrator.cluster.hostlist import compress, expand, natural_key
 from orchestrator.errors import OrchError
-from orchestrator.slurm import duration
-from orchestrator.slurm.hostlist import compress, expand, natural_key
 
 names = st.from_regex(r"[a-z]([a-z0-9.-]{0,6}[a-z0-9])?", fullmatch=True)
 

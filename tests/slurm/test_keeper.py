@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.agent import Agent, Place
-from orchestrator.agent.messages import Notice
-from orchestrator.agent.recorder import Recorder
+from orchestrator.agent.node.agent import Agent, Place
+from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol.messages import Notice
 from orchestrator.plan import Exit
 from tests.agent.test_coordinator import KEY, PLAN, make_folder
 from tests.launch.parcels import make_parcel, wait_for

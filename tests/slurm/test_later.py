@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.planner.replan import replan
-from orchestrator.slurm.commands import estimated_start
-from orchestrator.slurm.flags import as_argv, network_flags
-from orchestrator.slurm.nodes import parse_nodes
-from orchestrator.slurm.options import SlurmOptions
-from orchestrator.slurm.place import read_probe
-from orchestrator.slurm.queue import parse_squeue, squeue_argv
-from orchestrator.slurm.render import PROBE
-from orchestrator.topology.fit import fit
-from orchestrator.topology.slurm import from_addresses, parse_topology
+from orchestrator.backends.slurm.commands import estimated_start
+from orchestrator.backends.slurm.job.node_assignment import read_probe
+from orchestrator.backends.slurm.options import SlurmOptions
+from orchestrator.backends.slurm.queue import parse_squeue, squeue_argv
+from orchestrator.backends.slurm.script.flags import as_argv, network_flags
+from orchestrator.backends.slurm.script.render import PROBE
+from orchestrator.cluster.fit import fit
+from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
+from orchestrator.cluster.importers.slurm_nodes import parse_nodes
+from orchestrator.planner.elastic.replan import replan
 from tests.plans import make_plan
 
 from .cluster import Cluster

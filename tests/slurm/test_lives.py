@@ -8,18 +8,18 @@ from datetime import datetime
 import msgspec
 import pytest
 
-from orchestrator.launch.deliver import delivered
-from orchestrator.launch.request import from_bytes
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import Cause, EpochState, NodeState, read_state, write_state
+from orchestrator.backends.slurm.job import task
+from orchestrator.backends.slurm.job.node_assignment import place
+from orchestrator.backends.slurm.job.takeover import StandIn
+from orchestrator.backends.slurm.options import SlurmOptions
+from orchestrator.backends.slurm.record import submitted_request
 from orchestrator.plan import Exit, load_plan
-from orchestrator.planner.elastic import next_plan, seats
-from orchestrator.planner.replan import replan
-from orchestrator.slurm import task
-from orchestrator.slurm.options import SlurmOptions
-from orchestrator.slurm.place import place
-from orchestrator.slurm.record import submitted_request
-from orchestrator.slurm.stand_in import StandIn
+from orchestrator.planner.elastic.choose import next_plan, seats
+from orchestrator.planner.elastic.replan import replan
+from orchestrator.run.create import delivered
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import from_bytes
+from orchestrator.run.state import Cause, EpochState, NodeState, read_state, write_state
 from tests.launch.parcels import make_parcel
 from tests.plans import make_plan
 
@@ -111,7 +111,7 @@ def test_an_agent_is_kept_while_the_run_goes_on(folder, monkeypatch, phase):
         kept.append((argv, is_over(), most))
         return int(Exit.FENCED)
 
-    monkeypatch.setattr("orchestrator.slurm.keeper.keep", keep)
+    monkeypatch.setattr("orchestrator.backends.slurm.job.agent_supervisor.keep", keep)
     monkeypatch.setattr(task, "environment", lambda *_: {})
     monkeypatch.setattr(task.os, "dup2", lambda *_: None)  # its output stays ours
     monkeypatch.chdir(folder.path)

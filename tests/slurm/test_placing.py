@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.backends.slurm.cluster_source import uniform
+from orchestrator.cluster.fit import choose_nodes, fit
+from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
+from orchestrator.cluster.importers.slurm_nodes import parse_nodes
+from orchestrator.cluster.model import FLAT
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
-from orchestrator.planner.replan import difference, replan
-from orchestrator.slurm.live import uniform
-from orchestrator.slurm.nodes import parse_nodes
-from orchestrator.topology.fit import choose_nodes, fit
-from orchestrator.topology.model import FLAT
-from orchestrator.topology.slurm import from_addresses, parse_topology
+from orchestrator.planner.elastic.replan import difference, replan
 from tests.plans import make_plan
 
 from . import big

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.backends.slurm.options import SlurmOptions
+from orchestrator.backends.slurm.preflight import check_partition, warnings
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.saving import save_seconds
-from orchestrator.slurm.options import SlurmOptions
-from orchestrator.slurm.preflight import check_partition, warnings
+from orchestrator.planner.memory.saving import save_seconds
 from tests.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.slurm.options import read_options
+from orchestrator.backends.slurm.script.render import JobScript, render
 from orchestrator.config.compose import load
 from orchestrator.planner.build import build_plan
-from orchestrator.slurm.options import read_options
-from orchestrator.slurm.render import JobScript, render
 
 PROFILES = Path(__file__).resolve().parents[2] / "slurm"
 NAMES = sorted(path.stem for path in (PROFILES / "backend").glob("*.yaml"))

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.backends.slurm import queue
+from orchestrator.backends.slurm.states import TABLE, explain, meaning
+from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
+from orchestrator.cluster.importers.slurm_nodes import parse_nodes, parse_state, select
+from orchestrator.cluster.model import FLAT
 from orchestrator.errors import OrchError
-from orchestrator.slurm import queue
-from orchestrator.slurm.nodes import parse_nodes, parse_state, select
-from orchestrator.slurm.states import TABLE, explain, meaning
-from orchestrator.topology.model import FLAT
-from orchestrator.topology.slurm import from_addresses, parse_topology
 
 from . import big
 

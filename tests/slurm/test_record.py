@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import FINAL, SCHEMA, RunState, read_state, write_state
+from orchestrator.backends.slurm.job import task
+from orchestrator.backends.slurm.job.node_assignment import read_probe
+from orchestrator.backends.slurm.queue import Job
+from orchestrator.backends.slurm.record import SlurmRecord, find_job, unheard, verdict
+from orchestrator.backends.slurm.states import TABLE
 from orchestrator.plan.exits import Exit
-from orchestrator.slurm import task
-from orchestrator.slurm.place import read_probe
-from orchestrator.slurm.queue import Job
-from orchestrator.slurm.record import SlurmRecord, find_job, unheard, verdict
-from orchestrator.slurm.states import TABLE
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import FINAL, SCHEMA, RunState, read_state, write_state
 
 
 def state(phase: str, code: int | None = None, reason: str | None = None) -> RunState:

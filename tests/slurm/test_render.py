@@ -10,13 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.backends.slurm.array import common_flags, render_array
+from orchestrator.backends.slurm.options import SlurmOptions, read_options
+from orchestrator.backends.slurm.script.flags import (
+    block_size,
+    job_flags,
+    leaf_switches,
+    network_flags,
+    step_flags,
+    whole_unit,
+)
+from orchestrator.backends.slurm.script.quoting import check_text, command, directive
+from orchestrator.backends.slurm.script.render import JobScript, render
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.slurm.array import common_flags, render_array
-from orchestrator.slurm.flags import block_size, job_flags, leaf_switches, network_flags, step_flags, whole_unit
-from orchestrator.slurm.options import SlurmOptions, read_options
-from orchestrator.slurm.quoting import check_text, command, directive
-from orchestrator.slurm.render import JobScript, render
 from tests.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
+from orchestrator.cluster.hostlist import expand
 from orchestrator.plan import from_json
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
-from orchestrator.slurm.hostlist import expand
 
 from .runs import CONF, Orch
 

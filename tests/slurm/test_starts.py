@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.backends.slurm.dependency import add_dependencies, without_dependency
+from orchestrator.backends.slurm.starts import Start, choose
 from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
-from orchestrator.launch.offer import After
-from orchestrator.launch.run_folder import RunFolder
-from orchestrator.launch.state import RunState
 from orchestrator.plan.exits import Exit
-from orchestrator.slurm.dependency import add_dependencies, without_dependency
-from orchestrator.slurm.starts import Start, choose
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import RunState
+from orchestrator.submit.candidates import After
 
 NOW = datetime(2026, 11, 21, 12, 0, 0)
 
@@ -76,7 +76,7 @@ def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
     """Not installed, not configured, not answering: the plan is told without a word of a start."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("orchestrator.slurm.backend._GLANCE_S", 0.5)
+    monkeypatch.setattr("orchestrator.backends.slurm.backend._GLANCE_S", 0.5)
     for name in ("scontrol", "sbatch") if scontrol else ():
         (tmp_path / name).write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{scontrol}\n")
         (tmp_path / name).chmod(0o755)

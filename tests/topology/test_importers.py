@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cluster.diff import diff
+from orchestrator.cluster.document import parse_document, to_document
+from orchestrator.cluster.export import export, slurm_block, slurm_conf, slurm_yaml
+from orchestrator.cluster.importers.gpus import parse_topo
+from orchestrator.cluster.importers.infiniband import parse_ibnetdiscover
+from orchestrator.cluster.importers.kubernetes import parse_nodes, profile_of, profiles
+from orchestrator.cluster.importers.slurm import parse_topology
+from orchestrator.cluster.model import Machine, Tier, Topology
+from orchestrator.cluster.read import merge, parse, recognise
 from orchestrator.errors import OrchError
-from orchestrator.topology.diff import diff
-from orchestrator.topology.document import parse_document, to_document
-from orchestrator.topology.export import export, slurm_block, slurm_conf, slurm_yaml
-from orchestrator.topology.gpus import parse_topo
-from orchestrator.topology.infiniband import parse_ibnetdiscover
-from orchestrator.topology.kubernetes import parse_nodes, profile_of, profiles
-from orchestrator.topology.model import Machine, Tier, Topology
-from orchestrator.topology.read import merge, parse, recognise
-from orchestrator.topology.slurm import parse_topology
 
 from . import samples
 

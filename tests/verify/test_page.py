@@ -7,7 +7,7 @@ import math
 import pytest
 
 from orchestrator.plan.parity import LIMITS, Errors, Verdict
-from orchestrator.report.style import Style
+from orchestrator.style import Style
 from orchestrator.verify import matrix
 from orchestrator.verify.page import document, lines, summary
 

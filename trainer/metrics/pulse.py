@@ -3,7 +3,7 @@
 The thread only looks at what the training loop has written down for other reasons, so the loop pays nothing for it.
 A loop that no longer moves still has a pulse, which says where it stands; a process that is stopped, or whose
 interpreter is held by something that never returns, has none. Who is to blame is the coordinator's to find
-(`orchestrator.agent.diagnose`).
+(`orchestrator.agent.faults.diagnosis`).
 """
 
 from __future__ import annotations

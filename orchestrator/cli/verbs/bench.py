@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TextIO
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.bench.record import Record
+    from orchestrator.cluster.measured import Record
     from orchestrator.plan import Plan
-    from orchestrator.report.style import Style
+    from orchestrator.style import Style
 
 HELP = "measure a cluster's links and GPUs; later plans of it use what was found"
 
@@ -27,13 +27,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     import msgspec
 
+    from orchestrator.backends.base import get_backend
     from orchestrator.bench import run as bench
     from orchestrator.cli.terminal import style
     from orchestrator.cli.verbs import submit
     from orchestrator.config.compose import load
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.run_folder import RunFolder, home_folder, new_run_id
     from orchestrator.planner.build import build_plan
+    from orchestrator.run.folder import RunFolder, home_folder, new_run_id
 
     config = bench.config_of(load(overrides, args.config_dir))
     backend, home = get_backend(config.backend.name), home_folder(os.environ)
@@ -73,7 +73,7 @@ class _Progress:
         self._out, self._look, self._tenth = out, look, -1
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        from orchestrator.report.style import GREEN
+        from orchestrator.style import GREEN
 
         line = f"{self._look.bar(done / max(total, 1), 20, GREEN)} {done}/{total}  {what}"
         if self._out.isatty():
@@ -86,7 +86,7 @@ class _Progress:
 
 def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
     """What was found beside what was assumed, and seconds by message size."""
-    from orchestrator.report.style import seconds, si
+    from orchestrator.style import seconds, si
 
     described = {"nvlink": plan.cluster.nvlink} | {level.name: level for level in plan.cluster.levels}
     lines = ["", look.title("Links, one GPU's share")]
@@ -116,7 +116,7 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
 
 
 def _table(record: Record) -> str:
-    from orchestrator.report.style import seconds
+    from orchestrator.style import seconds
 
     sizes = sorted({row.size for row in record.rows})
     lines = [f"{'':<34}" + "".join(f"{size / 1024:>9,.0f}K" for size in sizes)]

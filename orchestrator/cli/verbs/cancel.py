@@ -21,12 +21,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import time
 
+    from orchestrator.backends.base import get_backend
     from orchestrator.cli.terminal import style
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.pages import end_lines
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.observe.run_pages import end_lines
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
+    from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)

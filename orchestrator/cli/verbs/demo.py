@@ -12,8 +12,8 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.launch.run_folder import RunFolder
-    from orchestrator.report.style import Style
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.style import Style
 
 HELP = "train a tiny model on this machine, and show what there is to see"
 LINE = ("+cluster=local", "parallel=tp2_pp2_zero1")
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
+    from orchestrator.backends.base import get_backend
     from orchestrator.cli.terminal import style
     from orchestrator.cli.verbs import submit
     from orchestrator.config.compose import load
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.follow import follow
-    from orchestrator.launch.run_folder import RunFolder, home_folder
+    from orchestrator.observe.follow import follow
+    from orchestrator.observe.pages.plan_page import render
     from orchestrator.planner.build import build_plan
-    from orchestrator.report.page import render
+    from orchestrator.run.folder import RunFolder, home_folder
 
     if args.steps is not None and args.steps < 2:
         raise OrchError(f"--steps {args.steps}: at least 2, to see the loss fall", Exit.USAGE)
@@ -111,7 +111,7 @@ class Scraper:
 
 def read_losses(folder: RunFolder) -> list[tuple[int, float]]:
     """(step, loss) of every step that a rank reported a loss for."""
-    from orchestrator.launch.report import decode_step
+    from orchestrator.observe.report import decode_step
 
     found = {}
     for path in sorted(folder.path.glob("metrics/*.jsonl")):

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.terminal import style
     from orchestrator.drill.faults import check_kinds, shots
     from orchestrator.drill.session import open_range, session
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
 
     if args.trials < 1 or args.for_s < 0 or args.limit_s <= 0:
         raise OrchError("`orch drill`: --trials is at least 1, --for-s not negative, --limit-s positive", Exit.USAGE)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         found = {"run": folder.run_id, "seed": args.seed, "trials": trials, "score": rows, "stopped": stopped}
         print(msgspec.json.encode(found).decode())
     else:
-        from orchestrator.report.drill import table
+        from orchestrator.observe.pages.drill_page import table
 
         print(table(rows, look))
     good = all(trial.ok for trial in trials) and not stopped

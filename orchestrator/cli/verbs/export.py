@@ -24,10 +24,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import subprocess
     import sys
 
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.run_folder import home_folder
     from orchestrator.plan import PlanError, load_plan
     from orchestrator.plan.worker import checkpoint_dir
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
 
     folder = find_run(home_folder(os.environ), args.run)
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.launch.backend import Backend
+    from orchestrator.backends.base import Backend
 
 HELP = "runs of this machine"
 _SHOWN = 20
@@ -23,12 +23,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import time
 
+    from orchestrator.backends.base import get_backend
     from orchestrator.errors import OrchError
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import all_runs
-    from orchestrator.launch.live import read_live
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.observe.live import read_live
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import all_runs
+    from orchestrator.run.state import read_state
 
     now = time.time()
     rows, damaged = [], 0
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(msgspec.json.encode([{"state": state, "live": live} for state, live in rows]).decode())
         return Exit.DONE
     from orchestrator.cli.terminal import style
-    from orchestrator.launch.pages import list_page
+    from orchestrator.observe.run_pages import list_page
 
     print(list_page(rows, now, style()) if rows else "no runs" if not args.active else "no active runs")
     hidden = len(found) - len(rows) - damaged

@@ -12,7 +12,7 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from orchestrator.launch.run_folder import RunFolder
+    from orchestrator.run.folder import RunFolder
 
 HELP = "what a run's workers and agents wrote"
 _LOOK_S = 0.2
@@ -31,11 +31,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import time
 
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.logs import LogTail
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.backends.base import get_backend
+    from orchestrator.observe.logs import LogTail
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
+    from orchestrator.run.state import read_state
 
     if args.tail is not None and args.tail < 0:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
@@ -86,8 +86,8 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
 
 def _seats(folder: RunFolder) -> dict[int, str]:
     """Rank -> node: where the workers really are, and before they have started where the plan puts them."""
-    from orchestrator.launch.state import read_state
     from orchestrator.plan import PlanError, load_plan
+    from orchestrator.run.state import read_state
 
     real = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
     if real:

@@ -23,9 +23,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import msgspec
 
     from orchestrator.cli.terminal import style
-    from orchestrator.launch.node_memory import NodeMemory
-    from orchestrator.launch.pages import nodes_page
-    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.observe.run_pages import nodes_page
+    from orchestrator.run.bad_nodes import NodeMemory
+    from orchestrator.run.folder import home_folder
     from orchestrator.suggest import did_you_mean
 
     memory, now = NodeMemory(home_folder(os.environ)), time.time()

@@ -12,7 +12,7 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
     from orchestrator.plan import Plan
-    from orchestrator.planner.sizes import Sizes
+    from orchestrator.planner.elastic.sizes import Sizes
 
 HELP = "place a model on a cluster: layout, memory, time, what limits it"
 
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.plot:
-        from orchestrator.report import plot
+        from orchestrator.observe.plots import plan_picture as plot
 
         plot.ending(args.plot)  # before the work, not after it
     from orchestrator.config.compose import load
-    from orchestrator.planner.sizes import plan_sizes
+    from orchestrator.planner.elastic.sizes import plan_sizes
 
     config = load(overrides, args.config_dir, ranges=True)
     if args.explain and config.parallel.auto and config.nodes is None:
-        from orchestrator.planner.auto import settled
+        from orchestrator.planner.search.auto import settled
 
         config = settled(config)
     sizes = plan_sizes(config, any_memory=True)
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not args.json:
         _print_sizes(sizes, config)
     if args.explain:
+        from orchestrator.observe.pages.explain_page import render as render_why
         from orchestrator.planner.explain import explain
-        from orchestrator.report.why import render as render_why
 
         print(f"\n{render_why(explain(config, plan), plan.time.step_s)}")
     return Exit.DONE
@@ -70,7 +70,7 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
         return
     from orchestrator.cli.terminal import style
     from orchestrator.plan import batch
-    from orchestrator.report.style import seconds
+    from orchestrator.style import seconds
 
     print(f"\n{style().title('Sizes')}")
     usual = sizes.legal[0].plan.parallel.pp
@@ -94,13 +94,13 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
     if config.backend.name != "local" and not any(os.access(program, os.X_OK) for program in programs):
         return []  # no scheduler within reach: its modules are not even imported
 
-    from orchestrator.launch.backend import BACKENDS, get_backend
+    from orchestrator.backends.base import BACKENDS, get_backend
 
     backend = get_backend(config.backend.name) if config.backend.name in BACKENDS else None
     if not hasattr(backend, "starts"):
         return []
     from orchestrator.cli.verbs import submit
-    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.run.folder import home_folder
 
     here = argparse.Namespace(command=None, env=[], run_id="plan", in_place=True)
     try:
@@ -131,7 +131,7 @@ def show(plan: Plan, as_json: bool) -> None:
         print(to_json(plan).decode())
         return
     from orchestrator.cli.terminal import style
-    from orchestrator.report.page import render
+    from orchestrator.observe.pages.plan_page import render
 
     print(render(plan, style()))
 

@@ -24,9 +24,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import sys
     from pathlib import Path
 
-    from orchestrator.launch.find import register
-    from orchestrator.launch.offer import preview
-    from orchestrator.launch.run_folder import RunFolder, home_folder
+    from orchestrator.run.folder import RunFolder, home_folder
+    from orchestrator.run.registry import register
+    from orchestrator.submit.candidates import preview
 
     home = home_folder(os.environ)
     backend, offers = submit.prepare(args, overrides, home)

@@ -10,9 +10,9 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.launch.run_folder import RunFolder
+    from orchestrator.observe.plots.rank_trace import Timeline
     from orchestrator.plan import Plan
-    from orchestrator.report.timeline import Timeline
+    from orchestrator.run.folder import RunFolder
 
 HELP = "a run's measurements against its plan; memory of its first steps"
 
@@ -26,16 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
-    from orchestrator.goodput.facts import read_marks
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.report import make_report, nodes_of, read_steps
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.backends.base import get_backend
+    from orchestrator.observe.goodput.run_timeline import read_marks
+    from orchestrator.observe.report import make_report, nodes_of, read_steps
     from orchestrator.plan import PlanError, load_plan
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
+    from orchestrator.run.state import read_state
 
     if args.plot:
-        from orchestrator.report.plot import ending
+        from orchestrator.observe.plots.plan_picture import ending
 
         ending(args.plot)  # before the work, not after it
     folder = find_run(home_folder(os.environ), args.run)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         _print_json(report, plan, timeline)
     else:
         from orchestrator.cli.terminal import style
-        from orchestrator.report.measured import render
+        from orchestrator.observe.pages.run_page import render
 
         print(render(report, plan, style(), timeline))
     return Exit.DONE
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:
     """Of the rank that was asked for; else of the fullest one, or the first that has one."""
+    from orchestrator.observe.plots.rank_trace import read_timeline, recorded_ranks
     from orchestrator.plan.worker import trace_file
-    from orchestrator.report.timeline import read_timeline, recorded_ranks
 
     if rank is not None and not 0 <= rank < len(plan.ranks):
         raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(plan.ranks) - 1}", Exit.USAGE)
@@ -77,7 +77,7 @@ def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> 
 def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
     import msgspec
 
-    from orchestrator.report.measured import formulas
+    from orchestrator.observe.pages.run_page import formulas
 
     found = {**report, "formulas": formulas(report, plan)}
     if timeline is not None:
@@ -91,8 +91,8 @@ def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
 
 
 def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
-    from orchestrator.report.plot import write
-    from orchestrator.report.plot_memory import figure
+    from orchestrator.observe.plots.memory_picture import figure
+    from orchestrator.observe.plots.plan_picture import write
 
     title = f"{plan.model.name} on {plan.cluster.name}: {run_id}"
     notes = [f"{step.name}: peak {sum(timeline.peak(step).values()):,} bytes" for step in timeline.steps]

@@ -18,11 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.request import from_bytes
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.backends.base import get_backend
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
+    from orchestrator.run.request import from_bytes
+    from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)

@@ -19,11 +19,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import sys
 
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.request import from_bytes
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.backends.base import get_backend
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
+    from orchestrator.run.request import from_bytes
+    from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     handle = backend.resume(folder, request, os.environ)
     if args.follow:
         from orchestrator.cli.terminal import style
-        from orchestrator.launch.follow import follow
+        from orchestrator.observe.follow import follow
 
         out = sys.stderr if args.json else sys.stdout
         print(handle, file=out, flush=True)

@@ -19,14 +19,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import time
 
+    from orchestrator.backends.base import get_backend
     from orchestrator.cli.terminal import style
-    from orchestrator.goodput.account import account
-    from orchestrator.goodput.facts import LeadReader, gather, read_marks
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.find import find_run
-    from orchestrator.launch.live import read_live
-    from orchestrator.launch.run_folder import home_folder
-    from orchestrator.launch.state import read_state
+    from orchestrator.observe.goodput.account import account
+    from orchestrator.observe.goodput.run_timeline import LeadReader, gather, read_marks
+    from orchestrator.observe.live import read_live
+    from orchestrator.run.folder import home_folder
+    from orchestrator.run.registry import find_run
+    from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             found = {"state": state, "live": live, "goodput": goodput, "run_dir": str(folder.path)}
             print(msgspec.json.encode(found).decode(), flush=True)
         else:
-            from orchestrator.launch.pages import run_page
+            from orchestrator.observe.run_pages import run_page
 
             clear = "\033[H\033[2J" if args.watch and look.colour else ""
             print(clear + run_page(state, live, look, spent), flush=True)

@@ -12,11 +12,11 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
     from orchestrator.config.schema import Config
-    from orchestrator.launch.backend import Backend
-    from orchestrator.launch.offer import Offer
-    from orchestrator.launch.request import Parcel
     from orchestrator.plan import Plan
+    from orchestrator.run.request import Parcel
+    from orchestrator.submit.candidates import Offer
 
 HELP = "plan a job and start it; prints its handle"
 
@@ -41,15 +41,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import sys
 
-    from orchestrator.launch.run_folder import home_folder
+    from orchestrator.run.folder import home_folder
 
     if args.multirun:
-        from orchestrator.cli import sweep
+        from orchestrator.submit import sweep
 
         return sweep.run(args, overrides)
     home = home_folder(os.environ)
     backend, offers = prepare(args, overrides, home)
-    from orchestrator.launch.offer import choose, preview
+    from orchestrator.submit.candidates import choose, preview
 
     if args.dry_run:
         offer, said = preview(offers, backend, os.environ)
@@ -76,14 +76,14 @@ def prepare(
 
     from msgspec import structs
 
+    from orchestrator.backends.base import get_backend
     from orchestrator.config.compose import load
-    from orchestrator.launch.backend import get_backend
-    from orchestrator.launch.run_folder import new_run_id
+    from orchestrator.run.folder import new_run_id
 
     config = load(overrides, args.config_dir, ranges=True)
     backend = get_backend(config.backend.name)
     if args.after:
-        from orchestrator.launch.offer import parse_after
+        from orchestrator.submit.candidates import parse_after
 
         wishes = parse_after(args.after, home)
         if not hasattr(backend, "after"):
@@ -95,7 +95,7 @@ def prepare(
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
     if hasattr(backend, "look_ahead") and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
         backend.look_ahead(config)
-    from orchestrator.launch.offer import make_offers  # while the cluster answers
+    from orchestrator.submit.candidates import make_offers  # while the cluster answers
 
     if member:
         run_id = member if args.run_id else f"{_name(config)}{member}"
@@ -112,7 +112,7 @@ def _remembered(config: Config, home: Path) -> list[str]:
     import sys
     import time
 
-    from orchestrator.launch.node_memory import NodeMemory
+    from orchestrator.run.bad_nodes import NodeMemory
 
     nodes = [one.node for one in NodeMemory(home).read(time.time(), config.cluster.name)]
     if nodes:
@@ -143,10 +143,10 @@ def make_parcel(
     import sys
     import time
 
-    from orchestrator.launch.find import runs_folder
-    from orchestrator.launch.request import Code, Site, make_request
-    from orchestrator.launch.run_folder import new_run_id
-    from orchestrator.launch.snapshot import find_code
+    from orchestrator.run.code_snapshot import find_code
+    from orchestrator.run.folder import new_run_id
+    from orchestrator.run.registry import runs_folder
+    from orchestrator.run.request import Code, Site, make_request
 
     runs = Path(config.run.dir).expanduser().absolute() if config.run.dir else runs_folder(home)
     cwd = Path.cwd()
@@ -170,14 +170,14 @@ def _too_large(plan: Plan) -> str:
 
 
 def show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()) -> int:
-    from orchestrator.launch.request import to_bytes
+    from orchestrator.run.request import to_bytes
 
     if as_json:
         print(to_bytes(parcel.request).decode(), end="")
         return Exit.DONE
     from orchestrator.cli.terminal import style
-    from orchestrator.launch.pages import request_page
-    from orchestrator.report.page import render
+    from orchestrator.observe.pages.plan_page import render
+    from orchestrator.observe.run_pages import request_page
 
     look = style()
     print(render(plan, look), request_page(parcel.request, look), sep="\n\n")
@@ -195,8 +195,8 @@ def show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool, said: Sequ
 def send(parcel: Parcel, backend: Backend, home: Path) -> str:
     import os
 
-    from orchestrator.launch.find import register
-    from orchestrator.launch.run_folder import RunFolder
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.run.registry import register
 
     os.umask(0o077)
     handle = backend.submit(parcel, os.environ)
@@ -218,8 +218,8 @@ def follow_run(handle: str, parcel: Parcel, backend: Backend, as_json: bool) -> 
     import sys
 
     from orchestrator.cli.terminal import style
-    from orchestrator.launch.follow import follow
-    from orchestrator.launch.run_folder import RunFolder
+    from orchestrator.observe.follow import follow
+    from orchestrator.run.folder import RunFolder
 
     out = sys.stderr if as_json else sys.stdout
     print(handle, file=out, flush=True)

@@ -10,7 +10,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.topology.model import Topology
+    from orchestrator.cluster.model import Topology
 
 HELP = "the network of a cluster: show it, import it from what the site has, compare two"
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.topology.read import merge
+    from orchestrator.cluster.read import merge
 
     if args.action == "diff":
         return _diff(args)
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.json:
         _write(args, _as_json(topology))
         return Exit.DONE
+    from orchestrator.cluster.export import FORMATS, export
     from orchestrator.suggest import did_you_mean
-    from orchestrator.topology.export import FORMATS, export
 
     wanted = args.to or ("orch" if args.action == "import" else "text")
     if wanted not in FORMATS:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from orchestrator.topology.diff import diff
+    from orchestrator.cluster.diff import diff
 
     if len(args.files) != 2:
         raise OrchError("`orch topology diff` compares exactly two files", Exit.USAGE)
@@ -70,8 +70,8 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace, path: Path) -> Topology:
-    from orchestrator.topology.kubernetes import profile_of
-    from orchestrator.topology.read import read
+    from orchestrator.cluster.importers.kubernetes import profile_of
+    from orchestrator.cluster.read import read
 
     return read(path, args.format, args.name, profile_of(args.levels) if args.levels else args.profile)
 

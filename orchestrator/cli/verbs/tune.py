@@ -19,7 +19,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.auto import search
+    from orchestrator.planner.search.auto import search
 
     if not 0 <= args.near <= 1000:
         raise OrchError(f"--near {args.near}: a share of the fastest step, 0 to 1000 percent", Exit.USAGE)

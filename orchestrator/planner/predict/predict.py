@@ -8,7 +8,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import AXES
-from orchestrator.planner import memory
+from orchestrator.planner.memory import categories as memory
 from orchestrator.planner.solve import Ground, solve
 
 from .rows import Job, RowError, read_row

@@ -7,8 +7,8 @@ most and with what latency follows from that number, tier by tier.
 
 from __future__ import annotations
 
-from orchestrator.planner.fabric import NOWHERE, Fabric, Path
-from orchestrator.planner.topology import NVLINK
+from orchestrator.cluster.build import NVLINK
+from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path
 
 
 class BestPaths:

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import structs
 
 from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.planner import collective, memory
-from orchestrator.planner.activations import heads_at_once
-from orchestrator.planner.compute import optimizer_seconds
-from orchestrator.planner.fabric import Path
-from orchestrator.planner.pipeline import EQUAL, held_at_once
-from orchestrator.planner.traffic import gradient_operations
-from orchestrator.planner.waiting import full_at_once
+from orchestrator.planner.cost import collective
+from orchestrator.planner.cost.compute import optimizer_seconds
+from orchestrator.planner.cost.deferred_weight_gradients import full_at_once
+from orchestrator.planner.cost.fabric import Path
+from orchestrator.planner.cost.pipeline import EQUAL, held_at_once
+from orchestrator.planner.cost.traffic import gradient_operations
+from orchestrator.planner.memory import categories as memory
+from orchestrator.planner.memory.activations import heads_at_once
 
 from .best_paths import BestPaths
 from .pieces import Piece

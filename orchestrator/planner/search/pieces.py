@@ -13,19 +13,10 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import CpMethod, Model, Parallel
-from orchestrator.planner import activations, collective
-from orchestrator.planner.collective import Operation
-from orchestrator.planner.compute import beside_seconds, kinds_seconds, loss_seconds
-from orchestrator.planner.model_math import (
-    dense_and_moe,
-    dense_on_rank,
-    embedding_params,
-    layer_params,
-    norm_params,
-    samples_of_kinds,
-)
-from orchestrator.planner.solve import Ground
-from orchestrator.planner.traffic import (
+from orchestrator.planner.cost import collective
+from orchestrator.planner.cost.collective import Operation
+from orchestrator.planner.cost.compute import beside_seconds, kinds_seconds, loss_seconds
+from orchestrator.planner.cost.traffic import (
     WIDTH,
     Beside,
     Repeats,
@@ -34,6 +25,16 @@ from orchestrator.planner.traffic import (
     tensor_operations,
     vocabulary_operations,
 )
+from orchestrator.planner.memory import activations
+from orchestrator.planner.memory.model_math import (
+    dense_and_moe,
+    dense_on_rank,
+    embedding_params,
+    layer_params,
+    norm_params,
+    samples_of_kinds,
+)
+from orchestrator.planner.solve import Ground
 
 from .best_paths import BestPaths
 from .shapes import RankShape, Shape

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
-from orchestrator.planner import legality, memory
+from orchestrator.planner import legality
+from orchestrator.planner.cost.deferred_weight_gradients import SPLIT
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.job import make_train
-from orchestrator.planner.model_math import resolve
+from orchestrator.planner.memory import categories as memory
+from orchestrator.planner.memory.model_math import resolve
 from orchestrator.planner.solve import Ground, Solution, solve
-from orchestrator.planner.topology import build_cluster
-from orchestrator.planner.waiting import SPLIT
 
 from .best_paths import BestPaths
 from .bound import BranchBound, RowBound, Sharded, SpotBound

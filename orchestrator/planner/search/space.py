@@ -21,8 +21,8 @@ from orchestrator.plan.legal import sharding
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.planner import legality
 from orchestrator.planner.degrees import global_batch
-from orchestrator.planner.layout import balance_stages
 from orchestrator.planner.legality import Case
+from orchestrator.planner.placement.layout import balance_stages
 from orchestrator.planner.solve import Ground
 
 RECOMPUTE = ("none", "selective", "full")

@@ -1,0 +1,1 @@
+"""What went wrong, whose fault it is, and what to do. Pure."""

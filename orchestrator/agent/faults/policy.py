@@ -1,0 +1,217 @@
+"""What happens after an epoch has ended: pure decisions from what was seen.
+
+On which nodes an elastic run goes on is the planner's to say (`planner.elastic`); whether it does is said here.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from orchestrator.plan.exits import FATAL, Exit, meaning
+from orchestrator.run.state import WORKER_CAUSES, Cause
+
+from .attribution import NOTHING, Past, blame
+
+#: Saved-and-wants-restart exits in a row without one new step, after which starting again is pointless.
+MOST_FRUITLESS = 5
+
+#: Codes that end the run with themselves: starting the same thing again on the same nodes cannot help.
+_FINAL_CODES = FATAL | {Exit.NODE, Exit.CAPACITY, Exit.FENCED}
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """The end of one worker, numbered in the order in which the coordinator heard of it."""
+
+    rank: int
+    node: str
+    code: int
+    asked: bool  # it had been told to stop
+    order: int
+    step: int | None = None
+    log: str = ""
+    tail: tuple[str, ...] = ()
+    cause: str = ""  # what it said of its failure itself
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    node: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """Somebody asked for the end."""
+
+    kind: Literal["cancelled", "stopped"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """All that is known once every worker of an epoch is gone."""
+
+    epoch: int
+    world_size: int
+    ends: tuple[WorkerEnd, ...]
+    lost: tuple[NodeLoss, ...] = ()
+    request: Request | None = None
+    new_steps: bool = False  # a step beyond all earlier epochs was completed
+    elastic: bool = False  # the run can go on with other nodes
+    resize: str = ""  # why all were asked to save and stop: nodes have come, or will leave
+    slow: Cause | None = None  # of a resize: the straggler that makes room for a spare
+    fault: Cause | None = None  # what the workers were ended for, where that was seen from outside
+
+
+@dataclass(frozen=True)
+class Budget:
+    max_restarts: int
+    used: int = 0  # counted restarts, of all causes
+    fruitless: int = 0  # uncounted ones in a row without a new step
+    limits: Mapping[str, int] = field(default_factory=dict)  # kinds of cause that have a budget of their own
+    by_cause: Mapping[str, int] = field(default_factory=dict)  # counted restarts by kind
+
+    def left(self, kind: str) -> bool:
+        """Whether a fault of this kind may be followed by a restart."""
+        if kind in self.limits:
+            return self.by_cause.get(kind, 0) < self.limits[kind]
+        return self.used - sum(self.by_cause.get(own, 0) for own in self.limits) < self.max_restarts
+
+    def spent(self, kind: str) -> Budget:
+        by_cause = {**self.by_cause, kind: self.by_cause.get(kind, 0) + 1}
+        return replace(self, used=self.used + 1, fruitless=0, by_cause=by_cause)
+
+    def name(self, kind: str) -> str:
+        own = kind in self.limits
+        return f"max_restarts_by_cause.{kind}={self.limits[kind]}" if own else f"max_restarts={self.max_restarts}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`again`: start the next epoch. Otherwise the run ends in `state` with `code`."""
+
+    again: bool
+    state: Literal["restarting", "done", "failed", "cancelled", "stopped"]
+    reason: str
+    budget: Budget
+    code: int = 0
+    counted: bool = False
+    cause: Cause | None = None
+    exclude: str | None = None  # the node that the next epoch must do without
+
+
+def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
+    """The end that explains the others.
+
+    When one worker dies its peers fail in their collectives and leave with 75 or an error of their own, and their
+    agents may be heard earlier. So: those that nobody had told to stop come first; among them a signal or an error
+    comes before a 75, which may be an answer to a peer's end; then the order of hearing decides.
+    """
+    failed = [end for end in ends if end.code != 0]
+    by_themselves = [end for end in failed if not end.asked]
+    pool = by_themselves or failed
+    return min(pool, key=lambda end: (end.code == Exit.RESTART, end.order), default=None)
+
+
+def cause_of(end: WorkerEnd, epoch: int) -> Cause:
+    where = f"rank {end.rank} on {end.node}"
+    how = meaning(end.code)
+    code = "" if end.code < 0 or how.startswith("exit code") else f" (exit {end.code})"
+    at = f" after step {end.step}" if end.step is not None else ""
+    known = end.cause in WORKER_CAUSES
+    return Cause(
+        kind=end.cause if known else "worker_exit",
+        text=f"{where}: {how}{code}{at}" + (f": {end.error}" if known and end.error else ""),
+        epoch=epoch,
+        node=end.node,
+        rank=end.rank,
+        code=end.code,
+        step=end.step,
+        log=end.log,
+        tail=list(end.tail),
+    )
+
+
+def decide(end: EpochEnd, budget: Budget, past: Past = NOTHING) -> Decision:
+    """What to do now. The contract's table, in the order in which the rows apply."""
+    complete = len(end.ends) == end.world_size
+    if complete and all(worker.code == 0 for worker in end.ends):
+        return Decision(again=False, state="done", code=0, reason="all workers are done", budget=budget)
+
+    first = first_cause(end.ends)
+    cause = end.fault or (cause_of(first, end.epoch) if first else None)
+    by_itself = end.fault is None and first is not None and not first.asked and first.code != Exit.RESTART
+
+    if end.lost and end.request is None:
+        gone = end.lost[0]
+        lost = Cause(kind="node_lost", text=f"{gone.node}: {gone.text}", epoch=end.epoch, node=gone.node)
+        if end.elastic:
+            return Decision(again=True, state="restarting", reason=lost.text, budget=budget, cause=lost)
+        return _end("failed", Exit.CAPACITY, lost.text, budget, lost)
+
+    if end.request is not None:
+        if by_itself and first.code in FATAL:
+            return _end("failed", first.code, cause.text, budget, cause)
+        saved = all(worker.code in (0, Exit.RESTART) for worker in end.ends) and (complete or not end.ends)
+        how = "; before any worker had started" if not end.ends else "" if saved else "; not every worker saved"
+        return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None if saved else cause)
+
+    if end.fault is None and end.resize and (first is None or first.asked or first.code == Exit.RESTART):
+        if end.slow:
+            return _without(end.slow, end.resize, budget)
+        return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
+
+    if first is None and end.fault is None:  # nobody failed, yet not all ended: only a lost node or a request does that
+        text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
+        return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
+
+    code = 1 if end.fault else first.code
+    if code == Exit.NODE and end.elastic:
+        return _without(cause, cause.text, budget)
+
+    if cause.kind == "disk_full":  # what was saved before is whole; starting again makes no room
+        return _end("stopped", Exit.RESTART, f"{cause.text}; make room and resume", budget, cause)
+
+    if code in _FINAL_CODES:
+        return _end("failed", code, cause.text, budget, cause)
+
+    if code == Exit.RESTART:
+        fruitless = 0 if end.new_steps else budget.fruitless + 1
+        budget = replace(budget, fruitless=fruitless)
+        if fruitless > MOST_FRUITLESS:
+            text = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
+            return _end("stopped", Exit.RESTART, text, budget, cause)
+        return Decision(again=True, state="restarting", reason=cause.text, budget=budget, cause=cause)
+
+    found = blame(cause, past)
+    if found.guilty == "data":
+        return _end("failed", Exit.CONFIG, found.text, budget, cause)
+    if found.guilty == "node":
+        if end.elastic:
+            return _without(cause, found.text, budget)
+        return _end("failed", Exit.NODE, found.text, budget, cause)
+    if not budget.left(cause.kind):
+        spent = f"; {budget.name(cause.kind)} used up" if budget.by_cause or budget.used else ""
+        code = Exit.CONFIG if cause.kind == "non_finite" else Exit.INTERNAL if code == Exit.INTERNAL else Exit.USER
+        return _end("failed", code, cause.text + spent, budget, cause)
+    budget = budget.spent(cause.kind)
+    return Decision(again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause)
+
+
+def _without(cause: Cause, reason: str, budget: Budget) -> Decision:
+    """On, on other nodes than the one of the cause."""
+    why = {"reason": reason, "cause": cause, "exclude": cause.node}
+    return Decision(again=True, state="restarting", budget=budget, **why)
+
+
+def _end(state: str, code: int, reason: str, budget: Budget, cause: Cause | None) -> Decision:
+    return Decision(again=False, state=state, code=int(code), reason=reason, budget=budget, cause=cause)
+
+
+def signal_name(signum: int) -> str:
+    return signal.Signals(signum).name

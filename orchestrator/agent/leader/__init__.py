@@ -1,0 +1,1 @@
+"""The coordinator of a run, and how it is elected."""

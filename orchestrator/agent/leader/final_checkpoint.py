@@ -1,0 +1,156 @@
+"""Before a run ends for want of nodes: what their memories hold of its state goes to the disk.
+
+Between checkpoints the newest state lies in the memory of two nodes each (`trainer/checkpoint/memory`). Nodes that are
+too few to train hold it still, until they are released. So they get an epoch of their own, with its own fencing token
+like any other, in which one process a node, not one a rank, brings it to the disk (`trainer/flush.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from orchestrator.agent.faults.policy import Decision
+from orchestrator.agent.protocol.messages import Notice, Prepare, Ready, Seat, Stop, Stopped, WorkerExit
+from orchestrator.plan import Exit, Plan
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import Policy, from_bytes
+
+from .epoch import assignment
+from .membership import Lost, Membership
+from .state_writer import RunRecord
+
+_KILL_S = 5.0  # for processes that are told to end at once
+
+#: Ends after which the newest state is worth keeping. Not those that are the job's own fault (64, 65, 78): who looks
+#: for it may want to go back further, and retention counts.
+_WORTH = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
+
+
+def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
+    """Whether a run that ends so may leave its newest state in memory alone."""
+    if not plan.job.checkpoint.memory_every_steps or decision.code not in _WORTH:
+        return False
+    kind = decision.cause.kind if decision.cause else ""
+    if kind == "disk_full" or (decision.code == Exit.RESTART and not kind):  # all have saved
+        return False
+    return from_bytes(folder.request.read_bytes()).worker.bundled
+
+
+@dataclass
+class _Attempt:
+    """One epoch of it."""
+
+    nodes: list[str]
+    gone: set[str] = field(default_factory=set)  # lost
+    stopped: set[str] = field(default_factory=set)
+    ends: list[WorkerExit] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.gone | self.stopped >= set(self.nodes)
+
+    @property
+    def step(self) -> int | None:
+        """That was saved."""
+        return next((end.step for end in self.ends if end.code == 0 and end.step is not None), None)
+
+    @property
+    def error(self) -> str:
+        failed = sorted((end for end in self.ends if end.code), key=lambda end: (end.code == Exit.RESTART, end.rank))
+        return next((end.error or f"exit code {end.code}" for end in failed), "")
+
+
+class Flush:
+    """`listen(until)`: the next thing that a node says, None at that loop time; raises Deposed as `RunRecord` does."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rules: Policy,
+        group: Membership,
+        record: RunRecord,
+        listen: Callable[[float], Awaitable[tuple[str, object] | None]],
+        note: Callable[..., None],
+    ):
+        self._plan, self._rules, self._group, self._record = plan, rules, group, record
+        self._listen, self._note = listen, note
+        self._end = 0.0  # loop time at which it must be done
+
+    async def run(self) -> str:
+        """One clause for the reason of the run's end; "" if the disk had it all. At most `grace_s`. Raises Deposed."""
+        loop = asyncio.get_running_loop()
+        self._end = loop.time() + self._rules.grace_s
+        text = ""
+        while nodes := list(self._group.members):
+            attempt = _Attempt(nodes)
+            await self._try(attempt)
+            if attempt.step is not None:
+                text = f"the state after step {attempt.step} was saved from the nodes' memories"
+            elif loop.time() >= self._end:
+                text = "what the nodes' memories hold was not saved in time"
+            elif attempt.error:
+                text = f"what the nodes' memories hold was not saved: {attempt.error}"
+            again = attempt.step is None and bool(attempt.gone) and loop.time() < self._end
+            self._record.end_flush("saved" if attempt.step is not None else "not saved" if text else "nothing to save")
+            self._note("flush_ended", step=attempt.step, reason=text, again=again)
+            if not again:  # else a node was lost meanwhile: the others may have all that is needed
+                break
+        return text
+
+    async def _try(self, attempt: _Attempt) -> None:
+        self._record.update(state="stopping", reason="saving what the nodes' memories hold")
+        self._record.begin_epoch()  # on disk before anybody hears of it
+        self._note("flush_began", epoch=self._record.epoch, nodes=len(attempt.nodes))
+        for node in attempt.nodes:
+            self._group.members[node].ready = None
+            self._tell(node, Prepare())
+        while any(self._group.members[node].ready is None for node in attempt.nodes if node not in attempt.gone):
+            if attempt.gone or not await self._hear(attempt, self._end):
+                return
+        self._assign(attempt.nodes)
+        while not attempt.over:
+            if not await self._hear(attempt, self._end):
+                break
+        if not attempt.over:
+            for node in attempt.nodes:
+                self._tell(node, Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0))
+        while not attempt.over and await self._hear(attempt, self._end + _KILL_S):
+            pass
+
+    def _assign(self, nodes: list[str]) -> None:
+        first = self._group.members[nodes[0]]
+        for index, node in enumerate(nodes):
+            trains = assignment(self._plan, node, index, first)
+            saves = {"seats": [Seat(index, 0)], "world_size": len(nodes), "flush": True}
+            self._tell(node, structs.replace(trains, **saves))
+
+    def _tell(self, node: str, message: object) -> None:
+        if member := self._group.members.get(node):
+            member.channel.send(self._record.epoch, message)
+
+    async def _hear(self, attempt: _Attempt, until: float) -> bool:
+        """False when that time has come, or somebody will not wait."""
+        event = await self._listen(until)
+        if event is None:
+            return False
+        node, what = event
+        member = self._group.members.get(node)
+        if isinstance(what, Lost):
+            if member is not None and what.member in (None, member):
+                self._group.drop(node, "node_lost", what.text)
+                self._record.lost(node)
+                attempt.gone.add(node)
+        elif isinstance(what, Ready) and member is not None:
+            member.ready = what
+        elif isinstance(what, WorkerExit):
+            attempt.ends.append(what)
+        elif isinstance(what, Stopped):
+            attempt.stopped.add(node)
+        elif isinstance(what, Notice) and what.force:
+            self._end = min(self._end, asyncio.get_running_loop().time())
+            return False
+        return True

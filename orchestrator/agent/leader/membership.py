@@ -1,0 +1,223 @@
+"""Who belongs to a run: agents that have proven themselves, joined, and are still heard.
+
+What they say comes out in one stream of (node, message), with `Lost` for a member that went away. Which members an
+epoch has, and what follows when one is lost, is the coordinator's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.agent.protocol.channel import Channel, Refused, accept
+from orchestrator.agent.protocol.messages import (
+    AgentAlive,
+    CoordinatorAlive,
+    Done,
+    Fenced,
+    FromAgent,
+    Join,
+    Notice,
+    Ready,
+    Warm,
+)
+from orchestrator.agent.protocol.self_stall import Beat, patience
+from orchestrator.plan import Exit, Plan
+
+_TICK_S = 0.25
+_MOST_GREETING = 64  # connections that have not yet proven themselves
+_JOIN_S = 10.0
+
+log = logging.getLogger("orch.membership")
+
+
+@dataclass
+class Member:
+    """An agent that belongs to the run."""
+
+    channel: Channel
+    join: Join
+    warm: bool = True  # its workers would start at once
+    silent_ticks: int = 0  # since it was last heard. Counted, so that our own pauses are not blamed on it
+    ready: Ready | None = None  # its answer to the Prepare of this epoch
+    step: int | None = None  # furthest step of its workers
+    slowdown: float | None = None  # own compute time over its peers', where that is known
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A member went away. `member`: which, where another may have come for the node since."""
+
+    text: str
+    member: Member | None = None
+    silent: bool = False  # it may live, frozen or cut off
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A node of the plan came, and cannot be used."""
+
+    code: int
+    text: str
+
+
+class Membership:
+    """`tell(node, message)` gets what members say, `note(name, **fields)` what is worth an event."""
+
+    def __init__(
+        self,
+        run: str,
+        plan: Plan,
+        key: bytes,
+        expected: list[str],
+        epoch: Callable[[], int],
+        tell: Callable[[str, object], None],
+        note: Callable[..., None],
+        silence_s: float,
+        elastic: bool = False,
+    ):
+        """`elastic`: nodes may come at any time, and nodes that the plan does not know, too."""
+        self.members: dict[str, Member] = {}
+        self.gathering = True  # newcomers are let in
+        self._run, self._plan, self._key, self._expected = run, plan, key, expected
+        self._epoch, self._tell, self._note, self._silence_s = epoch, tell, note, silence_s
+        self._elastic = elastic
+        self.excluded: dict[str, str] = {}  # node -> why it may not come again
+        self._greeting = 0
+        self._tasks: set[asyncio.Task] = set()
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, from the greeting to its end."""
+        self._tasks.add(asyncio.current_task())
+        self._greeting += 1
+        channel = member = None
+        text = "connection closed"
+        try:
+            try:
+                if self._greeting > _MOST_GREETING:
+                    raise Refused("too many connections that have not proven themselves")
+                channel = await accept(reader, writer, self._run, self._key, FromAgent)
+                first = await asyncio.wait_for(channel.receive(), _JOIN_S)
+            finally:
+                self._greeting -= 1
+            member = self._admit(channel, first)
+            while member and (received := await channel.receive()) is not None:
+                if self.members.get(member.join.node) is not member:
+                    break  # dropped meanwhile; what it still says is not for this run
+                member.silent_ticks = 0
+                self._deliver(member, *received)
+        except asyncio.CancelledError:
+            text = "the coordinator leaves"  # the end of this task, and asyncio's streams log any other
+        except (Refused, TimeoutError) as error:
+            text = f"refused: {error or 'no join'}"
+            peer = writer.get_extra_info("peername")
+            log.warning("connection from %s %s", peer, text)
+            self._note("connection_refused", peer=str(peer), reason=str(error))
+        finally:
+            if channel:
+                await channel.close()
+            else:
+                writer.close()
+            if member and self.members.get(member.join.node) is member:
+                self._tell(member.join.node, Lost(text, member))
+            self._tasks.discard(asyncio.current_task())
+
+    def _admit(self, channel: Channel, first: tuple[int, object] | None) -> Member | None:
+        """Make the newcomer a member, or tell it why not."""
+        if first is None or not isinstance(first[1], Join):
+            raise Refused("the first message was no join")
+        epoch, join = first
+        code, reason = None, ""
+        if join.node != channel.peer:
+            raise Refused(f"{channel.peer!r} joined as {join.node!r}")
+        if join.node in self.excluded:
+            code, reason = Exit.NODE, f"node {join.node} is excluded: {self.excluded[join.node]}"
+        elif self._elastic and join.gpus >= self._plan.cluster.gpus_per_node:
+            pass  # the plan in force is read when it is assigned
+        elif join.node not in self._expected and not self._elastic:
+            code, reason = Exit.CONFIG, f"the plan gives no rank to node {join.node!r}"
+        elif join.plan_hash != self._plan.hash and not self._elastic:
+            code, reason = Exit.CONFIG, f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
+        elif join.gpus < self._plan.cluster.gpus_per_node:
+            have, need = join.gpus, self._plan.cluster.gpus_per_node
+            code, reason = Exit.NODE, f"node {join.node} has {have} of {need} GPUs"
+        if code is not None:
+            channel.send(self._epoch(), Done(code=int(code), reason=reason))
+            self._note("join_refused", on=join.node, reason=reason)
+            if join.node in self._expected and self.gathering:
+                self._tell(join.node, Unfit(int(code), reason))
+            return None
+        if self._elastic:
+            self._make_room(join.node, epoch)
+        elif not self.gathering or join.node in self.members or epoch > self._epoch():
+            reason = f"epoch {self._epoch()} runs without this agent"
+            channel.send(self._epoch(), Fenced(reason=reason))
+            self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
+            return None
+        member = self.members[join.node] = Member(channel, join, join.warm)
+        self._tell(join.node, join)
+        return member
+
+    def _make_room(self, node: str, epoch: int) -> None:
+        """For an agent that comes while the run goes on. It tries again when it is refused."""
+        if epoch > self._epoch():
+            raise Refused(f"{node} follows epoch {epoch}, this is {self._epoch()}")
+        if node in self.members:
+            self._fence(node, "another agent has come for its node")
+            raise Refused(f"{node} is still here")
+
+    def _deliver(self, member: Member, epoch: int, message: object) -> None:
+        """Into the queue, if it is of this epoch. Older ones may be under way until the agent has answered Ready."""
+        node = member.join.node
+        if epoch > self._epoch() or isinstance(message, Join):
+            raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
+        if isinstance(message, Notice | Warm):  # hold for the run, whatever the epoch
+            member.warm = member.warm or isinstance(message, Warm)
+            self._tell(node, message)
+        elif epoch < self._epoch():
+            if member.ready is not None:
+                self._fence(node, f"it spoke for epoch {epoch}, this is {self._epoch()}")
+        elif isinstance(message, AgentAlive):
+            member.step = message.step
+            self._tell(node, message)
+        else:
+            self._tell(node, message)
+
+    def _fence(self, node: str, reason: str, silent: bool = False) -> None:
+        """Out of the run: told so, so that it kills its workers even if it wakes up much later."""
+        member = self.members[node]
+        member.channel.send(self._epoch(), Fenced(reason=reason))
+        self._tell(node, Lost(reason, member, silent))
+
+    def drop(self, node: str, event: str, text: str) -> None:
+        """Out of the members; its connection is closed, and whatever it says is no longer heard."""
+        member = self.members.pop(node, None)
+        if member:
+            self._note(event, on=node, reason=text)
+            close = asyncio.create_task(member.channel.close())
+            self._tasks.add(close)
+            close.add_done_callback(self._tasks.discard)
+
+    async def tick(self, each: Callable[[], None] = lambda: None) -> None:
+        """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
+        most = patience(self._silence_s, _TICK_S)
+        clock = asyncio.get_running_loop().time
+        beat = Beat(_TICK_S, clock())
+        while True:
+            began = clock()
+            await asyncio.sleep(_TICK_S)
+            due, in_time = beat.tick(began, clock())
+            if due:
+                each()
+            for node, member in list(self.members.items()):
+                if due:
+                    member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))
+                member.silent_ticks += in_time
+                if in_time and member.silent_ticks == most:
+                    self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,236 @@
+"""The coordinator's pen: every change of the run's state goes through here to `state.json`, whole and in order."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.agent.faults.policy import Decision
+from orchestrator.agent.protocol.messages import Join
+from orchestrator.observe.report import write_report
+from orchestrator.plan import Plan
+from orchestrator.run.claims import Claims
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import Cause, EpochState, NodeState, RunState, read_state, write_state
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_MOST_EPOCHS = 64  # kept in the state; events/ has them all
+
+_replace = msgspec.structs.replace
+
+
+class RunRecord:
+    """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow.
+
+    With `claims`, which must hold the newest epoch, every write is one that nobody else may do, or raises Deposed.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        node: str,
+        discovery: Discovery,
+        claims: Claims | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._folder, self._plan, self._node = folder, plan, node
+        self._discovery, self._claims, self._clock = discovery, claims, clock
+        self._state: RunState = read_state(folder)
+        self._led_by = self._state.writer  # until now
+        self._unwritten = False  # there was no room for the newest state
+        self._file: int | None = None  # inode of the state that we wrote last
+
+    @property
+    def epoch(self) -> int:
+        return self._state.epoch
+
+    @property
+    def restarts(self) -> int:
+        """Counted restarts of this attempt; `orch resume` begins a new count."""
+        return self._state.restarts
+
+    @property
+    def last_epoch(self) -> EpochState | None:
+        return self._state.epochs[-1] if self._state.epochs else None
+
+    @property
+    def restarts_by_cause(self) -> dict[str, int]:
+        return self._state.restarts_by_cause
+
+    @property
+    def causes(self) -> list[Cause]:
+        """What went wrong in this attempt, oldest first, as far as it is kept."""
+        return [x.cause for x in self._state.epochs if x.cause and x.epoch >= self._state.first_epoch]
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Node -> why this attempt goes on without it."""
+        return self._state.excluded
+
+    def exclude(self, node: str, reason: str) -> None:
+        self.update(excluded=self._state.excluded | {node: reason})
+
+    def slow(self, nodes: dict[str, float]) -> None:
+        """Nodes that straggle now, each with how much slower it is."""
+        self.update(slow=nodes)
+
+    @property
+    def nodes(self) -> dict[str, NodeState]:
+        return self._state.nodes
+
+    def check(self) -> None:
+        """Raises Deposed when somebody else has become the writer."""
+        if self._claims:
+            self._claims.check()
+
+    @property
+    def claimed(self) -> int:
+        """The newest epoch that is ours, -1 without claims."""
+        return self._claims.held if self._claims else -1
+
+    def claim(self) -> None:
+        """The next epoch is ours, from now on; it begins with `begin_epoch`."""
+        if self._claims and self._claims.held <= self._state.epoch:
+            self._claims.take(self._state.epoch + 1)
+
+    def update(self, **changes: object) -> None:
+        self.check()
+        self._state = _replace(self._state, **changes, updated_at=self._clock(), writer=self._node)
+        self._write()
+
+    def _write(self, must: bool = False) -> None:
+        """A full disk ends no run that only has news to tell: they are written when there is room again."""
+        try:
+            write_state(self._folder, self._state)
+        except OSError as error:
+            if must or error.errno not in NO_ROOM:
+                raise
+            self._unwritten = True
+            return
+        self._unwritten = False
+        self._file = self._folder.state.stat().st_ino
+
+    def retry(self) -> None:
+        """Once a heartbeat."""
+        if self._unwritten:
+            self.check()
+            self._write()
+
+    def reassert(self) -> None:
+        """Ours is the truth. An older coordinator that froze between its look at the claims and its rename, and woke,
+        has replaced the state once.
+        """
+        self.check()
+        self.retry()
+        if self._file is not None and self._folder.state.stat().st_ino != self._file:
+            self._write()
+
+    def joined(self, joins: dict[str, Join]) -> None:
+        """All nodes are here: who they are, and where Prometheus finds them."""
+        ranks: dict[str, list[int]] = {node: [] for node in joins}
+        for rank in self._plan.ranks:
+            ranks.setdefault(rank.node, []).append(rank.rank)  # one may be lost, and that not yet taken notice of
+        nodes = {
+            node: NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics, ranks=ranks[node])
+            for node, join in joins.items()
+        }
+        if self._claims:  # nodes that have left stay in the books
+            nodes = self._state.nodes | nodes
+        self._publish(nodes)
+        self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
+
+    def parked(self, node: str, join: Join) -> None:
+        """A node has come while the others run."""
+        spare = NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics)
+        nodes = self._state.nodes | {node: spare}
+        self._publish(nodes)
+        self.update(nodes=nodes)
+
+    def _publish(self, nodes: dict[str, NodeState]) -> None:
+        here = {name: node for name, node in nodes.items() if node.state in ("joined", "running")}
+        self._discovery.publish({name: node.metrics for name, node in here.items() if node.metrics})
+
+    def begin_epoch(self) -> None:
+        """A new epoch, one higher than any before, durable before the first message that carries it."""
+        self.claim()
+        number = self.claimed if self._claims else self._state.epoch + 1
+        epoch = EpochState(epoch=number, started_at=self._clock())
+        self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
+        if self._unwritten:
+            self._write(must=True)
+
+    def running(self) -> None:
+        self._nodes("running")
+        self._last_epoch(running_at=self._clock())
+        self.update(state="running", reason=None)
+
+    def take_over(self) -> set[str]:
+        """Another coordinator's epoch is over: closed in the books, and its node, if it was one, counted as lost."""
+        led = self._led_by
+        text = f"{led}: the coordinator is gone"
+        cause = Cause(kind="coordinator_lost", text=text, epoch=self._state.epoch, node=led)
+        if self._state.epochs and self._state.epochs[-1].outcome is None:
+            self._last_epoch(ended_at=self._clock(), outcome="restart", cause=cause)
+        self.update(state="restarting", reason=text)
+        if led not in self._state.nodes or led == self._node:
+            return set()
+        if self._state.nodes[led].state != "ended":
+            self.lost(led)
+        return {led}
+
+    def replanned(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        self._plan = plan
+        self.update(plan_hash=plan.hash, summary=self._state.summary | {"world_size": plan.parallel.world_size})
+
+    def lost(self, node: str) -> None:
+        self._gone(node, "lost")
+
+    def left(self, node: str) -> None:
+        self._gone(node, "ended")
+
+    def _gone(self, node: str, how: str) -> None:
+        if node in self._state.nodes:
+            nodes = self._state.nodes | {node: _replace(self._state.nodes[node], state=how)}
+            self.update(nodes=nodes)
+
+    def end_epoch(self, decision: Decision) -> None:
+        outcome = "restart" if decision.again else decision.state
+        self._last_epoch(ended_at=self._clock(), outcome=outcome, counted=decision.counted, cause=decision.cause)
+        if decision.again:
+            self._nodes("joined")
+            spent = {"restarts": decision.budget.used, "restarts_by_cause": dict(decision.budget.by_cause)}
+            self.update(state="restarting", reason=decision.reason, **spent)
+
+    def end_flush(self, outcome: str) -> None:
+        """An epoch that only saved is over; no fault."""
+        self._last_epoch(ended_at=self._clock(), outcome=outcome)
+        self.update()
+
+    def finish(self, decision: Decision) -> None:
+        """The last word, and the report; the report first, since a reader of the last word looks for it."""
+        self._nodes("ended")
+        self._discovery.withdraw()
+        final = {"state": decision.state, "exit_code": decision.code, "ended_at": self._clock()}
+        ended = _replace(self._state, **final, reason=decision.reason, cause=decision.cause)
+        with contextlib.suppress(OSError):  # a report is a courtesy, the last word is not
+            write_report(self._folder, self._plan, ended)
+        self.update(**final, reason=decision.reason, cause=decision.cause)
+
+    def _nodes(self, state: str) -> None:
+        def after(node: NodeState) -> NodeState:
+            gone, spare = node.state in ("lost", "ended"), state == "running" and not node.ranks
+            return node if gone or spare else _replace(node, state=state)
+
+        nodes = {name: after(node) for name, node in self._state.nodes.items()}
+        self._state = _replace(self._state, nodes=nodes)
+
+    def _last_epoch(self, **changes: object) -> None:
+        *before, last = self._state.epochs
+        self._state = _replace(self._state, epochs=[*before, _replace(last, **changes)])

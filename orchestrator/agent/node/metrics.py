@@ -1,0 +1,270 @@
+"""One Prometheus endpoint a node. Names, types and units: reliability.md section 7, docs/metrics in docs/protocol.md.
+
+Labels are job (the run id), node and plan_epoch; there is no rank label, since ranks come by the ten thousand. So a
+series is the sum or the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max by (job)`
+over the nodes then gives the job. Nothing here keeps global state, and a report costs microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from orchestrator import __version__
+from orchestrator.observe.goodput.intervals import WallState
+from orchestrator.observe.goodput.meter import WallMeter
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import EventReport, StepReport
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
+_LABELS = ["job", "node", "plan_epoch"]
+
+_COUNTERS = {
+    "orch_step": "Optimizer steps completed, replayed ones included.",
+    "orch_tokens": "Tokens trained on, this node's share: sum over nodes gives the job.",
+    "orch_comm_bytes": "Bytes sent by the workers of this node, by axis of parallelism.",
+    "orch_comm_seconds": "Seconds in communication, summed over the workers of this node.",
+    "orch_wall_seconds": "Seconds of this node's agent, each in one state (docs/reliability.md).",
+    "orch_faults": "Failures, by kind and by who noticed.",
+    "orch_restarts": "Times that all workers were started again, by reason.",
+    "orch_replans": "Times that the run went on with other nodes, by how it changed.",
+    "orch_checkpoint_failures": "Saves that could not be made; training went on.",
+    "orch_reports_dropped": "Reports that workers dropped because their pipe was full.",
+    "orch_reports_unreadable": "Lines on report pipes that were no reports.",
+}
+_GAUGES = {
+    "orch_last_step": "Last completed step.",
+    "orch_last_step_timestamp_seconds": "When it completed.",
+    "orch_loss": "Loss of the last step, mean over the tokens of the whole job.",
+    "orch_grad_norm": "Norm of the last gradient of the whole job, before clipping.",
+    "orch_learning_rate": "Learning rate of the last step.",
+    "orch_ettr_ratio": "Productive seconds of this node over all of them; a run's is its sums' ratio.",
+    "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
+    "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
+    "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
+    "orch_pipeline_bubble_ratio": "Idle time of a pipeline over its busy time, last step, of this node's worst worker.",
+    "orch_checkpoint_bytes": "Size of the last durable checkpoint.",
+    "orch_memory_bytes": "Memory by category, of the worker of this node that uses most of it.",
+    "orch_last_durable_checkpoint_timestamp_seconds": "When the last checkpoint was safely on disk.",
+    "orch_last_durable_checkpoint_step": "Its step.",
+    "orch_workers": "Workers alive on this node.",
+    "orch_healthy_nodes": "Nodes whose agents are connected.",
+    "orch_wanted_nodes": "Nodes that the plan uses.",
+    "orch_spare_nodes": "Connected nodes that hold no rank.",
+    "orch_node_slowdown_ratio": "Own compute time of a node that is slow over the median of its peers; 1: it is not.",
+    "orch_plan_info": "The plan that runs.",
+    "orch_build_info": "The orch that runs it.",
+}
+_EXTRA = {
+    "orch_comm_bytes": ["axis"],
+    "orch_comm_seconds": ["axis"],
+    "orch_memory_bytes": ["category"],
+    "orch_wall_seconds": ["state"],
+    "orch_faults": ["kind", "detected_by"],
+    "orch_restarts": ["reason"],
+    "orch_replans": ["reason"],
+    "orch_plan_info": ["plan_hash", "tp", "cp", "ep", "pp", "dp", "zero", "schedule"],
+    "orch_build_info": ["version"],
+}
+
+
+class _Histogram:
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        index = next((i for i, bound in enumerate(BUCKETS) if value <= bound), len(BUCKETS))
+        self.counts[index] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        running, result = 0, []
+        for bound, count in zip((*BUCKETS, float("inf")), self.counts, strict=True):
+            running += count
+            result.append(("+Inf" if bound == float("inf") else str(bound), running))
+        return result
+
+
+class NodeMetrics(Collector):
+    """The numbers of one node. Feed it reports; it is its own registry's collector."""
+
+    def __init__(self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic):
+        self._job, self._node, self._clock = job, node, clock
+        self._wall = WallMeter(clock(), lambda state, seconds: self.add("orch_wall_seconds", seconds, state))
+        self._recoveries: dict[tuple[int], _Histogram] = {}  # (epoch,)
+        self._plan = plan
+        self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == node)
+        self._epoch = -1
+        self._counters: dict[tuple[str, int, tuple[str, ...]], float] = {}
+        self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._durations: dict[tuple[int, str], _Histogram] = {}  # (epoch, phase)
+        self._saves: dict[tuple[int], _Histogram] = {}  # (epoch,)
+        self._bubbles: dict[int, float] = {}  # rank -> ratio
+        self._memory: dict[int, dict[str, int]] = {}  # rank -> bytes by category
+        self._dropped: dict[int, int] = {}
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From here on everything is of this epoch; values of the moment of older ones are no longer true."""
+        self.enter("rendezvous")
+        self._epoch = epoch
+        keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
+        self._gauges = {k: v for k, v in self._gauges.items() if k[0].startswith(keep)}
+        self._memory.clear()
+        self._bubbles.clear()
+        self._dropped.clear()
+        self._say_plan()
+        self.set("orch_build_info", 1, __version__)
+
+    def replan(self, plan: Plan) -> None:
+        """Another plan holds from here on, in the epoch that has begun."""
+        self._plan = plan
+        self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == self._node)
+        self._gauges = {key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"}
+        self._say_plan()
+
+    def _say_plan(self) -> None:
+        par = self._plan.parallel
+        degrees = (str(getattr(par, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
+        self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, par.schedule)
+
+    def enter(self, state: WallState) -> None:
+        """What this node's time is spent on from now on, until its next step."""
+        self._wall.enter(state, self._clock())
+
+    def add(self, name: str, value: float, *labels: str) -> None:
+        key = (name, self._epoch, labels)
+        self._counters[key] = self._counters.get(key, 0) + value
+
+    def set(self, name: str, value: float | None, *labels: str) -> None:
+        if value is not None:
+            self._gauges[name, labels] = value
+
+    def on_step(self, report: StepReport, at: float) -> None:
+        if self._ranks and report.rank == self._ranks[0]:  # one worker speaks for the node's progress
+            stall_s = report.phase_s.get("checkpoint", 0.0)
+            back_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
+            if back_s is not None:
+                self._recoveries.setdefault((self._epoch,), _Histogram()).observe(back_s)
+            self.add("orch_step", 1)
+            self.add("orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size)
+            self.set("orch_last_step", report.step)
+            self.set("orch_last_step_timestamp_seconds", at)
+            self.set("orch_tokens_per_second", report.tokens / report.step_s if report.step_s > 0 else None)
+            self.set("orch_mfu_ratio", report.mfu)
+            self.set("orch_hfu_ratio", report.hfu)
+            for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
+                self._durations.setdefault((self._epoch, phase), _Histogram()).observe(seconds)
+        self.set("orch_loss", report.loss)
+        self.set("orch_grad_norm", report.grad_norm)
+        self.set("orch_learning_rate", report.lr)
+        for axis, count in report.comm_bytes.items():
+            self.add("orch_comm_bytes", count, axis)
+        for axis, seconds in report.comm_s.items():
+            self.add("orch_comm_seconds", seconds, axis)
+        if report.memory_bytes:
+            self._memory[report.rank] = report.memory_bytes
+            for category in report.memory_bytes:
+                worst = max(memory.get(category, 0) for memory in self._memory.values())
+                self.set("orch_memory_bytes", worst, category)
+        if report.bubble_ratio is not None:
+            self._bubbles[report.rank] = report.bubble_ratio
+            self.set("orch_pipeline_bubble_ratio", max(self._bubbles.values()))
+        dropped = report.dropped_reports - self._dropped.get(report.rank, 0)
+        if dropped > 0:
+            self._dropped[report.rank] = report.dropped_reports
+            self.add("orch_reports_dropped", dropped)
+
+    def on_event(self, report: EventReport, at: float) -> None:
+        if report.name == "checkpoint_failed":
+            self.add("orch_checkpoint_failures", 1)
+        if report.name == "checkpoint_saved":
+            self.set("orch_last_durable_checkpoint_timestamp_seconds", at)
+            self.set("orch_last_durable_checkpoint_step", report.step)
+            size, seconds = report.fields.get("bytes"), report.fields.get("seconds")
+            if isinstance(size, int | float):
+                self.set("orch_checkpoint_bytes", size)
+            if isinstance(seconds, int | float):
+                self._saves.setdefault((self._epoch,), _Histogram()).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        self._wall.look(self._clock())
+        self.set("orch_ettr_ratio", self._wall.ettr)
+        for name, text in _COUNTERS.items():
+            family = CounterMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
+            for (which, epoch, labels), value in list(self._counters.items()):
+                if which == name:
+                    family.add_metric([self._job, self._node, str(epoch), *labels], value)
+            yield family
+        for name, text in _GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
+            for (which, labels), value in list(self._gauges.items()):
+                if which == name:
+                    family.add_metric([self._job, self._node, str(self._epoch), *labels], value)
+            yield family
+        text = "Time of a step and of its phases, as seen by the node's first worker."
+        yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
+        text = "Time to save a checkpoint, from the first byte to durable, where a worker of this node says so."
+        yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
+
+        text = "From the first sign of an epoch's end to the beginning of the next step, where it broke off steps."
+        yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
+
+    def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple, _Histogram]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])
+        for (epoch, *labels), histogram in list(found.items()):
+            family.add_metric([self._job, self._node, str(epoch), *labels], histogram.cumulative(), histogram.total)
+        return family
+
+
+_REQUEST_S = 5.0
+_ANSWER = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
+
+
+async def serve(
+    metrics: NodeMetrics, host: str, port: int, fd: int | None = None, targets: Path | None = None
+) -> asyncio.Server:
+    """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one. `fd`: a socket that
+    listens already, of another network namespace perhaps; it becomes the server's. GET /targets, for Prometheus's
+    http_sd: the endpoints of all nodes, from the file of that name where this node has it (the coordinator's does)."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
+            first, *rest = head.decode("latin-1").split("\r\n")
+            headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
+            method, path, *_ = [*first.split(" "), "", ""]
+            path = path.split("?")[0]
+            if path not in ("/metrics", "/targets"):
+                status, kind, body = "404 Not Found", "text/plain", b"see /metrics and /targets\n"
+            elif method != "GET":
+                status, kind, body = "405 Method Not Allowed", "text/plain", b"GET only\n"
+            elif path == "/targets":
+                found = targets is not None and targets.exists()
+                status, kind, body = "200 OK", "application/json", targets.read_bytes() if found else b"[]\n"
+            else:
+                encode, kind = choose_encoder(headers.get("accept", ""))
+                status, body = "200 OK", encode(metrics.registry)
+            writer.write(_ANSWER.format(status=status, kind=kind, size=len(body)).encode() + body)
+            await asyncio.wait_for(writer.drain(), _REQUEST_S)
+        writer.close()
+
+    if fd is not None:
+        return await asyncio.start_server(answer, sock=socket.socket(fileno=fd), limit=1 << 14)
+    try:
+        return await asyncio.start_server(answer, host, port, limit=1 << 14)
+    except OSError:
+        if port == 0:
+            raise
+        return await asyncio.start_server(answer, host, 0, limit=1 << 14)

@@ -1,0 +1,108 @@
+"""What one node sees of its workers: what they say of themselves, and what the kernel says of them.
+
+Looks are counted, not timed, so that a pause of this agent is not taken for one of its workers. Nothing is judged here:
+whether a worker that stands still is at fault shows only beside the others (`diagnose`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from orchestrator.agent.protocol.messages import Seen
+from orchestrator.plan.worker import PulseReport, StepReport
+from orchestrator.run.processes import Identity, Load, identity, load_of
+
+LOOK_S = 0.5
+FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
+_USUAL_STEPS = 32  # that a median is taken of
+_OWN_STEPS = 8  # of own compute time: who becomes slow is so after five
+_BUSY_LOOKS = 4
+_LONGEST_WORD = 120
+
+
+@dataclass
+class _Rank:
+    process: Identity | None = None
+    pulse: PulseReport | None = None
+    making: int = 0  # the step after the last that was reported: a pulse may be older than that
+    still: int = 0  # looks
+    in_step: int = 0
+    silent: int = 0
+    stopped: int = 0
+    load: Load | None = None
+    used_s: deque[float] = field(default_factory=lambda: deque(maxlen=_BUSY_LOOKS))  # CPU seconds between looks
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
+    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_STEPS))
+
+
+class NodeWatch:
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+
+    def begin_epoch(self) -> None:
+        self._ranks.clear()
+
+    def on_step(self, report: StepReport) -> None:
+        one = self._ranks.setdefault(report.rank, _Rank())
+        one.still = one.in_step = 0
+        one.making = report.step + 1
+        one.steps_s.append(report.step_s)
+        if report.own_s is not None:
+            one.own_s.append(report.own_s)
+
+    def on_pulse(self, pulse: PulseReport) -> None:
+        one = self._ranks.setdefault(pulse.rank, _Rank())
+        before, one.pulse, one.silent = one.pulse, pulse, 0
+        if before is None or before.step != pulse.step:
+            one.in_step = 0
+        if before is None or _place(before) != _place(pulse):
+            one.still = 0
+
+    def look(self, pids: Mapping[int, int]) -> list[Seen]:
+        """Once every LOOK_S, at the workers that live: rank -> pid, 0 for one that is just being born."""
+        return [self._look(rank, pid) for rank, pid in sorted(pids.items()) if pid]
+
+    def _look(self, rank: int, pid: int) -> Seen:
+        one = self._ranks.setdefault(rank, _Rank())
+        process = identity(pid)
+        if process != one.process:
+            one.process, one.load = process, None
+        before, one.load = one.load, load_of(process) if process else None
+        if before and one.load:
+            one.used_s.append(one.load.cpu_s - before.cpu_s)
+        stopped = one.load is not None and one.load.state == "T"
+        ran = one.silent == 0 or (before is not None and one.load is not None and one.load.cpu_s > before.cpu_s)
+        one.still, one.in_step, one.silent = one.still + 1, one.in_step + 1, one.silent + 1
+        one.stopped = (1 if ran else one.stopped + 1) if stopped else 0  # who is stopped and let go in turn is slow
+        pulse = one.pulse
+        told = pulse if pulse and pulse.step >= one.making else None
+        return Seen(
+            rank=rank,
+            step=told.step if told else one.making,
+            phase=_shown(told.phase) if told else "",
+            waiting=_shown(told.waiting) if told and told.waiting else None,
+            still_s=one.still * LOOK_S,
+            step_s=one.in_step * LOOK_S,
+            silent_s=one.silent * LOOK_S if pulse else None,
+            stopped_s=one.stopped * LOOK_S,
+            state=one.load.state if one.load else "?",
+            busy=round(sum(one.used_s) / (len(one.used_s) * LOOK_S), 2) if one.used_s else 0.0,
+            usual_step_s=statistics.median(one.steps_s) if len(one.steps_s) > 1 else None,
+            usual_own_s=statistics.median(one.own_s) if len(one.own_s) > 4 else None,
+        )
+
+
+def _shown(text: str) -> str:
+    """A worker's word as it may appear on a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_WORD])
+
+
+def is_frozen(seen: Seen) -> bool:
+    return seen.stopped_s >= FROZEN_AFTER_S
+
+
+def _place(pulse: PulseReport) -> tuple:
+    return pulse.step, pulse.phase, pulse.waiting, pulse.moves

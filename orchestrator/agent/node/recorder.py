@@ -1,0 +1,97 @@
+"""Everything that a node has to tell, in three forms: metrics lines, events lines, Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import EventReport, PulseReport, StepReport
+from orchestrator.run.folder import RunFolder
+
+from .metrics import NodeMetrics
+from .progress import NodeWatch
+from .worker_reports import JsonLines, parse, stamped
+
+#: Events of this node that say what its time goes to from then on.
+_ENTERS = {
+    "workers_started": "startup",
+    "flush_started": "checkpoint_stall",
+    "worker_ended": "rendezvous",
+    "coordinator_lost": "rendezvous",
+}
+_LONGEST_WORD = 500  # of what a worker says of its failure
+_MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
+
+
+class Recorder:
+    """One a node. `clock` gives Unix seconds."""
+
+    def __init__(self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time):
+        self.node, self.metrics = node, NodeMetrics(folder.run_id, node, plan)
+        self._clock = clock
+        self._steps = JsonLines(folder.metrics(node))
+        self._events = JsonLines(folder.events(node))
+        self._epoch = -1
+        self._unreadable = 0
+        self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
+        self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
+        self.watch = NodeWatch()
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._unreadable = 0
+        self.last_step.clear()
+        self._failure.clear()
+        self.watch.begin_epoch()
+        self.metrics.begin_epoch(epoch)
+
+    def replan(self, plan: Plan) -> None:
+        self.metrics.replan(plan)
+
+    @property
+    def furthest_step(self) -> int | None:
+        return max(self.last_step.values(), default=None)
+
+    def failure_of(self, rank: int) -> dict[str, str]:
+        """`cause` and `error`, in a worker's own words; empty where it had none."""
+        fields = self._failure[rank].fields if rank in self._failure else {}
+        return {name: str(fields.get(name) or "")[:_LONGEST_WORD] for name in ("cause", "error")}
+
+    def on_line(self, rank: int, line: bytes) -> None:
+        """One line of a worker's report pipe."""
+        report, at = parse(line, rank, self._epoch), self._clock()
+        if isinstance(report, StepReport):
+            self.last_step[rank] = report.step
+            self._steps.write(stamped(line, at))
+            self.watch.on_step(report)
+            self.metrics.on_step(report, at)
+        elif isinstance(report, PulseReport):
+            self.watch.on_pulse(report)
+        elif isinstance(report, EventReport):
+            if report.name == "failed":
+                self._failure[rank] = report
+            self._events.write(stamped(line, at))
+            self.metrics.on_event(report, at)
+            if report.name == "checkpoint_saved" and report.step is not None:
+                self.last_step.setdefault(rank, report.step)  # of a flush, which makes none
+            if report.name == "stopping":  # steps are over, the last save follows
+                self.metrics.enter("checkpoint_stall")
+        else:
+            self._unreadable += 1
+            self.metrics.add("orch_reports_unreadable", 1)
+            if self._unreadable <= _MOST_UNREADABLE:
+                self.event("report_unreadable", rank=rank, line=line[:200].decode(errors="backslashreplace"))
+
+    def event(self, name: str, **fields: object) -> None:
+        """Something that the agent or the coordinator itself did or saw."""
+        if name in _ENTERS:
+            self.metrics.enter(_ENTERS[name])
+        record = {"kind": "agent", "name": name, "node": self.node, "epoch": self._epoch, **fields}
+        self._events.write(stamped(msgspec.json.encode(record), self._clock()))
+
+    def close(self) -> None:
+        self._steps.close()
+        self._events.close()

@@ -1,0 +1,109 @@
+"""Where a worker is: its own word (faulthandler's, on SIGQUIT), and the kernel's, saved into the run folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from orchestrator.run.processes import Identity, is_stopped, send_signal
+
+_WAIT_S, _LOOK_S = 1.0, 0.05  # for the worker's word
+_MOST_BYTES = 1 << 18
+_TAIL_BYTES, _TAIL_LINES, _TAIL_WIDTH = 8192, 20, 500
+_FACTS = ("State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+
+
+async def save_stack(worker: Identity, log: Path, into: Path, reason: str) -> bool:
+    """Write what can be learnt of a living worker to `into`; False when it could not be written.
+
+    A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped cannot answer.
+    """
+    said = ""
+    if catches(worker.pid, signal.SIGQUIT) and not is_stopped(worker):
+        start = _size(log)
+        send_signal(worker, signal.SIGQUIT)
+        said = await _said(log, start)
+    text = f"{reason}\n\n{kernel_facts(worker.pid)}\n{said or 'The worker itself said nothing.'}\n"
+    try:
+        into.parent.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", errors="replace") as file:
+            file.write(text)
+    except OSError:
+        return False
+    return True
+
+
+async def _said(log: Path, start: int) -> str:
+    """What a log has grown by, when it has stopped growing."""
+    loop = asyncio.get_running_loop()
+    end, size = loop.time() + _WAIT_S, start
+    while loop.time() < end:
+        await asyncio.sleep(_LOOK_S)
+        before, size = size, _size(log)
+        if size == before > start:
+            break
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        return file.read(_MOST_BYTES).decode(errors="replace")
+    return ""
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    mask = _status(pid).get("SigCgt")
+    return mask is not None and bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def kernel_facts(pid: int) -> str:
+    """State, threads and what each waits for in the kernel, as far as this user may know."""
+    status = _status(pid)
+    lines = [f"{name}: {status[name]}" for name in _FACTS if name in status]
+    for thread in sorted(_threads(pid), key=int)[:64]:
+        about = f"/proc/{pid}/task/{thread}"
+        name, where, stack = _read(f"{about}/comm"), _read(f"{about}/wchan"), _read(f"{about}/stack")
+        lines.append(f"thread {thread} {name}: {where if where not in ('', '0') else 'in user space, or not told'}")
+        lines += [f"  {line}" for line in stack.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def tail_of(path: Path, start: int) -> list[str]:
+    """The last lines that were written to a log after byte `start`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line[:_TAIL_WIDTH] for line in text.splitlines()[-_TAIL_LINES:]]
+
+
+def _status(pid: int) -> dict[str, str]:
+    pairs = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

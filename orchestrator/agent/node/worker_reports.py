@@ -1,0 +1,102 @@
+"""What workers say: one JSON object a line on a pipe, of which nothing may be trusted and nothing may wait."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.plan.worker import Report
+from orchestrator.run.untrusted import UNREADABLE
+
+LONGEST_LINE = 1 << 16  # bytes
+_AT_ONCE = 1 << 18  # bytes read before other work gets its turn
+
+_decoder = msgspec.json.Decoder(Report)
+
+
+class ReportPipe:
+    """Cuts the bytes of one worker's pipe into lines. A line that is too long is dropped whole."""
+
+    def __init__(self, fd: int, on_line: Callable[[bytes], None]):
+        self._fd, self._on_line = fd, on_line
+        self._part = bytearray()
+        self._too_long = False
+        self._open = True
+        asyncio.get_running_loop().add_reader(fd, self.read)
+
+    def read(self, at_most: int = _AT_ONCE) -> None:
+        """What there is by now, up to so many bytes."""
+        if not self._open:
+            return
+        left = at_most
+        while left > 0:
+            try:
+                chunk = os.read(self._fd, 1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.close()  # the worker, and all that inherited the pipe, have closed it
+                return
+            left -= len(chunk)
+            self.feed(chunk)
+
+    def feed(self, chunk: bytes) -> None:
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            whole = bytes(self._part) + line
+            self._part.clear()
+            if self._too_long or len(whole) > LONGEST_LINE:
+                self._on_line(b"")  # counted as one that could not be read
+            elif whole:
+                self._on_line(whole)
+            self._too_long = False
+        if len(self._part) + len(rest) > LONGEST_LINE:
+            self._too_long = True
+            self._part.clear()
+        elif not self._too_long:
+            self._part += rest
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+
+
+def parse(line: bytes, rank: int, epoch: int) -> Report | None:
+    """The report in a line; None when it is none, or speaks for another rank or epoch."""
+    try:
+        report = _decoder.decode(line)
+    except UNREADABLE:
+        return None
+    return report if report.rank == rank and report.epoch == epoch else None
+
+
+class JsonLines:
+    """A file that grows by whole lines. A full disk costs lines, never the run; they are counted."""
+
+    def __init__(self, path: os.PathLike):
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.lost = 0
+
+    def write(self, line: bytes) -> None:
+        try:
+            done = os.write(self._fd, line + b"\n")
+            if done != len(line) + 1:
+                os.write(self._fd, b"\n")  # the torn line must not swallow the next one
+                self.lost += 1
+        except OSError:
+            self.lost += 1
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def stamped(line: bytes, at: float) -> bytes:
+    """A JSON object with the agent's time put in front: `{"at":1700000000.123, ...}`."""
+    return b'{"at":%.3f,' % at + line.lstrip()[1:]

@@ -1,0 +1,201 @@
+"""The workers of one node, as the agent sees them: started, signalled and waited for through the warden."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from orchestrator.run.processes import become_subreaper, kill_descendants
+
+from .packets import LARGEST_PACKET, waiting_packets
+from .worker_reports import ReportPipe
+
+_PIPE_BYTES = 1 << 20
+
+
+class Workers:
+    """At most one life of workers at a time. Callbacks run in the event loop.
+
+    `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had been told to stop).
+    `on_empty()`: all have, and nothing that they started is left. `on_line(rank, line)`: one report, unread.
+    `on_warm()`: from now on workers start as fast as they ever will.
+    """
+
+    def __init__(
+        self,
+        on_exit: Callable[[int, int, bool], None],
+        on_empty: Callable[[], None],
+        on_line: Callable[[int, bytes], None],
+        program: Sequence[str] = (),
+        on_warm: Callable[[], None] = lambda: None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """`environment`: what all workers will be told alike, as far as it is known before there are any."""
+        self._environment = dict(environment)
+        self._program = program  # a command that begins so is forked from a preloaded process (nursery.py)
+        self._on_exit, self._on_empty, self._on_line, self._on_warm = on_exit, on_empty, on_line, on_warm
+        self.warm = not program  # what they import has been imported, or is not known
+        self._warden: subprocess.Popen | None = None
+        self._socket: socket.socket | None = None
+        self._alive: dict[int, int] = {}  # rank -> pid, 0 until the warden has said it
+        self._pipes: dict[int, ReportPipe] = {}
+        self._asked = False
+        self._kill_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict(self._alive)
+
+    @property
+    def warden_pid(self) -> int | None:
+        return self._warden.pid if self._warden else None
+
+    def open(self) -> None:
+        """Start the warden. Its environment, this process's own, is what the workers inherit."""
+        become_subreaper()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = [sys.executable, "-P", "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
+            argv += self._program
+            self.warm = not self._program
+            self._warden = subprocess.Popen(
+                argv,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | self._environment,
+            )
+        self._socket = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._heard)
+
+    def start(
+        self, rank: int, argv: Sequence[str], environment: Mapping[str, str], cwd: str, log: Path, banner: str = ""
+    ) -> None:
+        """Start one worker. Its standard output and error are appended to `log`."""
+        if self._socket is None:
+            self.open()
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a worker that writes faster than we read never waits
+        with contextlib.suppress(OSError, AttributeError):  # a larger pipe is a courtesy
+            import fcntl
+
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        pipe = ReportPipe(read, lambda line: self._on_line(rank, line))
+        order = {
+            **{"do": "start", "rank": rank, "argv": list(argv), "environment": dict(environment)},
+            **{"cwd": cwd, "log": str(log), "banner": banner},
+        }
+        try:
+            self._order(order, [write])
+        except ValueError:
+            pipe.close()
+            raise
+        finally:
+            os.close(write)
+        self._alive[rank], self._pipes[rank] = 0, pipe
+
+    def signal(self, signum: int) -> None:
+        """Pass a signal on to every worker, to the worker itself and not to what it started."""
+        self._order({"do": "signal", "signal": int(signum)})
+
+    def stop(self, signum: int, grace_s: float) -> None:
+        """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never lengthens it."""
+        if not self._alive:
+            return
+        self._asked = True
+        self.signal(signum)
+        self.signal(signal.SIGCONT)  # a stopped process would not hear it
+        loop = asyncio.get_running_loop()
+        due = loop.time() + grace_s
+        if self._kill_timer is None or self._kill_timer.when() > due:
+            self._cancel_timer()
+            self._kill_timer = loop.call_at(due, self.kill)
+
+    def kill(self) -> None:
+        """SIGKILL to all workers and everything below them."""
+        if self._alive:
+            self._asked = True
+            self._order({"do": "kill"})
+
+    def close(self) -> None:
+        """Kill everything and let the warden go. Blocks for the milliseconds that takes."""
+        self._cancel_timer()
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()  # the warden's sign to clear up and leave
+            self._socket = None
+        if self._warden is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._warden.wait(15)
+        kill_descendants(reap=False)  # nothing, unless the warden was killed
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes.clear()
+
+    def _order(self, order: dict, descriptors: Sequence[int] = ()) -> None:
+        if self._socket is None:
+            return
+        packet = json.dumps(order).encode()
+        if len(packet) > LARGEST_PACKET:
+            raise ValueError(f"the command and environment of a worker take {len(packet)} bytes, over {LARGEST_PACKET}")
+        with contextlib.suppress(OSError):  # the warden is gone: _heard tells
+            socket.send_fds(self._socket, [packet], list(descriptors))
+
+    def _heard(self) -> None:
+        assert self._socket is not None
+        for answer in waiting_packets(self._socket):
+            if answer is None:
+                self._warden_lost()
+                return
+            if "started" in answer:
+                self._alive[answer["started"]] = answer["pid"]
+            elif "exit" in answer:
+                self._ended(answer["exit"], answer["code"])
+            elif "empty" in answer:
+                self._all_ended()
+            elif "warm" in answer and not self.warm:
+                self.warm = True
+                self._on_warm()
+
+    def _ended(self, rank: int, code: int) -> None:
+        if self._alive.pop(rank, None) is None:
+            return
+        pipe = self._pipes.pop(rank, None)
+        if pipe:
+            pipe.read(_PIPE_BYTES)  # all that it said last: why it failed is at the end
+            pipe.close()
+        self._on_exit(rank, code, self._asked)
+
+    def _all_ended(self) -> None:
+        if self._alive:
+            return
+        self._cancel_timer()
+        self._asked = False
+        self._on_empty()
+
+    def _warden_lost(self) -> None:
+        """Somebody killed the warden: the kernel has killed the workers, the rest is ours now."""
+        assert self._socket is not None and self._warden is not None
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        self._warden.wait()
+        kill_descendants()
+        had = list(self._alive)
+        for rank in had:
+            self._ended(rank, -signal.SIGKILL)
+        if had:
+            self._all_ended()
+
+    def _cancel_timer(self) -> None:
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+            self._kill_timer = None

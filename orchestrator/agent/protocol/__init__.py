@@ -1,0 +1,1 @@
+"""The channel and the messages between agents and coordinator."""

@@ -1,0 +1,226 @@
+"""The control channel: JSON lines over TCP, every line authenticated with the run's key. docs/protocol.md.
+
+Both sides prove that they hold the key without sending it (a nonce each, HMAC-SHA256 over the whole greeting), then
+derive one key a direction. A line is `{"mac":"<hex>","body":{"seq":n,"epoch":e,"message":{...}}}`; the mac covers the
+exact bytes of the body. So a line of another connection, direction or run, a changed, repeated, dropped or reordered
+one is refused, and a connection that sent one is closed: there is no way to go on from it. Never pickle, never eval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import random
+import secrets
+import socket
+from typing import Any
+
+import msgspec
+
+from orchestrator.run.untrusted import UNREADABLE
+
+PROTOCOL = "orch.control/1"
+LONGEST_LINE = 1 << 20  # bytes
+_LONGEST_GREETING = 4096
+_GREETING_S = 10.0
+_MOST_UNSENT = 8 << 20  # bytes waiting for a peer that does not read
+_CLOSE_S = 1.0
+
+
+class Refused(Exception):
+    """A peer that does not keep to the protocol; the text says how."""
+
+
+class WrongKey(Refused):
+    """A peer that does not hold this run's key."""
+
+
+class _Hello(msgspec.Struct, forbid_unknown_fields=True):
+    protocol: str
+    run: str
+    nonce: str
+
+
+class _Proof(msgspec.Struct, forbid_unknown_fields=True):
+    node: str
+    nonce: str
+    mac: str
+
+
+class _Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    mac: str = ""
+    refused: str = ""
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    seq: int
+    epoch: int
+    message: msgspec.Raw
+
+
+class _Frame(msgspec.Struct, forbid_unknown_fields=True):
+    mac: str
+    body: msgspec.Raw
+
+
+def _mac(key: bytes, label: str, content: bytes) -> bytes:
+    """HMAC-SHA256 with the purpose in front, so that no value made for one purpose serves another."""
+    return hmac.digest(key, label.encode() + b"\0" + content, "sha256")
+
+
+def _same(found: str, expected: bytes) -> bool:
+    return hmac.compare_digest(found.encode(errors="replace"), expected.hex().encode())
+
+
+class Channel:
+    """One authenticated connection. `peer` is the node name of the agent, or "coordinator"."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        send_key: bytes,
+        receive_key: bytes,
+        receives: Any,
+        peer: str,
+    ):
+        self.peer = peer
+        self._reader, self._writer = reader, writer
+        self._send_key, self._receive_key = send_key, receive_key
+        self._decode = msgspec.json.Decoder(receives).decode
+        self._sent = self._received = 0
+
+    def send(self, epoch: int, message: msgspec.Struct) -> None:
+        """Queue one message. Never blocks: a peer that has stopped reading is cut off instead."""
+        if self._writer.is_closing():
+            return
+        self._sent += 1
+        body = msgspec.json.encode(
+            _Body(seq=self._sent, epoch=epoch, message=msgspec.Raw(msgspec.json.encode(message)))
+        )
+        mac = _mac(self._send_key, "line", body).hex().encode()
+        self._writer.write(b'{"mac":"' + mac + b'","body":' + body + b"}\n")
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNSENT:
+            self._writer.transport.abort()
+
+    async def receive(self) -> tuple[int, Any] | None:
+        """The next (epoch, message), None when the peer has closed. Refused: a line that cannot be trusted."""
+        line = await _read_line(self._reader, LONGEST_LINE)
+        if line is None:
+            return None
+        try:
+            frame = msgspec.json.decode(line, type=_Frame)
+            raw = bytes(frame.body)
+            if not _same(frame.mac, _mac(self._receive_key, "line", raw)):
+                raise Refused("a line with a wrong mac")
+            body = msgspec.json.decode(raw, type=_Body)
+            if body.seq != self._received + 1:
+                raise Refused(f"line {body.seq} where {self._received + 1} was due (repeated, lost or reordered)")
+            self._received = body.seq
+            return body.epoch, self._decode(body.message)
+        except UNREADABLE as error:
+            raise Refused(f"a line that is no message: {error}") from None
+
+    async def close(self) -> None:
+        """Send what is queued, within a second, and close."""
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.drain(), _CLOSE_S)
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), _CLOSE_S)
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+
+async def _read_line(reader: asyncio.StreamReader, longest: int) -> bytes | None:
+    """One line without its end; None at the end of the stream, also inside a line (the peer died while writing)."""
+    try:
+        line = await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError:
+        return None
+    except asyncio.LimitOverrunError:
+        raise Refused(f"a line longer than {longest} bytes") from None
+    except OSError:  # connection reset: the peer is gone
+        return None
+    if len(line) > longest:
+        raise Refused(f"a line longer than {longest} bytes")
+    return line[:-1]
+
+
+async def _greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
+    try:
+        line = await asyncio.wait_for(_read_line(reader, _LONGEST_GREETING), _GREETING_S)
+    except TimeoutError:
+        raise Refused(f"no greeting within {_GREETING_S:g} s") from None
+    if line is None:
+        raise Refused("closed during the greeting")
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except UNREADABLE as error:
+        raise Refused(f"not a greeting of {PROTOCOL}: {error}") from None
+
+
+def _transcript(run: str, node: str, ours: str, theirs: str) -> bytes:
+    """Everything both sides have said, in a form that can be read in one way only."""
+    return msgspec.json.encode([PROTOCOL, run, node, ours, theirs])
+
+
+def _write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    writer.write(msgspec.json.encode(message) + b"\n")
+
+
+async def accept(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: str, key: bytes, receives: Any
+) -> Channel:
+    """The coordinator's side of the greeting. Raises WrongKey or Refused; the caller closes."""
+    nonce = secrets.token_hex(16)
+    _write(writer, _Hello(protocol=PROTOCOL, run=run, nonce=nonce))
+    proof: _Proof = await _greeting(reader, _Proof)
+    said = _transcript(run, proof.node, nonce, proof.nonce)
+    if not _same(proof.mac, _mac(key, "agent", said)):
+        _write(writer, _Answer(refused="wrong key"))
+        raise WrongKey(f"node {proof.node[:200]!r} does not hold this run's key")
+    _write(writer, _Answer(mac=_mac(key, "coordinator", said).hex()))
+    send_key, receive_key = _mac(key, "to agent", said), _mac(key, "to coordinator", said)
+    return Channel(reader, writer, send_key, receive_key, receives, proof.node)
+
+
+async def connect(host: str, port: int, run: str, node: str, key: bytes, receives: Any) -> Channel:
+    """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator with another key."""
+    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
+    try:
+        hello: _Hello = await _greeting(reader, _Hello)
+        if hello.protocol != PROTOCOL or hello.run != run:
+            raise Refused(f"it coordinates run {hello.run[:100]!r} with {hello.protocol[:100]!r}")
+        nonce = secrets.token_hex(16)
+        said = _transcript(run, node, hello.nonce, nonce)
+        _write(writer, _Proof(node=node, nonce=nonce, mac=_mac(key, "agent", said).hex()))
+        answer: _Answer = await _greeting(reader, _Answer)
+        if answer.refused:
+            raise WrongKey(f"the coordinator refused this node: {answer.refused[:200]}")
+        if not _same(answer.mac, _mac(key, "coordinator", said)):
+            raise WrongKey("the coordinator does not hold this run's key")
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return Channel(
+        reader, writer, _mac(key, "to coordinator", said), _mac(key, "to agent", said), receives, "coordinator"
+    )
+
+
+#: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
+_PORTS = (20000, 32000)
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody listens on now. Drawn at random: two runs at once hardly ever draw the same."""
+    for _ in range(100):
+        port = random.randrange(*_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
+            return port
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

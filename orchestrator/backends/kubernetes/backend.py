@@ -1,0 +1,236 @@
+"""The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API server alone.
+
+The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have said. The run
+itself lives in the cluster, with its checkpoints on a claim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan, load_plan, to_json
+from orchestrator.plan.codec import from_json
+from orchestrator.run.create import delivered
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import LaunchRequest, Parcel, at_size, to_bytes
+from orchestrator.run.state import RunState, read_state, write_state
+
+from .api.client import Cluster
+from .api.parallel import Soon
+from .cluster_view import Look, look
+from .options import read_options
+from .record import KubernetesRecord, read_record, verdict, write_record
+from .sending import remove
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import Config
+
+    from .api.watch import Watch
+
+_FRESH_S = 15.0  # a look that is older is taken again
+
+
+class KubernetesBackend:
+    name = "kubernetes"
+    agent_flags = ()
+
+    def __init__(self) -> None:
+        self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
+        self._ahead: Soon[Look] | None = None
+
+    @cached_property
+    def _watch(self) -> Watch:
+        from .api.watch import Watch  # not for those who only submit
+
+        return Watch(self._cluster)
+
+    def check(self, request: LaunchRequest) -> None:
+        """Whether a cluster answers, and the options make sense."""
+        options = read_options(request.backend_options)
+        self._cluster(options.context, options.namespace).version()
+
+    def script(self, request: LaunchRequest, plan: Plan) -> str:
+        """The objects of a run as `submit` sends them, but for the key, which is drawn then."""
+        from .objects.render import to_yaml
+        from .pod.starting import unsent
+
+        return to_yaml(unsent(request, plan))
+
+    def look_ahead(self, config: Config) -> None:
+        """Ask the cluster, in the background, for what `submit` will want to know once the job is planned."""
+        with contextlib.suppress(OrchError):  # submitting will say it
+            options = read_options(config.backend.options)
+            places = options.queue is None and config.cluster.device != "cpu"
+            cluster = self._cluster(options.context, options.namespace)
+            self._ahead = Soon(lambda: look(cluster, options, places))
+
+    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
+        from .pod.starting import unsent
+
+        request = parcel.request
+        plan = from_json(parcel.contents["plan.json"])
+        drafts = unsent(request, plan)  # what cannot be rendered leaves no folder behind
+        with delivered(parcel, self.name) as folder:
+            self._start(folder, request, plan, environ, 0, drafts)
+        return request.handle
+
+    def render(self, parcel: Parcel) -> str:
+        """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
+        from .objects.render import render, to_yaml
+        from .pod.starting import manifest_of, record_of, unsent
+
+        request, options = parcel.request, read_options(parcel.request.backend_options)
+        plan, space = from_json(parcel.contents["plan.json"]), options.namespace or ""
+        unsent(request, plan)
+        with delivered(parcel, self.name) as folder:
+            manifest = manifest_of(folder, request, plan, options, os.environ, space)
+            write_record(folder, record_of(request, options, space))  # so that it is found once somebody has applied it
+            return to_yaml(render(manifest))
+
+    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+        """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
+        from orchestrator.backends.local.backend import prepare_resume
+
+        record = read_record(folder)
+        if self.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        if record:
+            remove(self._of(record), record.kind, record.name, folder.run_id)
+        prepare_resume(folder)
+        self._start(folder, request, load_plan(folder.plan), environ, record.generation + 1 if record else 0)
+        return request.handle
+
+    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+        """The next generation, under the plan that was submitted for that many nodes. A living run saves and leaves
+        first."""
+        from orchestrator.backends.local.backend import prepare_resume
+
+        from .objects.pod import MARGIN_S, grace_seconds
+
+        plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
+        request = at_size(request, plan)
+        if record:
+            grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
+            remove(self._of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S)
+        prepare_resume(folder)
+        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+        write_private(folder.request, to_bytes(request))
+        self._start(folder, request, plan, environ, record.generation + 1 if record else 0)
+        return request.handle
+
+    def cancel(self, folder: RunFolder, force: bool) -> None:
+        """Delete the Job: its pods get SIGTERM and their grace period to save; by force they get none."""
+        from orchestrator.backends.local.backend import write_cancel
+
+        record = read_record(folder)
+        if record is None or not self.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
+        write_cancel(folder, force)
+        cluster = self._of(record)
+        self._remember(folder, record)
+        cluster.delete(record.kind, record.name, "Foreground")
+        if force:
+            for pod in self._watch.seen(record, folder.run_id).pods:
+                cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
+        self._watch.clear()
+
+    def is_alive(self, folder: RunFolder) -> bool:
+        record = read_record(folder)
+        return record is not None and not self._watch.meaning(record, folder.run_id).over
+
+    def state(self, folder: RunFolder) -> RunState:
+        """The cluster's answer and the pods' own words together; the folder's alone while the cluster is away."""
+        from .api.force_delete import let_go
+
+        record = read_record(folder)
+        if record is None:
+            return read_state(folder)
+        try:
+            what = self._watch.meaning(record, folder.run_id)
+            if done := let_go(self._of(record), self._watch.seen(record, folder.run_id), time.time()):
+                what = structs.replace(what, text=done)
+                self._watch.clear()
+            if not (what.over and read_state(folder).is_final):
+                self._remember(folder, record)
+        except OrchError as error:
+            state = read_state(folder)
+            return state if state.is_final else structs.replace(state, reason=error.message)
+        known = read_state(folder)
+        state = verdict(known, what, folder.cancel.exists(), record.sent)
+        if state.is_final and state != known:
+            state = structs.replace(state, ended_at=state.ended_at or time.time())
+            write_state(folder, state)  # the cluster forgets; this folder does not
+        return state
+
+    def pods(self, folder: RunFolder) -> tuple[Cluster, dict[str, str]]:
+        """The run's cluster, and the name of the pod that is each of its nodes now."""
+        record = read_record(folder)
+        if record is None:
+            raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
+        from .log_mirror import names_of
+        from .phases import index_of
+
+        found = self._watch.seen(record, folder.run_id).pods
+        names = names_of(found)
+        return self._of(record), {names[index_of(pod)]: pod["metadata"]["name"] for pod in found}
+
+    @contextlib.contextmanager
+    def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
+        """The pods' logs in the run folder, once or for as long as the body runs."""
+        from .log_mirror import fill, followed  # asyncio with it: who submits has a pod waiting for every import
+
+        record = read_record(folder)
+        if record is None or not self._watch.seen(record, folder.run_id).pods:
+            yield
+            return
+        self._remember(folder, record)
+        cluster = self._of(record)
+        if follow:
+            with followed(folder, cluster, lambda: self._watch.seen(record, folder.run_id)):
+                yield
+        else:
+            fill(folder, cluster, self._watch.seen(record, folder.run_id))
+            yield
+
+    # ---------------------------------------------------------------------------------- parts
+
+    def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
+        return self._clusters.setdefault((context, namespace), Cluster(context, namespace))
+
+    def _of(self, record: KubernetesRecord) -> Cluster:
+        return self._cluster(record.context, record.namespace)
+
+    def _start(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        plan: Plan,
+        environ: Mapping[str, str],
+        generation: int,
+        drafts: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        from .pod.starting import start, unsent
+
+        options = read_options(request.backend_options)
+        cluster = self._cluster(options.context, options.namespace)
+        looked, self._ahead = self._ahead, None
+        fresh = looked if looked and looked.age_s < _FRESH_S else None
+        start(cluster, folder, request, plan, environ, generation, drafts or unsent(request, plan), fresh)
+        self.__dict__.pop("_watch", None)  # what it has seen is of before
+
+    def _remember(self, folder: RunFolder, record: KubernetesRecord) -> None:
+        """Write down what index 0 has said of the run: its log goes with its pod."""
+        state = read_state(folder)
+        said = self._watch.said(record, folder.run_id)
+        if said.state is not None:
+            write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))
+        if said.step and said.node:
+            write_private(folder.metrics(said.node), said.step, durable=False)

@@ -1,0 +1,264 @@
+"""A run as Kubernetes objects: a pure function, golden-tested, the same objects for the same run.
+
+ConfigMap (request, packed plan, configuration, topology) · Secret (key, passed variables) · headless Service · Job or
+JobSet. The Job comes last: a submission that breaks off before it has started nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import PurePosixPath
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes.names import object_name, standard_labels
+from orchestrator.backends.kubernetes.options import KubernetesOptions
+from orchestrator.backends.kubernetes.pod.rank_mapping import pack_topology
+from orchestrator.cluster.model import Topology
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Plan
+from orchestrator.plan.exits import Exit
+from orchestrator.run.request import AgentCommand, LaunchRequest, to_bytes
+
+from .node_affinity import Chosen, kueue_annotations, kueue_labels
+from .payload import pack
+from .pod import grace_seconds, pod_template
+from .pod_failure_policy import pod_failure_policy
+
+MOST_BYTES = 1 << 20  # of a ConfigMap's or Secret's values together (apiserver validation)
+NO_KEY = "drawn when the run is submitted"
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """Everything that the objects depend on."""
+
+    request: LaunchRequest  # as submitted; the pods get it with their own paths
+    plan: Plan
+    options: KubernetesOptions
+    config: bytes
+    namespace: str = ""  # "": whichever the objects are applied to
+    key: str = NO_KEY  # hex
+    environment: dict[str, str] = {}  # values of the variables that were passed on
+    topology: Topology | None = None  # of all nodes that pods may come to lie on, where it is known
+    chosen: Chosen | None = None
+    submission: str = ""  # the same for a repeated submission of one run
+    generation: int = 0  # how often it was started again
+
+    @property
+    def name(self) -> str:
+        return object_name(self.request.run_id, len(self.request.agents), self.options.kind)
+
+
+def render(run: Manifest) -> list[dict[str, Any]]:
+    """The objects in the order in which they are sent. OrchError (65) when something does not fit Kubernetes."""
+    if run.options.image is None:
+        raise OrchError(
+            "backend.options.image is not set: the image that holds orch and torch; see docs/kubernetes.md", Exit.CONFIG
+        )
+    objects = [_secret(run), _config_map(run)]
+    if run.options.kind == "job":  # JobSet makes its own
+        objects.append(_service(run))
+    if run.options.network_policy:
+        objects.append(_network_policy(run))
+    return [*objects, _job_set(run) if run.options.kind == "jobset" else _job(run)]
+
+
+def to_yaml(objects: list[dict[str, Any]]) -> str:
+    """One document an object, keys in their order."""
+    import yaml
+
+    return yaml.safe_dump_all(objects, sort_keys=False, width=120, explicit_start=True)
+
+
+def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) -> LaunchRequest:
+    """The request as the pods read it: their paths, their interpreter, none of the submitter's folders."""
+    run_dir = str(PurePosixPath(names.RUNS, request.run_id))
+    worker = request.worker
+    if worker.bundled:
+        argv = [options.python, "-P", "-m", "trainer", "--plan", f"{run_dir}/plan.json"]
+        worker = structs.replace(worker, argv=argv, cwd=run_dir)
+    elif request.code.kind != "none":
+        text = "the program's folder does not travel into pods: build it into the image and submit with --in-place"
+        raise OrchError(text, Exit.CONFIG)
+    environment = structs.replace(request.environment, names=[], path_first=[], python_path_first=[])
+    policy = structs.replace(request.policy, grace_s=float(grace_seconds(plan, options, request.policy.grace_s)))
+    return structs.replace(
+        request,
+        run_dir=run_dir,
+        discovery_dir=f"{run_dir}/metrics.sd",
+        agents=[AgentCommand(node=agent.node, argv=[]) for agent in request.agents],
+        worker=worker,
+        environment=environment,
+        policy=policy,
+        code=structs.replace(request.code, kind="none", root="", holds_orch=False),
+        files=[],
+        sizes=[],  # the pods of a Job are of one size; `orch resize` makes another Job
+    )
+
+
+# ------------------------------------------------------------------------------------------ small objects
+
+
+def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
+    labels = standard_labels(run.request.run_id) | run.options.labels
+    found: dict[str, Any] = {"name": run.name}
+    if run.namespace:
+        found["namespace"] = run.namespace
+    found["labels"] = labels
+    notes = {names.SUBMISSION: run.submission} if run.submission else {}
+    notes |= dict(run.options.annotations) | annotations
+    if notes:
+        found["annotations"] = notes
+    if (owner := run.options.owner) and owner.uid:
+        found["ownerReferences"] = [{"apiVersion": "v1", "kind": "ConfigMap", "name": owner.name, "uid": owner.uid}]
+    return found
+
+
+def _secret(run: Manifest) -> dict[str, Any]:
+    values = {"key": run.key, "environment.json": msgspec.json.encode(run.environment, order="sorted").decode()}
+    _check_size("Secret", sum(map(len, values.values())))
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(run),
+        "type": "Opaque",
+        "stringData" if run.key == NO_KEY else "data": {
+            name: value if run.key == NO_KEY else base64.b64encode(value.encode()).decode()
+            for name, value in values.items()
+        },
+    }
+
+
+def _config_map(run: Manifest) -> dict[str, Any]:
+    request = to_bytes(pod_request(run.request, run.plan, run.options)).decode()
+    binary = {"plan.bin": pack(run.plan)}
+    if run.topology is not None:
+        binary["topology.bin"] = pack_topology(run.topology)
+    text = {"request.json": request, "config.yaml": run.config.decode()}
+    _check_size("ConfigMap", sum(map(len, text.values())) + sum(map(len, binary.values())))
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(run),
+        "data": text,
+        "binaryData": {name: base64.b64encode(raw).decode() for name, raw in binary.items()},
+    }
+
+
+def _check_size(kind: str, size: int) -> None:
+    if size > MOST_BYTES:
+        raise OrchError(f"the run's {kind} would hold {size} bytes, Kubernetes takes {MOST_BYTES}", Exit.CONFIG)
+
+
+def _service(run: Manifest) -> dict[str, Any]:
+    """Headless: it only gives index 0 its name, before it is ready too; there the pods learn each other's addresses.
+
+    One that selects all of them costs dearly: each change of one of 512 pods rewrites the lists of their addresses, and
+    the scheduler spreads the pods of a Service, unless told otherwise, which it works out for every pod on every node
+    (kube-scheduler, PodTopologySpread's system defaults): 512 took twice as long to bind.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(run),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.RUN: run.request.run_id, names.INDEX: "0"},
+            "ports": [
+                {"name": "gather", "port": names.GATHER_PORT},
+                {"name": "control", "port": names.CONTROL_PORT},
+            ],
+        },
+    }
+
+
+def _network_policy(run: Manifest) -> dict[str, Any]:
+    """Only the run's own pods reach its pods; metrics may be read from anywhere in the cluster."""
+    ours = {"matchLabels": {names.RUN: run.request.run_id}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(run),
+        "spec": {
+            "podSelector": ours,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": ours}]},
+                {"from": [{"namespaceSelector": {}}], "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]},
+            ],
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------------ the job
+
+
+def _job_spec(run: Manifest) -> dict[str, Any]:
+    pods, options = len(run.request.agents), run.options
+    labels = names.pod_labels(run.request.run_id) | options.labels | {names.GENERATION: str(run.generation)}
+    template = pod_template(
+        run.name,
+        run.plan,
+        options,
+        grace_seconds(run.plan, options, run.request.policy.grace_s),
+        labels,
+        dict(options.annotations) | kueue_annotations(run.plan, options),
+        run.chosen,
+        subdomain=options.kind == "job",
+    )
+    return {
+        "completionMode": "Indexed",
+        "completions": pods,
+        "parallelism": pods,
+        "backoffLimit": options.max_pod_failures,
+        "podReplacementPolicy": "Failed",  # never two pods of one index
+        "podFailurePolicy": pod_failure_policy(),
+        "template": template,
+    }
+
+
+def _main_metadata(run: Manifest) -> dict[str, Any]:
+    summary = " ".join(f"{key}={value}" for key, value in run.request.summary.items())
+    notes = {names.PLAN: run.plan.hash, names.SUMMARY: summary}
+    if run.chosen:
+        notes[names.NODES] = ",".join(run.chosen.nodes)
+    metadata = _metadata(run, **notes)
+    metadata["labels"] = metadata["labels"] | {names.GENERATION: str(run.generation)} | kueue_labels(run.options)
+    return metadata
+
+
+def _ending(run: Manifest) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if run.options.ttl_s is not None:
+        found["ttlSecondsAfterFinished"] = run.options.ttl_s
+    if run.options.queue is not None:
+        found["suspend"] = True  # until Kueue admits it; its webhook says the same where it is installed
+    return found
+
+
+def _job(run: Manifest) -> dict[str, Any]:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _main_metadata(run),
+        "spec": {**_ending(run), **_job_spec(run)},
+    }
+
+
+def _job_set(run: Manifest) -> dict[str, Any]:
+    replicated = {"name": names.JOB_OF_SET, "replicas": 1, "template": {"spec": _job_spec(run)}}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _main_metadata(run),
+        "spec": {
+            **_ending(run),
+            "network": {"enableDNSHostnames": True, "subdomain": run.name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},  # the Job inside counts for itself
+            "replicatedJobs": [replicated],
+        },
+    }

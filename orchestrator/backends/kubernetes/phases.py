@@ -1,0 +1,218 @@
+"""A run's objects, as the API server shows them, put into words: where it stands, why it waits, how it ended. Pure.
+
+Sources: batch/v1 JobStatus and pod lifecycle documentation; reasons as kubelet and scheduler spell them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from msgspec import Struct
+
+from orchestrator.plan.exits import MEANING, Exit
+from orchestrator.run.state import Phase
+
+from .api.hints import with_remedy
+from .names import CONTAINER, INDEX
+
+#: Why a container waits -> what to do. Any other reason is shown as it is.
+_WAITING: dict[str, str] = {
+    "ErrImagePull": "the image cannot be pulled: backend.options.image, pull_secrets",
+    "ImagePullBackOff": "the image cannot be pulled: backend.options.image, pull_secrets",
+    "InvalidImageName": "backend.options.image is no image name",
+    "ErrImageNeverPull": "the image is not on the node, and backend.options.pull_policy is Never",
+    "CreateContainerConfigError": "something that the pod mounts is missing",
+    "CreateContainerError": "the container cannot be made",
+    "RunContainerError": "the container cannot be started",
+}
+_STUCK_S = 60.0  # beyond its grace period, a pod that is still Terminating will not end by itself
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """What the API server says of one run. Plain objects, as they came."""
+
+    main: Mapping[str, Any] | None  # the Job or JobSet
+    job: Mapping[str, Any] | None  # the Job, which a JobSet has made
+    pods: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    workload: Mapping[str, Any] | None = None  # Kueue's
+
+
+class Meaning(Struct, frozen=True, kw_only=True):
+    phase: Phase
+    text: str
+    exit: Exit | None = None  # of the run when this is its end
+    over: bool = False
+    nodes: tuple[str, ...] = ()  # where its pods lie
+    restarts: int = 0  # pods that came back, counted or not
+
+
+def meaning(seen: Seen, now: float) -> Meaning:
+    """What it all means. A run without any Job is over; its own state tells how."""
+    if seen.main is None:
+        return Meaning(phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True)
+    facts = {"nodes": nodes_of(seen.pods), "restarts": _restarts(seen.job)}
+    bodies = [body for body in (seen.job, seen.main) if body]
+    if any(_condition(body, "Complete", "Completed") for body in bodies):
+        return Meaning(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
+    for kind in ("Failed", "FailureTarget"):  # a Job that has failed carries both, the announcement first
+        for body in bodies:
+            if found := _condition(body, kind):
+                return _failed(seen, found, facts)
+    if seen.main["metadata"].get("deletionTimestamp"):
+        text = stuck(seen.pods, now) or "ending: its pods save and leave"
+        return Meaning(phase="stopping", text=text, **facts)
+    if seen.main.get("spec", {}).get("suspend"):
+        return Meaning(phase="pending", text=_suspended(seen), **facts)
+    return _alive(seen, now, facts)
+
+
+def _failed(seen: Seen, condition: Mapping[str, Any], facts: dict) -> Meaning:
+    codes = [code for pod in seen.pods if (code := exit_code(pod)) not in (None, 0)]
+    told = re.search(r"exit code (\d+)", condition.get("message", ""))
+    final = [code for code in codes if code in _CODES and code != Exit.RESTART]
+    code = int(told[1]) if told else final[0] if final else int(Exit.USER)
+    last = next((word for pod in seen.pods if exit_code(pod) == code and (word := last_word(pod))), "")
+    text = last or f"{condition.get('reason', 'Failed')}: {_short(condition.get('message', ''))}"
+    exit = Exit(code) if code in _CODES else Exit.USER
+    if condition["type"] == "FailureTarget":  # its other pods are still leaving
+        return Meaning(phase="stopping", text=text, **facts)
+    return Meaning(phase="failed", text=text, exit=exit, over=True, **facts)
+
+
+_CODES = {int(code) for code in MEANING}
+
+
+def _suspended(seen: Seen) -> str:
+    """Why it has not been let in."""
+    if seen.workload is None:
+        return "waiting to be admitted (suspended)"
+    conditions = seen.workload.get("status", {}).get("conditions") or []
+    for kind in ("Evicted", "QuotaReserved", "Admitted"):
+        for found in conditions:
+            wanted = "True" if kind == "Evicted" else "False"
+            if found.get("type") == kind and found.get("status") == wanted and found.get("message"):
+                return f"queued: {with_remedy(_short(found['message']))}"
+    return "queued"
+
+
+def _alive(seen: Seen, now: float, facts: dict) -> Meaning:
+    pods = seen.pods
+    if text := stuck(pods, now):
+        return Meaning(phase="restarting", text=text, **facts)
+    wanted = (seen.job or {}).get("spec", {}).get("completions") or len(pods)
+    running = [pod for pod in pods if _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")]
+    if len(running) >= wanted:
+        return Meaning(phase="running", text="running", **facts)
+    if why := waiting_reason(pods, seen.events):
+        return Meaning(phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts)
+    phase = "restarting" if facts["restarts"] else "starting"
+    return Meaning(phase=phase, text=f"{len(running)} of {wanted} pods run", **facts)
+
+
+def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> str:
+    """The first thing that keeps pods from running: an image, a place, a quota."""
+    pods = list(pods)
+    for pod in pods:
+        for status in pod.get("status", {}).get("containerStatuses") or []:
+            waiting = status.get("state", {}).get("waiting") or {}
+            if waiting.get("reason") in _WAITING:
+                message = _short(waiting.get("message", ""), 200)
+                return f"{_WAITING[waiting['reason']]} ({waiting['reason']}{': ' + message if message else ''})"
+    for pod in pods:
+        if _phase(pod) == "Pending":
+            found = next((c for c in pod["status"].get("conditions") or [] if c.get("type") == "PodScheduled"), {})
+            if found.get("reason") == "Unschedulable":
+                return f"no node for {_index(pod)}: {with_remedy(_short(found.get('message', '')))}"
+    for event in sorted(events, key=_event_time, reverse=True):
+        if event.get("reason") in ("FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
+            return f"{event['reason']}: {with_remedy(_short(event.get('message', '')))}"
+    return ""
+
+
+def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
+    """A pod that hangs in Terminating on a node that does not answer: it is never replaced, and what to do."""
+    for pod in stuck_pods(pods, now):
+        name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "?")
+        taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+        return f"pod {name} hangs on node {node}, which is gone: once the machine is off, `{taint}`"
+    return ""
+
+
+def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[str, Any]]:
+    return [pod for pod in pods if (at := _time(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S]
+
+
+# ------------------------------------------------------------------------------------------ pods
+
+
+def nodes_of(pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Nodes of the pods that live, by completion index."""
+    alive = [pod for pod in pods if _phase(pod) in ("Pending", "Running") and pod["spec"].get("nodeName")]
+    return tuple(pod["spec"]["nodeName"] for pod in sorted(alive, key=index_of))
+
+
+def index_of(pod: Mapping[str, Any]) -> int:
+    notes = pod["metadata"].get("annotations") or {}
+    labels = pod["metadata"].get("labels") or {}
+    text = notes.get(INDEX) or labels.get(INDEX) or ""
+    return int(text) if text.isdigit() else -1
+
+
+def _index(pod: Mapping[str, Any]) -> str:
+    return f"pod {index_of(pod)}"
+
+
+def exit_code(pod: Mapping[str, Any]) -> int | None:
+    """Of the agent's container, None while it runs."""
+    ended = _terminated(pod)
+    return ended.get("exitCode") if ended else None
+
+
+def last_word(pod: Mapping[str, Any]) -> str:
+    """What the pod's process 1 wrote before it left."""
+    import msgspec
+
+    message = (_terminated(pod) or {}).get("message", "")
+    try:
+        return str(msgspec.json.decode(message.encode(), type=dict).get("text", ""))
+    except msgspec.MsgspecError:
+        return _short(message)
+
+
+def _terminated(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for status in pod.get("status", {}).get("containerStatuses") or []:
+        if status.get("name") == CONTAINER:
+            return status.get("state", {}).get("terminated")
+    return None
+
+
+def _restarts(job: Mapping[str, Any] | None) -> int:
+    return int((job or {}).get("status", {}).get("failed") or 0)
+
+
+def _phase(pod: Mapping[str, Any]) -> str:
+    return pod.get("status", {}).get("phase", "")
+
+
+def _condition(body: Mapping[str, Any], *types: str) -> Mapping[str, Any] | None:
+    for found in body.get("status", {}).get("conditions") or []:
+        if found.get("type") in types and found.get("status") == "True":
+            return found
+    return None
+
+
+def _event_time(event: Mapping[str, Any]) -> str:
+    return event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or ""
+
+
+def _time(text: str | None) -> float | None:
+    return datetime.fromisoformat(text).timestamp() if text else None
+
+
+def _short(text: str, most: int = 400) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."

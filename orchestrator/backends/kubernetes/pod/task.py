@@ -1,0 +1,300 @@
+"""`python -m orchestrator.kubernetes.task`: process 1 of every pod of a run.
+
+It finds the other pods, puts the ranks on the nodes that really came, is the agent of this pod, and ends with a code
+that the Job's rules understand (`rules`). Its input is the run's ConfigMap and Secret; it needs no API access.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes.objects.payload import unpack
+from orchestrator.backends.kubernetes.objects.pod_failure_policy import pod_exit
+from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan, PlanError, to_json
+from orchestrator.plan.document import Frozen
+from orchestrator.run.create import accepted
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
+from orchestrator.run.state import RunState, paused, read_state, write_state
+
+from .rank_mapping import Seating, node_names, seat, unpack_topology
+from .rendezvous import Go, Here, gather
+from .status_lines import Relay
+
+#: The kubelet shows this file in the pod's status: the last word of a pod whose log is gone.
+LAST_WORD = Path("/dev/termination-log")
+
+log = logging.getLogger("orch.task")
+
+
+class Pod(Frozen):
+    """What Kubernetes says of this pod, from its environment."""
+
+    index: int
+    name: str
+    node: str
+    address: str
+    service: str
+    host_of_first: str  # DNS name of index 0
+
+
+class Input(Frozen):
+    """The run's ConfigMap and Secret, as they are mounted."""
+
+    request: LaunchRequest
+    planned: Plan
+    config: bytes
+    topology: bytes
+    key: bytes
+    environment: dict[str, str]
+
+
+class Placement(Frozen):
+    """kubernetes/placement.json: what the plan became in this life of the pods."""
+
+    pods: list[str]  # by completion index
+    nodes: list[str]  # what the plan calls each of them
+    planned_hash: str
+    plan_hash: str
+    summary: str  # one line: where it differs from the plan, and at what predicted cost
+    moved_ranks: int
+    worst_levels: dict[str, list[str]]
+    step_s: list[float]  # predicted seconds of a step: [planned, real]
+
+
+def main() -> int:
+    os.umask(0o077)
+    os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # the root file system is read only
+    signal.signal(signal.SIGTERM, _leave)  # process 1 has no default actions: without this it would be ignored
+    logging.basicConfig(
+        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+    )
+    try:
+        given = read_input(Path(names.INPUT))
+        pod = read_pod(os.environ, given.request)
+        code, text = _live(pod, given)
+    except OrchError as error:
+        code, text = int(error.exit), error.message
+    except PlanError as error:
+        code, text = int(Exit.CONFIG), str(error)
+    except Exception as error:
+        traceback.print_exc(file=sys.stdout)
+        code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
+    _last_word(code, text)
+    return code
+
+
+def _leave(*_: object) -> None:
+    """A notice before the agent listens to any: nothing has started, nothing is to be saved."""
+    _last_word(int(Exit.RESTART), "asked to leave before the run had started")
+    os._exit(int(Exit.RESTART))
+
+
+def _last_word(code: int, text: str) -> None:
+    # past sys.stdout: a notice may come while that is written to, and its buffer refuses to be entered twice
+    os.write(1, f"orch: leaving with {code}: {text}\n".encode())
+    with contextlib.suppress(OSError):
+        LAST_WORD.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
+
+
+# ------------------------------------------------------------------------------------------ what is given
+
+
+def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
+    """OrchError (70) when the pod was not made by our renderer."""
+    kind = read_options(request.backend_options).kind
+    service = names.object_name(request.run_id, len(request.agents), kind)
+    try:
+        index = int(environ["JOB_COMPLETION_INDEX"])
+        own, suffix = environ.get("HOSTNAME") or platform.node(), f"-{index}"
+        if not own.endswith(suffix):
+            raise ValueError(f"host name {own!r} does not end with the index {index}")
+        return Pod(
+            index=index,
+            name=environ["ORCH_POD"],
+            node=environ["ORCH_POD_NODE"],
+            address=address_of(own),
+            service=service,
+            host_of_first=f"{own.removesuffix(suffix)}-0.{service}",
+        )
+    except (KeyError, ValueError, OSError) as error:
+        raise OrchError(f"not a pod of an orch Job: {error}", Exit.INTERNAL) from None
+
+
+def address_of(own: str) -> str:
+    """This pod's own: the kubelet has written its host name into /etc/hosts."""
+    return str(socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def read_input(run: Path) -> Input:
+    """OrchError (65, 78) when something of it is missing or damaged."""
+    try:
+        topology = run / "topology.bin"
+        return Input(
+            request=from_bytes((run / "request.json").read_bytes()),
+            planned=unpack((run / "plan.bin").read_bytes()),
+            config=(run / "config.yaml").read_bytes(),
+            topology=topology.read_bytes() if topology.exists() else b"",
+            key=_key((run / "key").read_text()),
+            environment=msgspec.json.decode((run / "environment.json").read_bytes(), type=dict[str, str]),
+        )
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        raise OrchError(f"input of the pod: {error}", Exit.CONFIG) from None
+
+
+def _key(text: str) -> bytes:
+    with contextlib.suppress(ValueError):
+        if len(key := bytes.fromhex(text.strip())) == 32:
+            return key
+    raise OrchError("the run's Secret does not hold a 32-byte key in hex", Exit.SECURITY)
+
+
+# ------------------------------------------------------------------------------------------ one life
+
+
+def _live(pod: Pod, given: Input) -> tuple[int, str]:
+    """From finding the others to the end of this pod's agent: (exit code of the pod, why)."""
+    folder = RunFolder(Path(given.request.run_dir))
+    _make_folder(folder, given)
+    if (before := _ended_well(folder)) is not None:
+        return int(Exit.DONE), before
+    topology = unpack_topology(given.topology) if given.topology else None
+    own = Here(pod.index, pod.node, pod.address, pod.name)
+    count = len(given.request.agents)
+    seatings: list[Seating] = []
+
+    def settle(members: list[Here]) -> str:
+        seatings.append(seat(given.planned, members, topology))
+        _write_life(folder, given, members, seatings[0])
+        log.info("%s", seatings[0].difference.text)
+        return seatings[0].plan.hash
+
+    within_s = read_options(given.request.backend_options).gather_timeout_s
+    go = asyncio.run(
+        gather(own, count, pod.host_of_first, names.GATHER_PORT, folder.run_id, given.key, within_s, settle)
+    )
+    seating = seatings[0] if seatings else _same_seating(folder, given, go, topology)
+    return _agent(folder, pod, given, go, seating)
+
+
+def _make_folder(folder: RunFolder, given: Input) -> None:
+    """The run folder, in the pod or on the claim that all pods share; several pods may make it at once."""
+    Path(given.planned.job.data.cache_dir or names.ROOT).mkdir(parents=True, exist_ok=True)
+    for part in ("logs", "events", "metrics", "checkpoints", "kubernetes"):
+        (folder.path / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _ended_well(folder: RunFolder) -> str | None:
+    """A pod that comes back after its run is done has nothing to do: why, else None."""
+    with contextlib.suppress(OrchError):
+        if read_state(folder).state == "done":
+            return "the run is done"
+    return None
+
+
+def _same_seating(folder: RunFolder, given: Input, go: Go, topology: object) -> Seating:
+    """What index 0 has made of the same members; OrchError (65) when this pod makes something else of them."""
+    seating = seat(given.planned, go.members, topology)
+    if seating.plan.hash != go.plan_hash:
+        text = f"this pod puts the ranks as {seating.plan.hash[:12]}, index 0 as {go.plan_hash[:12]}"
+        raise OrchError(f"{text}: not the same orch in every pod", Exit.CONFIG)
+    _write_plan(folder, given, seating.plan)
+    return seating
+
+
+def _agent(folder: RunFolder, pod: Pod, given: Input, go: Go, seating: Seating) -> tuple[int, str]:
+    node, plan = seating.names[pod.index], seating.plan
+    ranks = [rank.rank for rank in plan.ranks if rank.node == node]
+    if not ranks:
+        return int(Exit.DONE), f"the plan needs no rank of {node}"
+    first = go.members[0].address
+    where = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
+    write_private(folder.coordinator, where, durable=False)
+    os.environ.update(given.environment)
+    os.environ.update(compose_environment(given.request.environment, os.environ))
+    os.chdir(folder.path)
+    from orchestrator.agent.__main__ import main as agent_main
+
+    relay = Relay(folder, node, ranks, leads=pod.index == 0)
+    argv = ["--run-dir", str(folder.path), "--node", node, "--address", pod.address]
+    argv += ["--metrics-port", str(names.METRICS_PORT), "--coordinator-port", str(names.CONTROL_PORT)]
+    argv += ["--coordinator", "here" if pod.index == 0 else "elsewhere"]
+    try:
+        code = int(agent_main(argv, key=given.key))
+    finally:
+        relay.close()
+    return pod_exit(code), _reason(folder, pod, code)
+
+
+def _reason(folder: RunFolder, pod: Pod, code: int) -> str:
+    if pod.index == 0:
+        with contextlib.suppress(OrchError):
+            state = read_state(folder)
+            return f"{state.state}: {state.reason or ''}"
+    return f"the agent ended with {code}"
+
+
+# ------------------------------------------------------------------------------------------ files of a life
+
+
+def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
+    """plan.json and request.json of this life. On a shared claim every pod writes the same bytes, if need be."""
+    agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
+    request = structs.replace(given.request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+    for path, content in ((folder.plan, to_json(plan, indent=1) + b"\n"), (folder.request, to_bytes(request))):
+        if not path.exists() or path.read_bytes() != content:
+            write_private(path, content)
+
+
+def _write_life(folder: RunFolder, given: Input, members: list[Here], seating: Seating) -> None:
+    """Index 0, before anyone goes on: plan, placement, and a state that the coordinator continues from."""
+    folder.coordinator.unlink(missing_ok=True)
+    _write_plan(folder, given, seating.plan)
+    write_private(folder.config, given.config)
+    found = seating.difference
+    placement = Placement(
+        pods=[here.pod for here in members],
+        nodes=node_names(members),
+        planned_hash=given.planned.hash,
+        plan_hash=seating.plan.hash,
+        summary=found.text,
+        moved_ranks=found.moved_ranks,
+        worst_levels=found.worst_levels,
+        step_s=found.step_s,
+    )
+    raw = msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n"
+    write_private(folder.path / "kubernetes" / "placement.json", raw)
+    write_state(folder, _fresh_state(folder, given, seating))
+
+
+def _fresh_state(folder: RunFolder, given: Input, seating: Seating) -> RunState:
+    """Pending again, with the epochs of earlier lives where the claim has kept them."""
+    try:
+        before = read_state(folder)
+    except OrchError:
+        before = accepted(given.request, given.request.backend)
+    again = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
+    now = time.time()
+    placed = {"reason": seating.difference.text, "plan_hash": seating.plan.hash, "pauses": paused(before, now)}
+    return structs.replace(before, **again, **placed, updated_at=now, writer="backend")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What the run folder keeps of a run's Job, and a run's true state when file and cluster are put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.state import Cause, RunState
+from orchestrator.run.untrusted import UNREADABLE
+
+if TYPE_CHECKING:
+    from .phases import Meaning
+
+
+class KubernetesRecord(Frozen):
+    """backend.json: where the run's objects are. Written before they are sent."""
+
+    context: str | None
+    namespace: str
+    kind: str  # Job or JobSet
+    name: str
+    submission: str
+    submitted_at: float
+    generation: int = 0
+    sent: bool = False  # the API server has taken the last of them
+
+
+def write_record(folder: RunFolder, record: KubernetesRecord) -> None:
+    write_private(folder.backend, msgspec.json.encode(record))
+
+
+def read_record(folder: RunFolder) -> KubernetesRecord | None:
+    try:
+        return msgspec.json.decode(folder.backend.read_bytes(), type=KubernetesRecord)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def verdict(state: RunState, what: Meaning, cancel_asked: bool, sent: bool = True) -> RunState:
+    """The run's true state. The cluster knows whether its pods live; what they said last knows how the program fares.
+
+    `state` holds the coordinator's own words, as old as the last log that was read. Pure.
+    """
+    if what.over:
+        return _ended(state, what, cancel_asked, sent)
+    if what.phase == "running" and state.state in ("starting", "running", "restarting", "stopping"):
+        return state if state.reason or state.state == "running" else _replace(state, reason=what.text)
+    if what.phase == "running" and state.state == "done":  # said by the program; its pods are on their way out
+        return _replace(state, state="stopping", exit_code=None, ended_at=None)
+    phase = "starting" if what.phase == "running" else what.phase
+    if phase in ("starting", "pending") and state.epoch >= 0:
+        phase = "restarting" if phase == "starting" else phase
+    return _replace(state, state=phase, exit_code=None, reason=what.text, ended_at=None)
+
+
+def _ended(state: RunState, what: Meaning, cancel_asked: bool, sent: bool) -> RunState:
+    if cancel_asked and what.phase != "done":
+        return _final(state, "cancelled", Exit.RESTART, "cancelled by the user")
+    if state.is_final and (what.phase == "stopped" or state.state == what.phase):
+        return state
+    if what.phase == "stopped" and not sent:
+        return _replace(state, reason="its objects were rendered; the cluster has not seen them")
+    return _final(state, what.phase, Exit.CAPACITY if what.exit is None else what.exit, what.text)
+
+
+def _final(state: RunState, phase: str, exit: Exit, text: str) -> RunState:
+    cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=int(exit))
+    cause = None if exit == Exit.DONE or phase == "cancelled" else cause
+    return _replace(state, state=phase, exit_code=int(exit), reason=text, cause=cause)
+
+
+def _replace(run: RunState, /, **changes: object) -> RunState:
+    return msgspec.structs.replace(run, **changes)

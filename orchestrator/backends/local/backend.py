@@ -1,0 +1,243 @@
+"""The local backend: this machine as a cluster. A detached supervisor a run stands for the scheduler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Plan, load_plan, to_json
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+from orchestrator.run.create import delivered
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.processes import Identity, identity, send_signal
+from orchestrator.run.program import check_program
+from orchestrator.run.request import LaunchRequest, Parcel, at_size, compose_environment, to_bytes
+from orchestrator.run.state import RunState, paused, read_state, true_state, write_state
+from orchestrator.run.untrusted import UNREADABLE
+from orchestrator.suggest import did_you_mean
+
+from . import namespaces
+
+
+class LocalRecord(Frozen):
+    """backend.json: the processes of the run, as the supervisor knows them."""
+
+    supervisor: tuple[int, int]  # pid, start time in the kernel's ticks
+    agents: dict[str, int] = {}  # node -> pid
+    exit_codes: dict[str, int] = {}  # node -> exit code, negative: signal
+    switches: int | None = None  # descriptor by which all of them hold the namespace of the network's switches
+
+
+class LocalOptions(Frozen):
+    """`backend.options` of the local backend."""
+
+    network: Literal["host", "namespaces"] = "host"  # namespaces: one a node, with links of a given rate
+    link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # of a node in its namespace, each way
+    # of elastic runs, nodes=A..B:
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # more agents than the plan has nodes
+    restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None  # None: they stay away
+    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # not before nodes have stayed this long
+
+
+_END_S = 60.0  # after the workers' grace, for agents and supervisor to go
+_ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
+
+
+def read_options(request: LaunchRequest) -> LocalOptions:
+    """Raises OrchError (65) naming the option that is wrong."""
+    for key in request.backend_options:
+        if key not in LocalOptions.__struct_fields__:
+            known = did_you_mean(key, LocalOptions.__struct_fields__)
+            raise OrchError(f"backend.options.{key} is not an option of the local backend; {known}", Exit.CONFIG)
+    try:
+        options = msgspec.convert(request.backend_options, LocalOptions)
+    except msgspec.ValidationError as error:
+        raise OrchError(f"backend.options: {error}", Exit.CONFIG) from None
+    if options.network == "namespaces" and options.link_gbit_per_s is None:
+        raise OrchError("backend.options.link_gbit_per_s: what rate have the links of network=namespaces?", Exit.CONFIG)
+    if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
+        raise OrchError(f"backend.options.{given[0]} is for elastic runs, nodes=A..B, not for one size", Exit.CONFIG)
+    if options.spare_nodes and options.network == "namespaces":
+        raise OrchError("backend.options.spare_nodes: network=namespaces has no place for spare nodes", Exit.CONFIG)
+    return options
+
+
+class Cancel(Frozen):
+    """cancel.json: somebody asked for the end."""
+
+    at: float
+    uid: int
+    force: bool
+
+
+class LocalBackend:
+    name = "local"
+    agent_flags = ("--lifeline",)
+
+    def check(self, request: LaunchRequest) -> None:
+        if sys.platform != "linux":
+            raise OrchError(f"the local backend needs Linux, this is {sys.platform}", Exit.CAPACITY)
+        if read_options(request).network == "namespaces":
+            namespaces.check()
+        if request.device == "cpu":
+            return
+        have, need = gpus_here(), request.nodes * request.gpus_per_node
+        if request.nodes == 1 and need <= have:
+            return
+        wanted = f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
+        raise OrchError(f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run", Exit.CAPACITY)
+
+    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
+        request = parcel.request
+        self.check(request)
+        _check_program(request, environ, Path(request.code.root or request.worker.cwd, request.code.subfolder))
+        with delivered(parcel, self.name) as folder:
+            ignored = ": git ignores it, so the copy lacks it; --in-place runs it where it is"
+            _check_program(request, environ, Path(request.worker.cwd), ignored)
+            self._start(folder, request, environ)
+        return request.handle
+
+    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+        self.check(request)
+        self._start(folder, request, environ, resume=True)
+        return request.handle
+
+    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+        """The next attempt, under the plan that was submitted for that many nodes. A living run saves and ends first.
+
+        OrchError: 64 when it is done by then, 76 when it does not end.
+        """
+        if self.is_alive(folder):
+            self.cancel(folder, force=False)
+            end = time.monotonic() + request.policy.grace_s + _END_S
+            while self.is_alive(folder):
+                if time.monotonic() > end:
+                    raise OrchError(f"run {folder.run_id} was asked to end and has not: try again", Exit.CAPACITY)
+                time.sleep(0.05)
+            if self.state(folder).state == "done":
+                raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
+        plan = load_plan(folder.sized_plan(nodes))
+        request = at_size(request, plan)
+        self.check(request)
+        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+        write_private(folder.request, to_bytes(request))
+        self._start(folder, request, environ, resume=True, plan=plan)
+        return request.handle
+
+    def cancel(self, folder: RunFolder, force: bool) -> None:
+        record = read_record(folder)
+        if record is None or not self.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
+        write_cancel(folder, force)
+        if not send_signal(Identity(*record.supervisor), signal.SIGTERM):
+            raise OrchError(f"run {folder.run_id} has lost its supervisor and is ending by itself", Exit.CAPACITY)
+
+    def is_alive(self, folder: RunFolder) -> bool:
+        return folder.is_alive()
+
+    def state(self, folder: RunFolder) -> RunState:
+        return true_state(folder, self.is_alive(folder))
+
+    def _start(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+        resume: bool = False,
+        plan: Plan | None = None,
+    ) -> None:
+        """Start the supervisor: own session, nothing of this terminal, holding the run's lock."""
+        lock = folder.take_lock()
+        if lock is None:
+            raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        try:
+            if resume:
+                prepare_resume(folder, plan)
+            argv = [sys.executable, "-P", "-m", "orchestrator.backends.local.supervisor", "--run-dir", str(folder.path)]
+            log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.set_inheritable(lock, True)
+            with os.fdopen(log, "wb") as output:
+                process = subprocess.Popen(
+                    [*argv, "--lock", str(lock)],
+                    env=compose_environment(request.environment, environ),
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[lock],
+                    start_new_session=True,
+                )
+            found = identity(process.pid)
+            if found:
+                write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
+            process.returncode = 0  # it is nobody's child from here on: no warning, no wait
+        finally:
+            os.close(lock)
+
+
+def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
+    if not request.worker.bundled:
+        check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
+
+
+def prepare_resume(folder: RunFolder, plan: Plan | None = None) -> None:
+    """Back to `pending`, keeping epochs and history. The caller holds the lock, so nobody else writes.
+
+    `plan`: the one to go on with, where that is not the one in force.
+    """
+    state = read_state(folder)
+    folder.cancel.unlink(missing_ok=True)
+    now = time.time()
+    changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None}
+    changes |= {"restarts": 0, "restarts_by_cause": {}, "first_epoch": state.epoch + 1, "excluded": {}, "slow": {}}
+    changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": paused(state, now)}
+    if plan is not None:
+        summary = state.summary | {"world_size": plan.parallel.world_size}
+        changes |= {"plan_hash": plan.hash, "summary": summary}
+    write_state(folder, msgspec.structs.replace(state, **changes))
+
+
+def read_record(folder: RunFolder) -> LocalRecord | None:
+    try:
+        return msgspec.json.decode(folder.backend.read_bytes(), type=LocalRecord)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def write_record(folder: RunFolder, record: LocalRecord) -> None:
+    write_private(folder.backend, msgspec.json.encode(record), durable=False)
+
+
+def write_cancel(folder: RunFolder, force: bool) -> None:
+    """Before the end is asked for: whoever hears of it finds out here that somebody wanted it."""
+    wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
+    write_private(folder.cancel, msgspec.json.encode(wish))
+
+
+def read_cancel(folder: RunFolder) -> Cancel | None:
+    try:
+        return msgspec.json.decode(folder.cancel.read_bytes(), type=Cancel)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs of this machine, by the driver's device files."""
+    return sum(1 for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
+
+
+def machine() -> str:
+    """What this machine has, in words."""
+    gpus = gpus_here()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}, {os.cpu_count()} CPUs, {memory:.0f} GiB of memory"

@@ -1,0 +1,267 @@
+"""`python -m orchestrator.backends.local.supervisor`: the scheduler of one local run.
+
+It starts one agent a simulated node, passes on a request to end, waits for all, and has the last word in state.json
+when the coordinator did not live to say it. Each agent's standard input is a pipe of which the supervisor holds the
+other end: when the supervisor dies, however, they end the run and save. Where the cluster is one of namespaces, it
+builds that network first and starts each agent on its node of it. Single-threaded: it forks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.observe.report import write_report
+from orchestrator.plan import Exit, load_plan, meaning
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
+from orchestrator.run.request import LaunchRequest, from_bytes
+from orchestrator.run.state import Cause, read_state, write_state
+
+from .backend import LocalRecord, read_cancel, read_options, write_record
+from .namespaces import INTERFACE, Network, Wiring
+
+_LEAVE_S = 20.0  # for agents to go after the run's last word
+_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+log = logging.getLogger("orch.supervisor")
+
+
+class Supervisor:
+    def __init__(self, folder: RunFolder, request: LaunchRequest, lock: int):
+        self._folder, self._request, self._lock = folder, request, lock
+        self._agents: dict[str, subprocess.Popen] = {}
+        self._codes: dict[str, int] = {}
+        self._network: Network | None = None
+        self._deadline: float | None = None
+        self._asked = False
+        self._options = read_options(request)
+        self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
+
+    def run(self) -> int:
+        """The run's exit code, after every process of it has ended."""
+        become_subreaper()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # they wait for sigtimedwait; children get them unblocked
+        self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
+        options = self._options
+        if options.network == "namespaces":
+            wiring = Wiring.of(load_plan(self._folder.plan), options.link_gbit_per_s)
+            self._network = Network(wiring)
+            log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
+        try:
+            for node, argv in self._commands().items():
+                self._agents[node] = self._start(node, argv)
+            self._remember()
+            while len(self._codes) < len(self._agents):
+                self._hear(signal.sigtimedwait(_HEARD, 0.5))
+        finally:
+            left = kill_descendants()
+            if left:
+                log.error("processes %s cannot be killed", left)
+        return self._last_word()
+
+    def _commands(self) -> dict[str, list[str]]:
+        """Node -> the command of its agent."""
+        commands = {agent.node: agent.argv for agent in self._request.agents}
+        if not self._request.sizes:
+            return commands
+        first, *_ = self._request.agents
+        for index in range(self._options.spare_nodes):
+            spare = f"spare-{index}"
+            commands[spare] = [spare if word == first.node else word for word in first.argv]
+        elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
+        return {node: [*argv, *elastic] for node, argv in commands.items()}
+
+    def _start(self, node: str, argv: list[str]) -> subprocess.Popen:
+        descriptor = os.open(
+            self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        held = [self._lock]  # they hold the run's lock with us
+        environment, enter, listener = None, None, None
+        if self._network:
+            listener = self._listener(node)
+            held += [self._network.switches, listener.fileno()]
+            argv = [*argv, "--address", self._network.wiring.address(node), "--metrics-fd", str(listener.fileno())]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}  # or it asks what the host's name resolves to
+            enter = self._network.enter(node)
+        with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
+            return subprocess.Popen(
+                argv,
+                cwd=self._folder.path,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=held,
+                start_new_session=True,
+                preexec_fn=lambda: _become_agent(enter),
+            )
+
+    def _listener(self, node: str) -> socket.socket:
+        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach."""
+        metrics = load_plan(self._folder.plan).job.metrics
+        port = metrics.port if node == self._request.agents[0].node else 0
+        family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET
+        try:
+            return socket.create_server((metrics.host, port), family=family)
+        except OSError:  # taken: any free one, as where agents open it themselves
+            return socket.create_server((metrics.host, 0), family=family)
+
+    def _hear(self, what: signal.struct_siginfo | None) -> None:
+        if what is not None and what.si_signo != signal.SIGCHLD:
+            self._end(signal.Signals(what.si_signo).name)
+        nodes = {agent.pid: node for node, agent in self._agents.items()}
+        for pid, code in reap_children():
+            if pid in nodes:  # the others are orphans of a killed agent
+                self._codes[nodes[pid]] = self._agents[nodes[pid]].returncode = code
+                log.info("agent of %s: %s", nodes[pid], meaning(code))
+                self._remember()
+                self._may_come_back(nodes[pid], code)
+        self._bring_back()
+        if self._deadline is None and read_state(self._folder).is_final:
+            self._deadline = time.monotonic() + _LEAVE_S
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._kill()
+
+    def _may_come_back(self, node: str, code: int) -> None:
+        """Lost, cut off, or told to leave; not one that was found bad, and not after the run's end (`_bring_back`)."""
+        after = self._options.restart_lost_nodes_after_s
+        if after is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)):
+            self._back[node] = time.monotonic() + after
+
+    def _bring_back(self) -> None:
+        """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
+        due = [node for node, when in self._back.items() if time.monotonic() >= when]
+        for node in due:
+            del self._back[node]
+            if not self._asked and not self._folder.cancel.exists() and not read_state(self._folder).is_final:
+                self._agents[node] = self._start(node, self._commands()[node])
+                del self._codes[node]
+                log.info("node %s is back", node)
+                self._remember()
+
+    def _end(self, reason: str) -> None:
+        """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
+        `orch cancel` is none, and a forced one asks nobody.
+        """
+        wish = read_cancel(self._folder)
+        log.info("asked to end (%s)%s", reason, ", by force" if wish and wish.force else "")
+        if wish and wish.force:
+            self._kill()
+            return
+        if wish and self._asked:
+            return
+        self._asked = True
+        for node, agent in self._agents.items():
+            if node not in self._codes:
+                agent.send_signal(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for node, agent in self._agents.items():
+            if node not in self._codes:
+                agent.kill()  # its warden kills the workers
+
+    def _remember(self) -> None:
+        me = identity(os.getpid())
+        pids = {node: agent.pid for node, agent in self._agents.items()}
+        record = LocalRecord(
+            supervisor=(me.pid, me.started),
+            agents=pids,
+            exit_codes=dict(self._codes),
+            switches=self._network.switches if self._network else None,
+        )
+        write_record(self._folder, record)
+
+    def _last_word(self) -> int:
+        """The coordinator's, or ours when it was killed before it could speak."""
+        state = read_state(self._folder)
+        if state.is_final:
+            return state.exit_code or 0
+        wish = read_cancel(self._folder)
+        code, final, cause = self._judge(state.epoch)
+        if wish:
+            code, final = int(Exit.RESTART), "cancelled"
+        reason = "cancelled by force" if wish and wish.force else cause.text
+        now = time.time()
+        state = msgspec.structs.replace(
+            state,
+            state=final,
+            exit_code=code,
+            reason=reason,
+            cause=cause,
+            ended_at=now,
+            updated_at=now,
+            writer="backend",
+        )
+        Discovery(self._folder, self._request.discovery_dir).withdraw()
+        with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
+            write_report(self._folder, load_plan(self._folder.plan), state)
+        write_state(self._folder, state)
+        return code
+
+    def _judge(self, epoch: int) -> tuple[int, str, Cause]:
+        """From the agents' ends: a killed one is a lost node (76), any other code says what it found."""
+        killed = [node for node, code in self._codes.items() if code < 0]
+        failed = [node for node, code in self._codes.items() if code > 0]
+        first = next(iter(killed + failed), None)
+        if first is None:
+            return int(Exit.INTERNAL), "failed", Cause(kind="internal", text="agents left without a word", epoch=epoch)
+        code = self._codes[first]
+        text = f"agent of {first}: {meaning(code)}"
+        if code < 0:
+            return int(Exit.CAPACITY), "failed", Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code)
+        cause = Cause(kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first))
+        return code, "stopped" if code == Exit.RESTART else "failed", cause
+
+    def _log(self, node: str) -> str:
+        return str(self._folder.agent_log(node).relative_to(self._folder.path))
+
+
+def _become_agent(enter: Callable[[], None] | None) -> None:
+    """In the child, between fork and exec."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+    if enter:
+        enter()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="orchestrator.backends.local.supervisor")
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--lock", required=True, type=int)
+    args = parser.parse_args(argv)
+    os.umask(0o077)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    folder = RunFolder(args.run_dir)
+    try:
+        return Supervisor(folder, from_bytes(folder.request.read_bytes()), args.lock).run()
+    except OrchError as error:
+        log.error("%s", error.message)
+        _failed(folder, int(error.exit), error.message)
+        return error.exit
+    except Exception as error:
+        log.exception("internal error")
+        _failed(folder, int(Exit.INTERNAL), f"supervisor: {error}")
+        return Exit.INTERNAL
+
+
+def _failed(folder: RunFolder, code: int, reason: str) -> None:
+    with contextlib.suppress(Exception):
+        final = {"state": "failed", "exit_code": code, "ended_at": time.time(), "reason": reason}
+        write_state(folder, msgspec.structs.replace(read_state(folder), **final))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""`python -m orchestrator.slurm.task`: what the job script starts inside an allocation.
+
+place    once a life, on the first node: put the ranks on the nodes that Slurm gave
+agent    on every node: the agent, under its Slurm name and its own address
+outcome  once a life, after the agents: the exit code of the run, whatever became of srun
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, PlanError, load_plan, meaning
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import LaunchRequest, from_bytes
+from orchestrator.run.state import Cause, RunState, read_state, write_state
+
+if TYPE_CHECKING:
+    from .takeover import StandIn
+
+_TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
+
+
+def main(argv: list[str] | None = None) -> int:
+    os.umask(0o077)
+    args = _parse(argv)
+    folder = RunFolder(args.run_dir)
+    try:
+        if args.what == "place":
+            return _place(folder, args.nodes)
+        if args.what == "outcome":
+            return _outcome(folder, args.code)
+        return _agent(folder)
+    except OrchError as error:
+        code, text = int(error.exit), error.message
+    except PlanError as error:
+        code, text = int(Exit.CONFIG), str(error)
+    except Exception as error:
+        traceback.print_exc()
+        code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
+    print(f"orch: {text}", file=sys.stderr)
+    if args.what == "place":
+        with contextlib.suppress(OrchError, OSError):
+            _last_word(folder, code, text)
+    return code
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="orchestrator.slurm.task")
+    whats = parser.add_subparsers(dest="what", required=True)
+    for name in ("place", "agent", "outcome"):
+        what = whats.add_parser(name)
+        what.add_argument("--run-dir", required=True, type=Path)
+        if name == "place":
+            what.add_argument("--nodes", required=True, type=Path, help="what the nodes answered")
+        if name == "outcome":
+            what.add_argument("--code", required=True, type=int, help="srun's exit code")
+    return parser.parse_args(argv)
+
+
+def _place(folder: RunFolder, nodes: Path) -> int:
+    from orchestrator.backends.slurm.record import COMES_BACK
+
+    from .node_assignment import place
+
+    state = read_state(folder)
+    if os.environ.get("SLURM_RESTART_COUNT") and state.is_final and state.exit_code not in COMES_BACK:
+        # Slurm brings a job back whose script was on a lost node, also when the others have ended the run meanwhile
+        Path(folder.path, "slurm", "over").touch(0o600)
+        return state.exit_code or 0
+    placement = place(folder, nodes.read_text(), os.environ)
+    print(f"orch: {placement.summary}", file=sys.stderr)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------ agent
+
+
+def _agent(folder: RunFolder) -> int:
+    node = os.environ.get("SLURMD_NODENAME")
+    if not node:
+        raise OrchError("SLURMD_NODENAME is not set: agents are started by srun", Exit.INTERNAL)
+    request = from_bytes(folder.request.read_bytes())
+    if node not in {agent.node for agent in request.agents}:
+        print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
+        return 0
+    address = own_address(node, os.environ, several=len(request.agents) > 1)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    log = os.open(folder.agent_log(node), flags, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(environment(request, os.environ))
+    os.chdir(folder.path)
+    argv = ["--run-dir", str(folder.path), "--node", node, "--address", address]
+    granted = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
+    if granted:
+        argv += ["--gpus", str(len(granted.split(",")))]
+    if not request.sizes:
+        from orchestrator.agent.__main__ import main as agent_main
+
+        return int(agent_main(argv))
+    from .agent_supervisor import keep
+
+    stand_in = _stand_in(folder, node, request)
+    agent = [sys.executable, "-P", "-m", "orchestrator.agent", *argv, "--elastic", "--lifeline"]
+    code = keep(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
+    if read_state(folder).is_final:  # the script waits for those that are left, but not for ever
+        Path(folder.path, "slurm", "ended").touch(0o600)
+        if stand_in:
+            stand_in.until_over()
+    return code
+
+
+def _stand_in(folder: RunFolder, node: str, request: LaunchRequest) -> StandIn | None:
+    """None on the script's own node, and inside a container without Slurm's commands."""
+    from orchestrator.backends.slurm.options import read_options
+
+    from .node_assignment import own_job
+    from .takeover import StandIn
+
+    script_node = os.environ.get("ORCH_SCRIPT_NODE", node)
+    if node == script_node or not shutil.which("scontrol"):
+        return None
+    options = read_options(request.backend_options)
+    stand_in = StandIn(folder, node, script_node, own_job(os.environ), options, dict(os.environ))
+    stand_in.start()
+    return stand_in
+
+
+def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
+    """What changes for agents and workers: the request's fixed values, and its folders in front.
+
+    The rest is already narrowed: sbatch took only the allowed names along, and what Slurm itself and the site's set-up
+    have added (GPUs, modules) must stay.
+    """
+    result = dict(request.environment.values)
+    pairs = (("PATH", request.environment.path_first), ("PYTHONPATH", request.environment.python_path_first))
+    for variable, first in pairs:
+        parts = [*first, *filter(None, environ.get(variable, "").split(":"))]
+        if parts:
+            result[variable] = ":".join(dict.fromkeys(parts))
+    return result
+
+
+def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
+    """The address at which the other nodes of the job reach this one.
+
+    The way to the node that srun runs on shows it: the kernel says which of our addresses such a connection would come
+    from. Where that is the loopback although there are other nodes (srun on this very node, odd /etc/hosts), the node's
+    name is looked up. Loopback stays only when nothing else is known, as on a test cluster inside one machine.
+    """
+    seen = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+    if seen and not (several and seen.startswith("127.")):
+        return seen
+    with contextlib.suppress(OSError):
+        for *_, place in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
+            if not str(place[0]).startswith(("127.", "::1")):
+                return str(place[0])
+    return seen or "127.0.0.1"
+
+
+def _address_towards(peer: str) -> str:
+    if not peer:
+        return ""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # UDP: nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+# ------------------------------------------------------------------------------------------ outcome
+
+
+def _outcome(folder: RunFolder, code: int) -> int:
+    """The coordinator's word, or ours when it was killed before it could speak."""
+    state = read_state(folder)
+    if state.is_final:
+        for node in _sick(folder, state):
+            _exclude(folder, node)
+        return state.exit_code or 0
+    if code == _TERMINATED:  # before the agents could hear it
+        return _last_word(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
+    return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
+
+
+def _sick(folder: RunFolder, state: RunState) -> list[str]:
+    """Nodes that were found unhealthy in this life of the job, by its end or by an epoch that went on without them."""
+    from .node_assignment import read_placement
+
+    placement = read_placement(folder)
+    before = placement.after_epoch if placement else -1
+    causes = [epoch.cause for epoch in state.epochs if epoch.epoch > before]
+    found = [cause for cause in causes if cause and cause.code == Exit.NODE]
+    if state.cause and state.exit_code == Exit.NODE:
+        found.append(state.cause)
+    return list(dict.fromkeys([*(cause.node for cause in found if cause.node), *state.excluded]))
+
+
+def _exclude(folder: RunFolder, node: str) -> None:
+    """Write down what the next life must avoid: the nodes that were found sick, and those that the user had named."""
+    from orchestrator.backends.slurm.options import read_options
+    from orchestrator.cluster.hostlist import compress, expand
+
+    options = read_options(from_bytes(folder.request.read_bytes()).backend_options)
+    path = folder.path / "slurm" / "exclude"
+    known = [name for text in options.exclude for name in expand(text)]
+    known += expand(path.read_text()) if path.exists() else []
+    write_private(path, compress(list(dict.fromkeys([*known, node]))).encode() + b"\n")
+
+
+def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
+    """End the run in state.json where no coordinator can; its exit code."""
+    state, now = read_state(folder), time.time()
+    phase, reason = ("stopped" if code == Exit.RESTART else "failed"), text
+    if folder.cancel.exists():
+        code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
+    state = msgspec.structs.replace(
+        state,
+        state=phase,
+        exit_code=code,
+        reason=reason,
+        cause=Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with),
+        ended_at=now,
+        updated_at=now,
+        writer="backend",
+    )
+    folder.discovery.unlink(missing_ok=True)
+    with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
+        from orchestrator.observe.report import write_report
+
+        write_report(folder, load_plan(folder.plan), state)
+    write_state(folder, state)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

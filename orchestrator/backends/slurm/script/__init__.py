@@ -1,0 +1,1 @@
+"""The job script: flags, quoting and text. Pure."""

@@ -1,0 +1,182 @@
+"""From a plan and a site's options to the flags of one job: pure, typed, in a fixed order.
+
+What each flag is for is said beside it; sources: sbatch(1), srun(1) of 22.05 to 25.11, reliability facts in
+docs/slurm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from pathlib import Path
+
+from orchestrator.backends.slurm.options import SlurmOptions
+from orchestrator.cluster.hostlist import compress, expand
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Plan
+from orchestrator.plan.exits import Exit
+from orchestrator.planner.placement.units import block_size, leaf_switches, used_node_count, whole_unit
+
+from .quoting import check_text, file_pattern
+
+Flags = dict[str, str | int | bool]
+
+#: sbatch flags that only orch sets: a profile that sets them would make the script say two things.
+OWN = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "export", "export-file", "job-name", "chdir"}
+    | {
+        "signal",
+        "requeue",
+        "no-requeue",
+        "no-kill",
+        "array",
+        "wrap",
+        "parsable",
+        "test-only",
+        "wait",
+        "exclude",
+        "het-group",
+    }
+)
+#: srun flags that the script repeats or sets itself.
+OWN_SRUN = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit"} | {"wait"}
+)
+
+
+def job_flags(
+    plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, export: Iterable[str], elastic: bool = False
+) -> Flags:
+    """sbatch's flags for a run. `export`: names of the variables that may enter the job. `elastic`: losing a node keeps
+    the rest.
+
+    Raises OrchError (65) when the options contradict the plan, (78) for a control character anywhere.
+    """
+    nodes = used_node_count(plan)
+    flags: Flags = {
+        "job-name": f"orch-{run_id}",
+        "chdir": run_dir,
+        "output": file_pattern(str(Path(run_dir, "logs"))) + "/slurm-%j.log",
+        "open-mode": "append",  # a requeued job keeps what its earlier lives said
+        "export": ",".join(sorted(export)) or "HOME",  # names alone; the default, ALL, would take every secret along
+        **_where(options),
+        "nodes": nodes,
+        "ntasks-per-node": 1,  # one agent a node
+        **_resources(plan, options),
+        **network_flags(plan, options),
+        **_life(options, elastic),
+        **_who(options),
+    }
+    return _with_users(flags, options.sbatch, OWN | flags.keys(), "sbatch")
+
+
+def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flags:
+    """srun's flags for a step with one task on every node: srun does not inherit all of sbatch's.
+
+    `elastic`: the script says itself on which of its nodes a step runs.
+    """
+    flags: Flags = {
+        **({} if elastic else {"nodes": used_node_count(plan)}),
+        "ntasks-per-node": 1,
+        "export": "ALL",  # of the batch script, whose own environment sbatch has already narrowed
+    }
+    if options.cpus_per_node:
+        flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
+    else:
+        flags["cpu-bind"] = "none"  # the agent shares its node out among its workers
+    if options.no_kill or elastic:
+        flags["no-kill"] = True
+    flags["kill-on-bad-exit"] = 0  # an agent's end is the coordinator's to judge, not srun's
+    flags["wait"] = 60  # but all leave together: one that stays this long after the first is on a lost node
+    return _with_users(flags, options.srun, OWN_SRUN, "srun")
+
+
+def _with_users(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
+    """Our flags and the user's, who may not set what is ours; False takes a flag out."""
+    for name in users:
+        if name in own:
+            ours = f"{command} --{name}={flags.get(name, '')}"
+            raise OrchError(f"backend.options.{command}.{name} is set by orch ({ours})", Exit.CONFIG)
+    merged = {**flags, **users}
+    for name, value in merged.items():
+        check_text(str(value), f"{command} --{name}")
+    return {name: value for name, value in merged.items() if value is not False}
+
+
+def as_argv(flags: Flags) -> list[str]:
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+
+
+def _where(options: SlurmOptions) -> Flags:
+    flags: Flags = {}
+    for name in ("partition", "account", "qos", "reservation", "constraint"):
+        value = getattr(options, name)
+        if value is not None:
+            flags[name] = value
+    if options.nodelist:
+        if options.topology == "block":
+            raise OrchError("backend.options.nodelist cannot be met on a block topology: use exclude", Exit.CONFIG)
+        flags["nodelist"] = compress(_names(options.nodelist))
+    if options.exclude:
+        flags["exclude"] = compress(_names(options.exclude))
+    return flags
+
+
+def _names(lists: Iterable[str]) -> list[str]:
+    return [name for text in lists for name in expand(text)]
+
+
+def _resources(plan: Plan, options: SlurmOptions) -> Flags:
+    flags: Flags = {}
+    gpus = plan.cluster.gpus_per_node
+    typed = f"{options.gpu_type}:{gpus}" if options.gpu_type else str(gpus)
+    if options.gpu_request == "gpus-per-node":  # excludes --gres=gpu
+        flags["gpus-per-node"] = typed
+    elif options.gpu_request == "gres":
+        flags["gres"] = f"gpu:{typed}"
+    if options.cpus_per_node:
+        flags["cpus-per-task"] = options.cpus_per_node
+    flags["mem"] = options.memory  # exclusive alone grants only the default memory
+    if options.exclusive:
+        flags["exclusive"] = True
+    return flags
+
+
+def network_flags(plan: Plan, options: SlurmOptions) -> Flags:
+    """What keeps the allocation as compact as the plan supposes."""
+    if options.topology == "tree":
+        return {"switches": f"{leaf_switches(plan)}@{options.switches_wait}"}
+    if options.topology == "block":
+        segment = options.segment or whole_unit(plan, block_size(plan))
+        nodes = used_node_count(plan)
+        if nodes % segment:
+            raise OrchError(f"backend.options.segment {segment} does not divide the plan's {nodes} nodes", Exit.CONFIG)
+        return {"segment": segment} | ({"spread-segments": True} if options.spread_segments else {})
+    return {}
+
+
+def _life(options: SlurmOptions, elastic: bool) -> Flags:
+    flags: Flags = {}
+    if options.time is not None:
+        flags["time"] = options.time
+    if options.begin is not None:
+        flags["begin"] = options.begin
+    if options.dependency is not None:
+        flags["dependency"] = options.dependency
+        flags["kill-on-invalid-dep"] = "yes"  # else it waits for ever
+    if options.notice_s:
+        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which passes it on in its own way
+    flags["requeue" if options.requeue else "no-requeue"] = True
+    if options.no_kill or elastic:
+        flags["no-kill"] = True
+    flags["wait-all-nodes"] = 1
+    return flags
+
+
+def _who(options: SlurmOptions) -> Flags:
+    pairs = {
+        "comment": options.comment,
+        "wckey": options.wckey,
+        "mail-user": options.mail_user,
+        "mail-type": options.mail_type,
+    }
+    return {name: value for name, value in pairs.items() if value is not None}

@@ -1,0 +1,62 @@
+"""What changed between two topologies of the same cluster, in words. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .hostlist import compress
+from .model import Topology
+
+
+def diff(old: Topology, new: Topology) -> list[str]:
+    """One line a change: nodes come and gone, moved under another switch, out of service or back, other hardware.
+
+    Switches are compared by their members, so a renamed switch is no change.
+    """
+    before, after = old.nodes, new.nodes
+    lines = _list("nodes gone", set(before) - set(after)) + _list("nodes new", set(after) - set(before))
+    both = set(before) & set(after)
+    if len(old.tiers) != len(new.tiers):
+        lines.append(f"tiers: {len(old.tiers)} before, {len(new.tiers)} now")
+    for a, b in zip(old.tiers, new.tiers, strict=False):
+        lines += _moved(a.switches, b.switches, both, a.name)
+        for what, x, y in (
+            ("Gb/s", a.gbit_per_s, b.gbit_per_s),
+            ("oversubscription", a.oversubscription, b.oversubscription),
+        ):
+            if x != y:
+                lines.append(f"{a.name}: {what} {x:g} before, {y:g} now")
+    lines += _moved(old.domains, new.domains, both, "domain")
+    known = [node for node in both if node in old.machines and node in new.machines]
+    groups: dict[str, list[str]] = {}
+    for node in known:
+        a, b = old.machines[node], new.machines[node]
+        if a.free != b.free:
+            groups.setdefault(f"out of service ({b.reason})" if a.free else "back in service", []).append(node)
+        for key in ("gpus", "gpu", "nics"):
+            if getattr(a, key) != getattr(b, key):
+                groups.setdefault(f"{key}: {getattr(a, key)} before, {getattr(b, key)} now", []).append(node)
+    return lines + [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
+
+
+def _list(what: str, nodes: set[str]) -> list[str]:
+    return [f"{what}: {compress(nodes)}"] if nodes else []
+
+
+def _moved(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: set[str], tier: str) -> list[str]:
+    """Nodes that left their companions: each new switch continues the old one with which it shares most nodes."""
+    old = {node: name for name, nodes in a.items() for node in nodes if node in both}
+    new = {node: name for name, nodes in b.items() for node in nodes if node in both}
+    shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
+    heir: dict[str, str] = {}
+    taken: set[str] = set()
+    for (x, y), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
+        if x not in heir and y not in taken:
+            heir[x] = y
+            taken.add(y)
+    groups: dict[str, list[str]] = {}
+    for node in both:
+        x, y = old.get(node), new.get(node)
+        if (x is None) != (y is None) or (x is not None and heir.get(x) != y):
+            groups.setdefault(f"{tier}: moved from {x or 'nowhere'} to {y or 'nowhere'}", []).append(node)
+    return [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]

@@ -1,0 +1,152 @@
+"""The topology as our own file: what `orch topology import` writes and a cluster entry may name.
+
+```yaml
+schema: orch.topology/1
+clusters:
+  - name: h100
+    tiers:                      # innermost first
+      - {name: leaf, switches: {leaf0: "n[0-3]", leaf1: "n[4-9]"}}
+      - {name: spine, switches: {spine: "n[0-9]"}, gbit_per_s: 400, oversubscription: 2}
+    domains: {}                 # NVLink domains of several nodes
+    machines:                   # optional; groups of like nodes
+      - {nodes: "n[0-8]", gpus: 8, gpu: h100, nics: 8}
+      - {nodes: "n9", gpus: 8, free: false, reason: "drained: ECC"}
+```
+
+Node lists are in Slurm's host-list form. JSON is YAML too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Frozen
+from orchestrator.suggest import did_you_mean
+
+from .hostlist import compress, expand
+from .model import Kind, Machine, Tier, Topology, bad, check
+
+SCHEMA = "orch.topology/1"
+
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Rate = Annotated[float, Meta(ge=0)]
+
+
+class TierText(Frozen):
+    name: str
+    switches: dict[str, str]
+    gbit_per_s: Rate = 0.0
+    oversubscription: Rate = 0.0
+
+
+class MachineText(Frozen):
+    nodes: str
+    gpus: Count = 0
+    gpu: str = ""
+    nics: Count = 0
+    free: bool = True
+    reason: str = ""
+
+
+class ClusterText(Frozen):
+    name: str
+    tiers: list[TierText] = []
+    kind: Kind = "tree"
+    block_size: Count = 0
+    domains: dict[str, str] = {}
+    machines: list[MachineText] = []
+
+
+class FileText(Frozen):
+    schema: str
+    clusters: list[ClusterText]
+
+
+def parse_document(text: str, name: str | None = None) -> Topology:
+    """The cluster called `name`, or the only one. Raises OrchError (65) naming the key that is wrong."""
+    import yaml
+
+    try:
+        raw = msgspec.json.decode(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        file = msgspec.convert(raw, FileText)
+    except msgspec.DecodeError as error:
+        raise bad("topology file", str(error)) from None
+    except yaml.YAMLError as error:
+        raise bad("topology file", " ".join(str(error).split())) from None
+    if file.schema != SCHEMA:
+        raise bad("topology file", f"schema {file.schema!r} is not {SCHEMA!r}")
+    named = {cluster.name: cluster for cluster in file.clusters}
+    if len(named) != len(file.clusters) or not named:
+        raise bad("topology file", "it names no cluster" if not named else "two clusters have the same name")
+    if name is None and len(named) > 1:
+        raise bad("topology file", f"it holds {', '.join(named)}: say which one")
+    if name is not None and name not in named:
+        raise bad("topology file", f"no cluster {name!r}; {did_you_mean(name, list(named))}")
+    return _read(named[name] if name is not None else file.clusters[0])
+
+
+def _read(text: ClusterText) -> Topology:
+    where = f"topology {text.name}"
+    machines: dict[str, Machine] = {}
+    for index, group in enumerate(text.machines):
+        values = {key: getattr(group, key) for key in Machine.__struct_fields__}
+        for node in _nodes(group.nodes, where, f"machines[{index}]"):
+            if node in machines:
+                raise bad(where, f"machines[{index}]: node {node} is in two groups")
+            machines[node] = Machine(**values)
+    tiers = tuple(
+        Tier(
+            tier.name,
+            {switch: tuple(_nodes(nodes, where, f"{tier.name} {switch}")) for switch, nodes in tier.switches.items()},
+            tier.gbit_per_s,
+            tier.oversubscription,
+        )
+        for tier in text.tiers
+    )
+    domains = {key: tuple(_nodes(nodes, where, f"domain {key}")) for key, nodes in text.domains.items()}
+    kind: Kind = text.kind if tiers else "flat"
+    return check(Topology(kind, tiers, text.block_size, text.name, domains, machines), where)
+
+
+def _nodes(text: str, where: str, place: str) -> list[str]:
+    try:
+        return expand(text)
+    except OrchError as error:
+        raise bad(where, f"{place}: {error.message}") from None
+
+
+def to_document(topologies: list[Topology]) -> str:
+    """The file's text, YAML; `parse_document` gives the same topologies back (node lists in natural order)."""
+    import yaml
+
+    clusters = [msgspec.to_builtins(_written(topology)) for topology in topologies]
+    return yaml.safe_dump({"schema": SCHEMA, "clusters": clusters}, sort_keys=False, width=110)
+
+
+def _written(topology: Topology) -> ClusterText:
+    groups: dict[Machine, list[str]] = {}
+    for node, machine in topology.machines.items():
+        groups.setdefault(machine, []).append(node)
+    return ClusterText(
+        name=topology.name or "cluster",
+        kind=topology.kind,
+        block_size=topology.block_size,
+        tiers=[
+            TierText(
+                name=tier.name,
+                switches={switch: compress(nodes) for switch, nodes in tier.switches.items()},
+                gbit_per_s=tier.gbit_per_s,
+                oversubscription=tier.oversubscription,
+            )
+            for tier in topology.tiers
+        ],
+        domains={name: compress(nodes) for name, nodes in topology.domains.items()},
+        machines=[
+            MachineText(nodes=compress(nodes), **{key: getattr(machine, key) for key in Machine.__struct_fields__})
+            for machine, nodes in groups.items()
+        ],
+    )

@@ -1,0 +1,129 @@
+"""From names and switches to the cluster that a plan is placed on. Pure.
+
+A topology knows names, states and who is under which switch, and seldom rates. Those come from the cluster entry that
+the user planned with (`cluster=h100x64`): its innermost level gives the figures of the innermost switches, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Cluster, SwitchLevel
+from orchestrator.plan.exits import Exit
+
+from .build import NVLINK, SELF, check_cluster
+from .model import Tier, Topology
+
+FABRIC = "fabric"  # the level on which nodes meet that nobody puts under a common switch
+
+
+def fit(base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None) -> Cluster:
+    """`base` with these nodes, in topology order, under the switches of the topology.
+
+    Raises OrchError (65) when the description contradicts itself.
+    """
+    order = topology.order(names)
+    index = {node: i for i, node in enumerate(order)}
+    levels: list[SwitchLevel] = []
+    for height, tier in enumerate(topology.tiers):
+        switches = _grouped(tier.switches.values(), index)
+        figures = base.levels[-1 if height and height == len(topology.tiers) - 1 else min(height, len(base.levels) - 1)]
+        levels.append(_measured(tier, base, figures, name=_free_name(tier.name, levels), switches=switches))
+    if not levels or len(levels[-1].switches) > 1:
+        top = structs.replace(base.levels[-1], name=_free_name(FABRIC, levels), switches=[list(range(len(order)))])
+        levels.append(top)
+    cluster = structs.replace(
+        base,
+        name=name or base.name,
+        node_names=order,
+        nvlink_domains=_domains(base, topology, index, levels[0]),
+        levels=levels,
+    )
+    if problem := check_cluster(cluster):
+        raise OrchError(f"the cluster with this topology: {problem}", Exit.CONFIG)
+    return cluster
+
+
+def _measured(tier: Tier, base: Cluster, figures: SwitchLevel, **values: object) -> SwitchLevel:
+    """The base's figures, replaced by what the network said of itself."""
+    if tier.gbit_per_s:
+        values["bytes_per_s"] = tier.gbit_per_s * 1e9 / 8 * base.nics_per_node / base.gpus_per_node
+        values["source"] = "link width and speed as discovered"
+    if tier.oversubscription:
+        values["oversubscription"] = max(1.0, tier.oversubscription)
+    return structs.replace(figures, **values)
+
+
+def _grouped(groups: Iterable[Sequence[str]], index: dict[str, int]) -> list[list[int]]:
+    """Index lists of the chosen nodes, in node order; nodes that the topology leaves out are a group of their own."""
+    found = [sorted(index[node] for node in group if node in index) for group in groups]
+    listed = {node for group in found for node in group}
+    rest = [i for i in index.values() if i not in listed]
+    return sorted(group for group in (*found, rest) if group)
+
+
+def _free_name(wanted: str, levels: Sequence[SwitchLevel]) -> str:
+    taken = {NVLINK, SELF, *(level.name for level in levels)}
+    while wanted in taken:
+        wanted += "_"
+    return wanted
+
+
+def _domains(base: Cluster, topology: Topology, index: dict[str, int], inner: SwitchLevel) -> list[list[int]]:
+    """NVLink domains: those that the topology names; else single nodes; else, on rack-scale systems, Slurm's blocks or
+    runs of nodes under one switch."""
+    if topology.domains:
+        found = [sorted(index[node] for node in nodes if node in index) for nodes in topology.domains.values()]
+        inside = {node for group in found for node in group}
+        return sorted(group for group in (*found, *([i] for i in index.values() if i not in inside)) if group)
+    size = max(len(domain) for domain in base.nvlink_domains)
+    if size == 1:
+        return [[i] for i in range(len(index))]
+    if topology.kind == "block":
+        return _grouped(topology.tiers[0].switches.values(), index)
+    return [group[i : i + size] for group in inner.switches for i in range(0, len(group), size)]
+
+
+def choose_nodes(free: Iterable[str], topology: Topology, count: int) -> list[str]:
+    """The `count` free nodes that lie closest together: the tightest switch that has enough, fullest parts first.
+
+    Slurm decides in the end; its tree plugin prefers the fewest leaf switches too. Raises OrchError (76) when too few
+    are free.
+    """
+    free = topology.order(free)
+    if count > len(free):
+        raise OrchError(f"{count} nodes are wanted, {len(free)} are free", Exit.CAPACITY)
+    pool = set(free)
+    for height, tier in enumerate(topology.tiers):
+        parts = [[n for n in nodes if n in pool] for nodes in tier.switches.values()]
+        enough = [part for part in parts if len(part) >= count]
+        if enough:
+            return topology.order(_fill(topology, height, min(enough, key=len), count))
+    return topology.order(_fill(topology, len(topology.tiers), free, count))
+
+
+def _fill(topology: Topology, height: int, pool: Sequence[str], count: int) -> list[str]:
+    """`count` of the nodes of one switch at `height`, taking whole sub-switches first, the largest first."""
+    if height == 0 or count == len(pool):
+        return list(pool)[:count]
+    inside = set(pool)
+    parts = [[n for n in nodes if n in inside] for nodes in topology.tiers[height - 1].switches.values()]
+    listed = {node for part in parts for node in part}
+    parts.append([node for node in pool if node not in listed])
+    taken: list[str] = []
+    for part in sorted(filter(None, parts), key=len, reverse=True):
+        room = count - len(taken)
+        if len(part) <= room:
+            taken += part
+    # What is still missing comes from the smallest part that can give all of it, else from several.
+    while len(taken) < count:
+        room, had = count - len(taken), set(taken)
+        rest = [[n for n in part if n not in had] for part in parts]
+        rest = [part for part in rest if part]
+        enough = [part for part in rest if len(part) >= room]
+        part = min(enough, key=len) if enough else max(rest, key=len)
+        taken += _fill(topology, height - 1, part, min(room, len(part)))
+    return taken

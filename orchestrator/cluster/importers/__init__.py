@@ -1,0 +1,1 @@
+"""Readers of the spellings that sites describe their network in."""

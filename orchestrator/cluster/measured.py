@@ -1,0 +1,79 @@
+"""`<home>/bench/<cluster>-<key>.json`: what `orch bench` found on one cluster, and where plans look for it.
+
+The key is a hash of the cluster's description, so a cluster of other nodes or other links has a file of its own, and
+a changed description is never mixed with figures that were measured before the change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator.bench.fit import Fit, Row
+from orchestrator.config.schema import ClusterSpec
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Cluster, Frozen, Measured
+from orchestrator.plan.exits import Exit
+
+SCHEMA = "orch.bench/1"
+NVLINK = "nvlink"
+
+
+class Record(Frozen):
+    """One file."""
+
+    schema: str
+    cluster: str
+    key: str
+    at: str  # UTC
+    run: str  # handle of the run that measured
+    links: dict[str, Fit]  # by tier
+    measured: Measured
+    rows: list[Row]
+    compute: list[dict[str, Any]]  # as the workers reported it
+    load: float  # of the first node's machine while measuring, one-minute average
+
+
+def key_of(spec: ClusterSpec) -> str:
+    described = msgspec.structs.asdict(spec)
+    for name in ("measured", "topology_file", "topology_name"):
+        described.pop(name, None)
+    return hashlib.sha256(msgspec.json.encode(described, order="deterministic")).hexdigest()[:12]
+
+
+def path_of(spec: ClusterSpec, home: Path) -> Path:
+    return home / "bench" / f"{spec.name}-{key_of(spec)}.json"
+
+
+def read(spec: ClusterSpec, home: Path) -> Record | None:
+    """What was measured on this cluster, None if nothing was. Raises OrchError (65) for a damaged file."""
+    path = path_of(spec, home)
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        hint = "remove it, measure again (orch bench), or cluster.measured=false"
+        raise OrchError(f"{path}: {error}; {hint}", Exit.CONFIG) from None
+    return record if record.schema == SCHEMA and record.key == key_of(spec) else None
+
+
+def with_measured(cluster: Cluster, record: Record) -> Cluster:
+    """The cluster with the links and cores that were found in the place of those that were described."""
+    links, source = record.links, record.measured.source
+    nvlink, levels = cluster.nvlink, []
+    if NVLINK in links:
+        found = links[NVLINK]
+        nvlink = msgspec.structs.replace(
+            nvlink, bytes_per_s=found.bytes_per_s, latency_s=found.latency_s, source=source
+        )
+    for level in cluster.levels:
+        if found := links.get(level.name):
+            level = msgspec.structs.replace(
+                level, bytes_per_s=found.bytes_per_s, latency_s=found.latency_s, source=source
+            )
+        levels.append(level)
+    return msgspec.structs.replace(cluster, nvlink=nvlink, levels=levels, measured=record.measured)

@@ -1,0 +1,1 @@
+"""Reading runs: their time, their reports, pages and pictures."""

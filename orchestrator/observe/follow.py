@@ -1,0 +1,39 @@
+"""Watching a run until it ends: one line that changes on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from orchestrator.backends.base import Backend
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import RunState
+from orchestrator.style import Style
+
+from .live import read_live
+from .run_pages import end_lines, progress_line
+
+_LOOK_S = 0.25
+_SAY_S = 5.0  # between lines where they cannot be overwritten
+
+
+def follow(folder: RunFolder, backend: Backend, out: TextIO, style: Style) -> RunState:
+    """Show progress on `out` until the run has ended; its final state."""
+    terminal = out.isatty()
+    said, said_at, known = "", 0.0, ""
+    while True:
+        state = backend.state(folder)
+        line = progress_line(state, read_live(folder, state, time.time()), style)
+        now = time.monotonic()
+        if terminal:
+            out.write(f"\r\033[K{line}")
+            out.flush()
+        elif line != said and (now - said_at >= _SAY_S or state.state != known or state.is_final):
+            print(line, file=out, flush=True)
+            said, said_at, known = line, now, state.state
+        if state.is_final:
+            if terminal:
+                out.write("\n")
+            print("\n".join(end_lines(state, style)), file=out, flush=True)
+            return state
+        time.sleep(_LOOK_S)

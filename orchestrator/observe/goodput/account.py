@@ -1,0 +1,193 @@
+"""A run's time and faults, counted from its facts. Pure.
+
+What each state begins and ends with is in docs/reliability.md. Times of different nodes are those nodes' clocks: a skew
+moves a border between two states, and never makes a second count twice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import msgspec
+
+from .intervals import Interval, WallState, tile, totals
+from .run_timeline import Facts, Step
+
+#: A step that takes longer than this many usual ones, and a second more, hangs for what is beyond one usual step.
+HANG_FACTOR, HANG_S = 5.0, 1.0
+_ENOUGH = 3  # steps of a life that tell what is usual in it
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """An epoch that ended before the run did. Seconds; None: it has not happened, or nobody can know."""
+
+    epoch: int
+    at: float  # Unix seconds: last step before it, or the start of an epoch that had none
+    planned: bool  # nodes came or left: all saved first
+    kind: str
+    text: str
+    node: str | None = None
+    rank: int | None = None
+    code: int | None = None
+    noticed_s: float | None = None  # from the last step to the first sign
+    back_s: float | None = None  # from the first sign to the beginning of the next step
+    lost_steps: int | None = None  # done again
+    lost_s: float = 0.0  # neither productive nor spent on saves, until the next fault
+
+
+class Account(msgspec.Struct, frozen=True):
+    wall_s: float
+    seconds: dict[str, float]  # by state; they sum to wall_s
+    ettr: float | None  # productive / wall
+    intervals: list[Interval]
+    faults: list[Fault]
+
+
+def account(facts: Facts, now: float) -> Account:
+    """`now`: where a run that goes on is cut off."""
+    end = facts.ended if facts.ended is not None else max(now, facts.created)
+    steps = _by_epoch(facts.steps)
+    over = _ends(facts, steps)
+    intervals = tile(facts.created, end, _moments(facts, steps, over), _pieces(facts, steps, over, end))
+    seconds = totals(intervals)
+    wall = end - facts.created
+    ettr = seconds["productive"] / wall if wall > 0 else None
+    return Account(wall, dict(seconds), ettr, intervals, _faults(facts, steps, over, intervals))
+
+
+def _by_epoch(steps: list[Step]) -> dict[int, list[Step]]:
+    found: dict[int, list[Step]] = {}
+    for step in sorted(steps, key=lambda one: (one.epoch, one.step, one.at)):
+        mine = found.setdefault(step.epoch, [])
+        if not mine or mine[-1].step != step.step:
+            mine.append(step)
+    return found
+
+
+def _usual(steps: dict[int, list[Step]]) -> dict[int, float]:
+    """Epoch -> a usual step's seconds in it; empty while no epoch has enough."""
+    medians = {e: statistics.median(s.step_s for s in found) for e, found in steps.items() if len(found) >= _ENOUGH}
+    slowest = max(medians.values(), default=None)
+    return {} if slowest is None else {epoch: medians.get(epoch, slowest) for epoch in steps}
+
+
+def _ends(facts: Facts, steps: dict[int, list[Step]]) -> dict[int, float | None]:
+    """Epoch -> the first sign of its end; None for the one that lives. Who was killed with all that knew of it ended,
+    at the latest, when the next one began."""
+    lives = {life.epoch: life for life in facts.lives}
+    epochs = sorted(lives.keys() | steps.keys())
+    borders = [stopped for stopped, _ in facts.pauses] + [life.began for life in facts.lives]
+    borders += [] if facts.ended is None else [facts.ended]
+    found = {}
+    for epoch in epochs:
+        life, mine = lives.get(epoch), steps.get(epoch)
+        begin = life.began if life else mine[0].at
+        signs = [at for at in (life.noticed, life.ended) if at is not None] if life else []
+        found[epoch] = min(signs or [at for at in borders if at > begin], default=None)
+    return found
+
+
+def _moments(
+    facts: Facts, steps: dict[int, list[Step]], over: dict[int, float | None]
+) -> Iterator[tuple[float, WallState]]:
+    """When which state begins, where no step and no save is under way."""
+    for begin in [facts.created, *(resumed for _, resumed in facts.pauses)]:
+        came = [at for at in facts.arrivals if at >= begin] + [
+            life.began for life in facts.lives if life.began >= begin
+        ]
+        if came:
+            yield min(came), "rendezvous"
+    for life in facts.lives:
+        yield life.began, "rendezvous"
+        if life.running is not None:
+            yield life.running, "startup"
+        end, last = over[life.epoch], steps[life.epoch][-1].at if life.epoch in steps else None
+        if last is not None and (end is None or (life.cause is not None and end > last)):
+            yield last, "hang"  # where `_pieces` puts no step that was under way
+        if end is not None:
+            yield end if last is None or life.cause is not None else max(last, end), "rendezvous"
+    for stopped, resumed in facts.pauses:
+        signs = [step.at for step in facts.steps if step.at < resumed]
+        yield min(max([stopped, *signs]), resumed), "waiting"
+
+
+def _pieces(
+    facts: Facts, steps: dict[int, list[Step]], over: dict[int, float | None], end: float
+) -> Iterator[Interval]:
+    """Steps and saves, each with its place in time."""
+    furthest = 0
+    usual = _usual(steps)
+    faults = {life.epoch for life in facts.lives if life.cause is not None}
+    for epoch, mine in steps.items():
+        typical = usual.get(epoch)
+        longest = None if typical is None else HANG_FACTOR * typical + HANG_S
+        before: float | None = None
+        for step in mine:
+            state: WallState = "productive" if step.step > furthest else "replay"
+            furthest = max(furthest, step.step)
+            if before is None:
+                work = step.step_s if longest is None or step.step_s <= longest else typical
+                yield Interval(step.at - work, step.at, state)
+            else:
+                stall = min(max(step.stall_s, 0.0), max(step.at - before, 0.0))
+                yield Interval(before, before + stall, "checkpoint_stall")
+                begin = before + stall
+                if longest is not None and step.at - begin > longest:
+                    yield Interval(begin, step.at - typical, "hang")
+                    begin = step.at - typical
+                yield Interval(begin, step.at, state)
+            before = max(step.at, before or step.at)
+        if over[epoch] is None:  # it lives: a step is under way
+            under_way = end - before if longest is None or end - before <= longest else typical
+            yield Interval(before, before + under_way, "productive")
+        elif epoch in faults and typical is not None:  # the step that the fault broke off was for nothing
+            yield Interval(before, min(before + typical, over[epoch]), "replay")
+        for at, stall, of in facts.saves:
+            if of == epoch and at > before:
+                yield Interval(max(before, at - stall), at, "checkpoint_stall")
+    for at, stall, of in facts.saves:
+        if of not in steps:  # an epoch that only saved what memories held
+            yield Interval(at - stall, at, "checkpoint_stall")
+
+
+# --------------------------------------------------------------------------------------------------------- faults
+
+
+def _faults(
+    facts: Facts, steps: dict[int, list[Step]], over: dict[int, float | None], intervals: list[Interval]
+) -> list[Fault]:
+    broken = [life for life in facts.lives if life.cause is not None or life.outcome == "restart"]
+    starts = [steps[life.epoch][-1].at if life.epoch in steps else life.running or life.began for life in broken]
+    result = []
+    for life, start, cost in zip(broken, starts, _costs(starts, intervals), strict=True):
+        cause, end, mine = life.cause, over[life.epoch], steps.get(life.epoch)
+        after = next((steps[epoch][0] for epoch in sorted(steps) if epoch > life.epoch), None)
+        about = {name: getattr(cause, name) if cause else None for name in ("node", "rank", "code")}
+        result.append(
+            Fault(
+                epoch=life.epoch,
+                at=start,
+                planned=cause is None,
+                kind=cause.kind if cause else "resize",
+                text=(cause.text if cause else "") or life.reason,
+                **about,
+                noticed_s=max(0.0, end - start) if end is not None and cause else None,
+                back_s=max(0.0, after.at - after.step_s - end) if after and end is not None else None,
+                lost_steps=(max(0, mine[-1].step - (after.step - 1)) if mine else 0) if after else None,
+                lost_s=cost,
+            )
+        )
+    return result
+
+
+def _costs(starts: list[float], intervals: list[Interval]) -> list[float]:
+    """Seconds that brought nothing, from each start to the next."""
+    costs = []
+    for begin, end in zip(starts, [*starts[1:], float("inf")], strict=False):
+        cost = 0.0
+        for start, stop, state in intervals:
+            if state not in ("productive", "checkpoint_stall"):
+                cost += max(0.0, min(stop, end) - max(start, begin))
+        costs.append(cost)
+    return costs

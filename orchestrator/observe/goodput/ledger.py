@@ -1,0 +1,76 @@
+"""Which samples a run has trained on, step by step, as it counts in the end: each once, or this says which not.
+
+Every step report says how many samples the run has consumed after it, so a step is the range of places in the data
+order between two such numbers (which sample lies at a place is a pure function, trainer/data/order.py). What a life of
+the run did beyond the step from which the next one went on was undone with its weights; the rest is the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .run_timeline import Step
+
+
+class Entry(NamedTuple):
+    """Step `step`, as `epoch` did it, took the places `first` to `last` - 1 of the data order."""
+
+    step: int
+    epoch: int
+    first: int
+    last: int
+
+
+class Ledger(NamedTuple):
+    entries: list[Entry]
+    undone: int  # step executions that a later life has replaced
+    problems: list[str]  # empty: each sample was trained on exactly once
+
+    @property
+    def samples(self) -> int:
+        return self.entries[-1].last if self.entries else 0
+
+
+def ledger(steps: Iterable[Step]) -> Ledger:
+    """From a run's reports, each step of each epoch once (`facts.lead_steps`). Pure.
+
+    A life goes on from the step before its first one, and replaces what earlier lives had done from there on. A report
+    that nobody has made is a gap in the record: inside a life the entry after it spans both steps; between two lives
+    nobody can know, and it is a problem.
+    """
+    kept: list[Step] = []
+    undone, problems = 0, []
+    ordered = sorted(steps, key=lambda one: (one.epoch, one.step, one.at))
+    epoch: int | None = None
+    for step in ordered:
+        if step.epoch != epoch:
+            epoch = step.epoch
+            while kept and kept[-1].step >= step.step:
+                kept.pop()
+                undone += 1
+            done = kept[-1].step if kept else 0
+            if step.step != done + 1:
+                problems.append(f"epoch {epoch} begins with step {step.step}, and step {done} is the last known before")
+        elif kept and step.step <= kept[-1].step:
+            problems.append(f"epoch {epoch} reports step {step.step} twice")
+            continue
+        kept.append(step)
+    entries, before = [], 0
+    for step in kept:
+        if step.samples <= before:
+            problems.append(f"step {step.step} of epoch {step.epoch} ends at sample {step.samples}, not after {before}")
+        entries.append(Entry(step.step, step.epoch, before, step.samples))
+        before = step.samples
+    return Ledger(entries, undone, problems)
+
+
+def uneven(entries: Iterable[Entry], batch: int) -> list[str]:
+    """Steps that took another number of samples than the global batch, where that is constant."""
+    previous, found = 0, []
+    for entry in entries:
+        steps = entry.step - previous
+        if entry.last - entry.first != batch * steps:
+            found.append(f"step {entry.step} of epoch {entry.epoch} took samples {entry.first} to {entry.last - 1}")
+        previous = entry.step
+    return found

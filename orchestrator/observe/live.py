@@ -1,0 +1,144 @@
+"""What a run does now, from the ends of the files that its agents write."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import msgspec
+
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.worker import EventReport
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import RunState
+from orchestrator.run.untrusted import UNREADABLE
+
+from .report import StepLine, decode_step
+
+_TAIL_BYTES = 1 << 18
+_SMOOTH_STEPS = 10
+
+
+class Saved(Frozen):
+    step: int | None
+    at: float
+    age_s: float
+
+
+class NodeLive(Frozen):
+    step: int | None = None
+    memory_bytes: dict[str, int] = {}  # of the worker of this node that uses most
+    seen_s: float | None = None  # seconds since its last report
+
+
+class Live(Frozen):
+    """Numbers of the last step that was reported; None or empty before the first."""
+
+    step: int | None = None
+    steps: int | None = None  # of the whole run
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    step_s: float | None = None  # median of the last steps
+    phase_s: dict[str, float] = {}
+    tokens_per_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    left_s: float | None = None  # until the last step, at this speed
+    saved: Saved | None = None  # last durable checkpoint
+    doing: str | None = None  # before the first step: the last thing a worker said
+    nodes: dict[str, NodeLive] = {}
+
+
+class _EventLine(EventReport, kw_only=True, tag_field="kind", tag="event"):
+    at: float = 0.0
+
+
+_decode_event = msgspec.json.Decoder(_EventLine).decode
+
+
+def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
+    nodes = {node: [x for x in _steps(folder.metrics(node)) if x.epoch == state.epoch] for node in state.nodes}
+    events = [event for node in state.nodes for event in _events(folder.events(node))]
+    lines = [line for found in nodes.values() for line in found]
+    world, steps = state.summary.get("world_size"), state.summary.get("steps")
+    last = max((line.step for line in lines), default=None)
+    recent = {line.step: line for line in lines if line.rank == min(x.rank for x in lines)}
+    window = [recent[step] for step in sorted(recent)[-_SMOOTH_STEPS:]]
+    step_s = statistics.median(line.step_s for line in window) if window else None
+    speed = window[-1].tokens / step_s if step_s else None
+    say = [event for event in events if event.epoch == state.epoch]
+    return Live(
+        step=last,
+        steps=steps if isinstance(steps, int) else None,
+        loss=_last(lines, "loss"),
+        grad_norm=_last(lines, "grad_norm"),
+        lr=_last(lines, "lr"),
+        step_s=step_s,
+        phase_s=window[-1].phase_s if window else {},
+        tokens_per_s=speed,
+        tokens_per_s_per_gpu=speed / world if speed and isinstance(world, int) else None,
+        mfu=_last(lines, "mfu"),
+        hfu=_last(lines, "hfu"),
+        left_s=step_s * max(0, steps - last) if step_s and last is not None and isinstance(steps, int) else None,
+        saved=_saved(events, now),
+        doing=_doing(max(say, key=lambda event: event.at)) if say and last is None else None,
+        nodes={node: _node(found, now) for node, found in nodes.items()},
+    )
+
+
+def _steps(path: Path) -> list[StepLine]:
+    return [line for raw in tail_lines(path) if (line := decode_step(raw)) is not None]
+
+
+def _events(path: Path) -> list[_EventLine]:
+    found = []
+    for line in tail_lines(path):
+        try:
+            found.append(_decode_event(line))
+        except UNREADABLE:  # of an agent, or torn
+            continue
+    return found
+
+
+def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[bytes]:
+    """Whole lines from the last `size` bytes."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            start = max(0, end - size)
+            file.seek(start)
+            lines = file.read(size).split(b"\n")
+    except OSError:
+        return []
+    return lines[1 if start else 0 : -1]
+
+
+def _last(lines: list[StepLine], name: str) -> float | None:
+    known = [line for line in lines if getattr(line, name) is not None]
+    return getattr(max(known, key=lambda line: line.step), name) if known else None
+
+
+def _saved(events: list[_EventLine], now: float) -> Saved | None:
+    saved = [event for event in events if event.name == "checkpoint_saved"]
+    last = max(saved, key=lambda event: event.at, default=None)
+    return Saved(step=last.step, at=last.at, age_s=max(0.0, now - last.at)) if last else None
+
+
+def _doing(event: _EventLine) -> str:
+    done, total = event.fields.get("done"), event.fields.get("total")
+    share = f" {done / total:.0%}" if isinstance(done, int | float) and isinstance(total, int | float) and total else ""
+    phase = event.fields.get("phase")
+    return event.name.replace("_", " ") + (f" ({phase}{share})" if phase or share else "")
+
+
+def _node(lines: list[StepLine], now: float) -> NodeLive:
+    memory: dict[str, int] = {}
+    for line in {line.rank: line for line in lines if line.memory_bytes}.values():
+        for category, size in line.memory_bytes.items():
+            memory[category] = max(memory.get(category, 0), size)
+    if not lines:
+        return NodeLive()
+    seen = max(line.at for line in lines)
+    return NodeLive(step=max(line.step for line in lines), memory_bytes=memory, seen_s=max(0.0, now - seen))

@@ -1,0 +1,33 @@
+"""The table at the end of a drill. Pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.style import GRAY, GREEN, RED, Style, seconds
+
+
+def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
+    """Success, p50 and p95 of each fault and position."""
+    lines = [style.title("Drill")]
+    head = (
+        f"{'fault':<13}{'victim':<13}{'goes on':>9}{'noticed p50':>13}{'p95':>9}{'steps p50':>11}{'p95':>9}{'lost':>6}"
+    )
+    lines.append(style.paint(head, GRAY))
+    for row in rows:
+        share = f"{row['recovered']}/{row['trials']}"
+        colour = GREEN if row["recovered"] == row["trials"] else RED
+        noticed, steps = row["noticed_s"], row["stepping_s"]
+        most = row["lost_steps"]["max"]
+        lines.append(
+            f"{row['fault']:<13}{row['position']:<13}{style.paint(f'{share:>9}', colour)}"
+            f"{_s(noticed['p50']):>13}{_s(noticed['p95']):>9}{_s(steps['p50']):>11}{_s(steps['p95']):>9}"
+            f"{'-' if most is None else most:>6}"
+        )
+        lines += [f"  {style.paint(problem, RED)}" for problem in row["problems"][:3]]
+    return "\n".join(lines)
+
+
+def _s(value: float | None) -> str:
+    return "-" if value is None else seconds(value)

@@ -1,0 +1,157 @@
+"""A plan as a readable page: what it is, where the ranks are, what fits, where the time goes, what to watch.
+
+`render(plan, style)` is pure text; colour and width come from the caller. Works at 80 columns and without colour.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from orchestrator.observe.plots.placement_grid import grid
+from orchestrator.plan import AXES, Plan, batch
+from orchestrator.plan.document import Certificate
+from orchestrator.style import CATEGORY_COLOUR, GRAY, GREEN, RED, YELLOW, Style, percent, seconds, si, three
+
+CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
+AXIS_COLOUR = {"tp": 75, "cp": 80, "ep": 141, "pp": 214, "dp": 79}
+MEANING = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "pp": "pipeline",
+    "dp": "data parallel",
+}
+
+
+def render(plan: Plan, style: Style | None = None) -> str:
+    """The page, without a final newline."""
+    style = style or Style()
+    parts = [_header(plan, style), _placement(plan, style), _memory(plan, style), _time(plan, style)]
+    if plan.warnings:
+        parts.append(_warnings(plan, style))
+    return "\n\n".join(parts)
+
+
+def _header(plan: Plan, style: Style) -> str:
+    par, model, cluster, train = plan.parallel, plan.model, plan.cluster, plan.job.train
+    word = "  ".join(f"{axis}={getattr(par, axis)}" for axis in AXES if getattr(par, axis) > 1) or "one GPU"
+    extra = [f"zero={par.zero}"] + ([f"vpp={par.vpp}"] if par.vpp > 1 else []) + (["sp"] if par.sp else [])
+    rows = [
+        ("model", f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden {model.hidden}"),
+        (
+            "cluster",
+            f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}",
+        ),
+        *([("links", f"{cluster.measured.source} (cluster.measured=false: as described)")] if cluster.measured else []),
+        ("parallel", f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})"),
+        (
+            "batch",
+            f"{par.global_batch_samples} samples = {si(par.global_batch_tokens)} tokens a step:"
+            f" {_shares(plan)}, sequences of {train.seq_len}",
+        ),
+        (
+            "train",
+            f"{train.precision}, gradients {train.grad_dtype}, recompute {train.recompute},"
+            f" {train.steps} steps = {si(train.steps * par.global_batch_tokens)} tokens"
+            f" in {_days(train.steps * plan.time.step_s)}",
+        ),
+        ("plan", plan.hash[:16]),
+    ]
+    lines = [style.title("Plan")]
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, max(20, style.width - 11))
+        lines.append(f"{style.paint(f'{name:<10}', GRAY)} {wrapped[0]}")
+        lines += [" " * 11 + more for more in wrapped[1:]]
+    return "\n".join(lines)
+
+
+def _shares(plan: Plan) -> str:
+    par = plan.parallel
+    replicas = par.dp * par.ep
+    if not par.replica_micro_batches:
+        return f"{par.micro_batches} micro-batches of {par.micro_batch_size} x {replicas} replicas"
+    shares = f"{batch.text(par)} of {par.micro_batch_size} on {replicas} replicas"
+    return f"{shares}, which are idle for {batch.idle(par):.1%} of the time"
+
+
+def _moving(plan: Plan) -> list[str]:
+    return [axis for axis in plan.parallel.order if getattr(plan.parallel, axis) > 1] or ["-"]
+
+
+def _days(value: float) -> str:
+    return seconds(value) if value < 48 * 3600 else f"{value / 86400:,.0f} days"
+
+
+def _placement(plan: Plan, style: Style) -> str:
+    lines = [style.title("Placement"), *grid(plan, style), ""]
+    for axis in _moving(plan):
+        if axis == "-":
+            lines.append("one rank: nothing to communicate")
+            break
+        where = plan.placement[axis]
+        count = len(plan.groups[axis])
+        sent = ", ".join(f"{si(size, 'B')} on {level}" for level, size in where.bytes_per_step_by_level.items())
+        name = style.paint(f"{axis}", AXIS_COLOUR[axis], bold=True)
+        groups = f"{count} group{'s' * (count > 1)} of {getattr(plan.parallel, axis)}"
+        text = f" {MEANING[axis]}: {groups}, within {where.worst_level}"
+        lines.append(f"{name}{text}; {sent or 'nothing'} a step and rank")
+    if plan.certificate and plan.parallel.world_size > 1:
+        lines.append(_certificate(plan.certificate))
+    return "\n".join(lines)
+
+
+def _certificate(found: Certificate) -> str:
+    margin = "faster" if found.exact else f"more than {max(found.gap, 0.001):.1%} faster"
+    return f"no other placement of these degrees on these nodes is {margin}"
+
+
+def _memory(plan: Plan, style: Style) -> str:
+    memory, cells = plan.memory, max(10, min(40, style.width - 40))
+    coord = plan.ranks[memory.worst_rank].coord
+    unit, scale = ("GiB", 1 << 30) if memory.total >= 1 << 30 else ("MiB", 1 << 20)
+    stage = f", pipeline stage {coord.pp}" if plan.parallel.pp > 1 else ""
+    lines = [style.title(f"Memory of the fullest rank ({memory.worst_rank}{stage}), {unit}")]
+    for name in CATEGORIES:
+        size = getattr(memory, name)
+        bar = style.bar(size / memory.capacity, cells, CATEGORY_COLOUR[name])
+        lines.append(f"{name:<12} {three(size / scale):>8}  {bar} {percent(size / memory.capacity):>4}")
+    fits = memory.total <= memory.capacity
+    verdict = style.paint("fits", GREEN, bold=True) if fits else style.paint("DOES NOT FIT", RED, bold=True)
+    bar = style.bar(memory.total / memory.capacity, cells, GREEN if fits else RED)
+    lines.append(
+        f"{'total':<12} {three(memory.total / scale):>8}  {bar} {memory.total / memory.capacity:>4.0%}"
+        f" of {three(memory.capacity / scale)}: {verdict}"
+    )
+    return "\n".join(lines)
+
+
+def _time(plan: Plan, style: Style) -> str:
+    time, cells = plan.time, max(10, min(40, style.width - 40))
+    lines = [style.title(f"Time of one step: {seconds(time.step_s)} (predicted)")]
+    exposed = {f"{axis} communication": value for axis, value in time.exposed_comm_s.items() if value > 0}
+    rest = max(0.0, time.step_s - time.compute_s - sum(exposed.values()))
+    colours = {"compute": GREEN, "pipeline bubble": GRAY}
+    for name, value in {"compute": time.compute_s, **exposed, "pipeline bubble": rest}.items():
+        if name == "pipeline bubble" and plan.parallel.pp == 1:
+            continue
+        code = colours.get(name) or AXIS_COLOUR[name.split()[0]]
+        bar = style.bar(value / time.step_s, cells, code)
+        lines.append(f"{name:<16} {seconds(value):>9} {bar} {percent(value / time.step_s):>4}")
+    lines.append("")
+    lines.append(
+        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%},"
+        f" bubble {time.bubble_ratio:.1%} of the busy time"
+    )
+    label = "limited by "
+    lines += textwrap.wrap(label + time.limited_by, style.width, subsequent_indent=" " * len(label))
+    return "\n".join(lines)
+
+
+def _warnings(plan: Plan, style: Style) -> str:
+    lines = [style.title("Warnings")]
+    for warning in plan.warnings:
+        mark = style.paint("!", YELLOW, bold=True)
+        wrapped = textwrap.wrap(warning, style.width - 2)
+        lines.append(f"{mark} {wrapped[0]}")
+        lines += ["  " + more for more in wrapped[1:]]
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""The memory of a rank's first steps as a stacked timeline (Ultra-Scale Playbook, "Memory usage in Transformers")."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from orchestrator.observe.pages.plan_page import CATEGORIES
+from orchestrator.observe.pages.run_page import binary
+from orchestrator.style import seconds
+
+from .panels import CATEGORY, INK, MUTED, RC
+from .plan_picture import matplotlib
+from .rank_trace import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAMES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "buffers": "buffers",
+}
+#: Colours of the pipeline's actions, as in its own timeline.
+ACTION = {"F": "#4c9fd6", "B": "#3bb28a", "I": "#3bb28a", "W": "#a8dcc8"}
+
+
+def figure(timeline: Timeline, title: str) -> Figure:
+    """One panel of stacked bytes by category, and under it what the rank computed."""
+    with matplotlib().rc_context(RC):
+        from matplotlib.figure import Figure
+
+        result = Figure(figsize=(12, 5.4))
+        spec = result.add_gridspec(
+            2, 1, height_ratios=[12, 1], hspace=0.08, left=0.08, right=0.84, top=0.86, bottom=0.1
+        )
+        above = result.add_subplot(spec[0])
+        below = result.add_subplot(spec[1], sharex=above)
+        result.text(0.08, 0.955, title, fontsize=15, fontweight="bold", va="center")
+        result.text(0.08, 0.905, _subtitle(timeline), fontsize=10, color=MUTED, va="center")
+        _memory(above, timeline)
+        _actions(below, timeline)
+        return result
+
+
+def _subtitle(timeline: Timeline) -> str:
+    peaks = [f"{step.name}: {binary(sum(timeline.peak(step).values()))}" for step in timeline.steps]
+    return f"memory of rank {timeline.rank}   |   peak of {', '.join(peaks)}"
+
+
+def _memory(ax: Axes, timeline: Timeline) -> None:
+    times = [held.at * 1e3 for held in timeline.memory]
+    most = max((sum(held.bytes.values()) for held in timeline.memory), default=1)
+    unit, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20) if most >= 1 << 20 else ("KiB", 1 << 10)
+    layers = [[held.bytes[name] / scale for held in timeline.memory] for name in CATEGORIES]
+    colours = [CATEGORY[name] for name in CATEGORIES]
+    labels = [NAMES[name] for name in CATEGORIES]
+    ax.stackplot(times, layers, step="post", colors=colours, labels=labels, linewidth=0)
+    handles, names = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0)
+    ax.set_ylabel(unit)
+    ax.set_ylim(0, 1.1 * most / scale)
+    ax.margins(x=0)
+    ax.tick_params(labelbottom=False)
+    ax.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+    ax.set_axisbelow(True)
+    for step in timeline.steps:
+        ax.axvline(step.start * 1e3, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        label = f" {step.name}, {seconds(step.end - step.start)}"
+        ax.text(step.start * 1e3, 1.08 * most / scale, label, va="top", fontsize=9, color=INK)
+
+
+def _actions(ax: Axes, timeline: Timeline) -> None:
+    for name, spans in itertools.groupby(sorted(timeline.actions), key=lambda span: span.name):
+        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
+        ax.broken_barh(bars, (0, 1), facecolors=ACTION.get(name, MUTED), edgecolor="white", linewidth=0.3, label=name)
+    ax.set_yticks([])
+    ax.set_ylim(0, 1)
+    ax.set_xlabel("milliseconds")
+    ax.spines["left"].set_visible(False)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.6), frameon=False, ncols=2, borderaxespad=0, handlelength=1)

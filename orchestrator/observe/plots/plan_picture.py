@@ -1,0 +1,127 @@
+"""A plan as one picture: placement on the topology, memory against capacity, the pipeline's timeline.
+
+`save(plan, path)` writes .png, .svg or .html (one file that holds its picture). matplotlib is imported here only.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan
+from orchestrator.style import seconds, si
+
+from . import panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".html")
+CSS = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222}"
+    "svg{width:100%;height:auto}"
+)
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write the picture. Raises OrchError for an unknown ending (64), a missing matplotlib (65), a bad path (64)."""
+    ending(path)
+    write(
+        figure(plan),
+        path,
+        f"{_title(plan)}: plan {plan.hash[:12]}",
+        [f"limited by {plan.time.limited_by}", *plan.warnings],
+    )
+
+
+def ending(path: Path) -> str:
+    """The format that a file's name asks for. Raises OrchError (64) for one that there is not."""
+    found = path.suffix.lower()
+    if found not in FORMATS:
+        raise OrchError(f"--plot {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
+    return found
+
+
+def write(drawn: Figure, path: Path, title: str, notes: Sequence[str]) -> None:
+    """The picture in the format of its name; a page has a title and a list of notes as well."""
+    kind = ending(path)
+    data = _html(drawn, title, notes) if kind == ".html" else _image(drawn, kind[1:])
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OrchError(f"--plot {path}: {error.strerror}", Exit.USAGE) from None
+
+
+def figure(plan: Plan) -> Figure:
+    """The matplotlib figure, drawn without any display."""
+    with matplotlib().rc_context(panels.RC):
+        from matplotlib.figure import Figure
+
+        topology = panels.Topology(plan)
+        heights = [topology.inches, 2.6] + ([panels.timeline_inches(plan)] if plan.parallel.pp > 1 else [])
+        gap = 1.05  # inches between rows: an axis label and a title
+        total = sum(heights) + gap * (len(heights) - 1) + 1.9
+        result = Figure(figsize=(12, total))
+        spec = result.add_gridspec(
+            len(heights),
+            2,
+            height_ratios=heights,
+            width_ratios=[1.25, 1],
+            hspace=gap / (sum(heights) / len(heights)),
+            wspace=0.16,
+            left=0.06,
+            right=0.975,
+            top=1 - 1.3 / total,
+            bottom=0.6 / total,
+        )
+        result.text(0.06, 1 - 0.3 / total, _title(plan), fontsize=15, fontweight="bold", va="center")
+        result.text(0.06, 1 - 0.56 / total, _subtitle(plan), fontsize=10, color=panels.MUTED, va="center")
+        topology.draw(result.add_subplot(spec[0, :]))
+        panels.memory(result.add_subplot(spec[1, 0]), plan)
+        panels.time(result.add_subplot(spec[1, 1]), plan)
+        if plan.parallel.pp > 1:
+            panels.pipeline(result.add_subplot(spec[2, :]), plan)
+        return result
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.model.name} on {plan.cluster.name}"
+
+
+def _subtitle(plan: Plan) -> str:
+    par = plan.parallel
+    degrees = "  ".join(f"{a}={getattr(par, a)}" for a in par.order if getattr(par, a) > 1) or "one GPU"
+    return (
+        f"{degrees}  zero={par.zero}  |  {si(par.global_batch_tokens)} tokens a step  |  "
+        f"predicted {seconds(plan.time.step_s)} a step, {plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU,"
+        f" MFU {plan.mfu:.1%}  |  plan {plan.hash[:12]}"
+    )
+
+
+def matplotlib() -> Any:
+    """The module. Raises OrchError (65) where it is not installed."""
+    try:
+        import matplotlib as found
+    except ImportError:
+        raise OrchError("--plot needs matplotlib: install orch[plot]", Exit.CONFIG) from None
+    return found
+
+
+def _image(drawn: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    # no date and fixed ids: the same plan gives the same bytes
+    with matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
+        drawn.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return buffer.getvalue()
+
+
+def _html(drawn: Figure, title: str, notes: Sequence[str]) -> bytes:
+    svg = _image(drawn, "svg").decode()
+    svg = svg[svg.index("<svg") :]
+    rows = "".join(f"<li>{html.escape(line)}</li>" for line in notes)
+    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+    return f"{page}<style>{CSS}</style><body>{svg}<ul>{rows}</ul></body></html>\n".encode()

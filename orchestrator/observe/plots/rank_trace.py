@@ -1,0 +1,81 @@
+"""What a rank recorded of its first steps (`metrics.trace_steps`), read back: the memory of each moment, the actions.
+
+The file is Chrome's trace format, written by `trainer.metrics.trace`; Perfetto shows all of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.observe.pages.plan_page import CATEGORIES
+from orchestrator.plan import Exit
+
+ACTIONS, STEPS = 0, 2  # rows of the file
+
+
+class Span(NamedTuple):
+    name: str
+    start: float  # seconds since the first recorded step began
+    end: float
+
+
+class Held(NamedTuple):
+    """From `at` (seconds) until the next one."""
+
+    at: float
+    bytes: dict[str, int]  # by category
+
+
+class Timeline(NamedTuple):
+    rank: int
+    memory: list[Held]
+    actions: list[Span]  # of the pipeline: F, B, I, W
+    steps: list[Span]
+
+    def peak(self, step: Span) -> dict[str, int]:
+        """Bytes by category at the moment of a step that held most."""
+        inside = [held.bytes for held in self.memory if step.start <= held.at <= step.end]
+        return max(inside, key=lambda found: sum(found.values()), default={})
+
+
+class _Event(msgspec.Struct):
+    ph: str
+    name: str
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = {}
+
+
+class _File(msgspec.Struct):
+    events: list[_Event] = msgspec.field(name="traceEvents")
+    about: dict[str, Any] = msgspec.field(name="otherData", default={})
+
+
+def read_timeline(path: Path, rank: int) -> Timeline:
+    """Raises OrchError (64) when there is none, (65) when it cannot be read."""
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except FileNotFoundError:
+        text = f"rank {rank} recorded no timeline: submit with metrics.trace_steps=2, say"
+        raise OrchError(text, Exit.USAGE) from None
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise OrchError(f"{path}: {error}", Exit.CONFIG) from None
+    held = [event for event in file.events if event.ph == "C" and event.name == "memory"]
+    memory = [Held(one.ts / 1e6, {name: int(one.args.get(name, 0)) for name in CATEGORIES}) for one in held]
+
+    def spans(row: int) -> list[Span]:
+        found = [event for event in file.events if event.ph == "X" and event.tid == row]
+        return [Span(event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6) for event in found]
+
+    return Timeline(rank, memory, spans(ACTIONS), spans(STEPS))
+
+
+def recorded_ranks(folder: Path) -> list[int]:
+    """Ranks that have a timeline in a run's folder of traces."""
+    names = (path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json"))
+    return sorted(int(name) for name in names if name.isdigit())

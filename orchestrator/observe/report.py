@@ -1,0 +1,187 @@
+"""`report.json`: what was planned against what was measured. Written once, when a run has ended."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import StepReport
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.state import RunState
+from orchestrator.run.untrusted import UNREADABLE
+
+from .goodput.account import Account, account
+from .goodput.ledger import ledger
+from .goodput.run_timeline import Mark, gather, lead_steps, read_marks
+
+SCHEMA = "orch.report/1"
+_MOST_INTERVALS = 5000
+_WARM_UP_STEPS = 2  # of each epoch: first-use costs are not the step time
+
+
+class StepLine(StepReport, kw_only=True, tag_field="kind", tag="step"):
+    """A step report as the agent keeps it."""
+
+    at: float = 0.0
+
+
+_decoder = msgspec.json.Decoder(StepLine)
+
+
+def decode_step(line: bytes) -> StepLine | None:
+    """None for a line that is torn, or no step."""
+    try:
+        return _decoder.decode(line)
+    except UNREADABLE:
+        return None
+
+
+def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[StepLine]:
+    """Every step report of the run, in the order of each node's file. Damaged lines (a full disk) are left out."""
+    found = []
+    for node in nodes:
+        try:
+            lines = folder.metrics(node).read_bytes().splitlines()
+        except OSError:
+            continue
+        found += [step for line in lines if (step := decode_step(line)) is not None]
+    return found
+
+
+def make_report(
+    plan: Plan, state: RunState, lines: list[StepLine], marks: Sequence[Mark] = (), now: float | None = None
+) -> dict[str, Any]:
+    """Planned and measured side by side. Seconds, bytes, ratios; None where nothing was measured.
+
+    `marks`: the run's events. `now`: Unix seconds, up to which the time of a run that goes on is counted.
+    """
+    steps_told = lead_steps(lines)
+    spent = account(gather(state, marks, steps_told), time.time() if now is None else now)
+    counted = ledger(steps_told)
+    last_epoch_of = {line.step: line.epoch for line in sorted(lines, key=lambda line: line.epoch)}
+    kept = [line for line in lines if last_epoch_of[line.step] == line.epoch]  # a replayed step counts once
+    first_rank = min((line.rank for line in kept), default=0)
+    lead = sorted((line for line in kept if line.rank == first_rank), key=lambda line: line.step)
+    steady = _steady(lead)
+    steps_s = [line.step_s for line in steady]
+    step_s = statistics.median(steps_s) if steps_s else None
+    tokens = statistics.median(line.tokens for line in steady) if steady else None
+    world = plan.parallel.world_size
+    losses = {line.step: line.loss for line in kept if line.loss is not None}
+    executed = {(line.epoch, line.step) for line in lines if line.rank == first_rank}
+    return {
+        "schema": SCHEMA,
+        "run_id": state.run_id,
+        "plan_hash": plan.hash,
+        "state": state.state,
+        "exit_code": state.exit_code,
+        "reason": state.reason,
+        "cause": msgspec.to_builtins(state.cause),
+        "wall_s": _span(state.started_at, state.ended_at),
+        "epochs": msgspec.to_builtins(state.epochs),
+        "goodput": _goodput(spent, state.created_at),
+        "faults": msgspec.to_builtins(spent.faults),
+        "samples": {"consumed": counted.samples, "undone_steps": counted.undone, "problems": counted.problems},
+        "steps": {
+            "planned": plan.job.train.steps,
+            "completed": max((line.step for line in kept), default=0),
+            "replayed": len(executed) - len({step for _, step in executed}),
+            "tokens": sum(line.tokens for line in lead),
+        },
+        "loss": {"first": losses.get(min(losses, default=0)), "last": losses.get(max(losses, default=0))},
+        "step_s": {
+            "planned": plan.time.step_s,
+            "measured": step_s,
+            "p95": _quantile(steps_s, 0.95),
+            "phases": _medians([line.phase_s for line in steady]),
+        },
+        "tokens_per_s_per_gpu": {
+            "planned": plan.tokens_per_s_per_gpu,
+            "measured": tokens / step_s / world if tokens and step_s else None,
+        },
+        "bubble_ratio": {
+            "planned": plan.time.bubble_ratio,
+            "measured": _median([line.bubble_ratio for line in kept]),
+        },
+        "mfu": {"planned": plan.mfu, "measured": _median([line.mfu for line in steady])},
+        "hfu": {"measured": _median([line.hfu for line in steady])},
+        "memory": _memory(plan, kept),
+        "comm_bytes_per_step": _comm(plan, kept),
+        "comm_s_per_step": {"planned": plan.time.exposed_comm_s, "measured": _medians([x.comm_s for x in steady])},
+        "warnings": plan.warnings,
+    }
+
+
+def _goodput(spent: Account, created: float) -> dict[str, Any]:
+    """Seconds since the submission; the intervals only of runs that have few."""
+    intervals = [[round(x.start - created, 3), round(x.end - created, 3), x.state] for x in spent.intervals]
+    listed = intervals if len(intervals) <= _MOST_INTERVALS else None
+    return {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "intervals": listed}
+
+
+def nodes_of(plan: Plan, state: RunState) -> list[str]:
+    """All that may have left files: the plan's, and those that came later."""
+    return list(dict.fromkeys([*plan.cluster.node_names, *state.nodes]))
+
+
+def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
+    nodes = nodes_of(plan, state)
+    report = make_report(plan, state, read_steps(folder, nodes), read_marks(folder, nodes))
+    write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def _steady(lead: list[StepLine]) -> list[StepLine]:
+    """Without the first steps of each epoch, as long as anything is left."""
+    first: dict[int, int] = {}
+    for line in lead:
+        first.setdefault(line.epoch, line.step)
+    return [line for line in lead if line.step >= first[line.epoch] + _WARM_UP_STEPS] or lead
+
+
+def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, int | None]]:
+    """By category: the planned worst rank against the worst rank that was seen."""
+    planned = {name: getattr(plan.memory, name) for name in ("params", "grads", "optimizer", "activations", "buffers")}
+    planned |= {"total": plan.memory.total}
+    seen: dict[str, int] = {}
+    for line in lines:
+        for category, size in line.memory_bytes.items():
+            seen[category] = max(seen.get(category, 0), size)
+    return {name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}}
+
+
+def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:
+    """Bytes that the busiest rank sends in a step, by axis."""
+    planned = {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in plan.placement.items()}
+    sums: dict[tuple[int, str], list[int]] = {}
+    for line in lines:
+        for axis, size in line.comm_bytes.items():
+            sums.setdefault((line.rank, axis), []).append(size)
+    busiest: dict[str, float] = {}
+    for (_, axis), sizes in sums.items():
+        busiest[axis] = max(busiest.get(axis, 0.0), statistics.median(sizes))
+    return {axis: {"planned": planned.get(axis), "measured": busiest.get(axis)} for axis in {**planned, **busiest}}
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for row in rows for name in row}
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in sorted(names)}
+
+
+def _quantile(values: list[float], share: float) -> float | None:
+    """The smallest value that at least `share` of all do not exceed."""
+    return sorted(values)[math.ceil(len(values) * share) - 1] if values else None
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(end - start, 3)

@@ -1,0 +1,1 @@
+"""Seconds of one step: compute, communication, pipeline."""

@@ -1,0 +1,133 @@
+"""The pipeline schedule as the planner needs it: which stages a rank holds, how long a step spans, what is in flight.
+
+Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same data. Where a closed
+form is exact it is used (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); the rest is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from orchestrator.plan.document import Parallel
+from orchestrator.plan.legal import WHOLE_BACKWARD
+from orchestrator.plan.schedules import SCHEDULES, TABLE, Costs, build, peak_in_flight, schedule_of, simulate
+from orchestrator.plan.schedules.makespan import Steps
+from orchestrator.plan.schedules.turns import TURNS, makespan
+
+CLOSED_FORM = ("1f1b", "interleaved", "afab")
+EQUAL = 1e-6  # relative difference below which stages count as equal
+
+
+def splits(parallel: Parallel) -> bool:
+    """Whether backward is in two pieces: first the inputs' gradients, some time later the weights'."""
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).splits_backward
+    return parallel.schedule not in WHOLE_BACKWARD
+
+
+def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
+    """Model stages that each pipeline rank holds, in model order. DualPipe holds a stage of each direction."""
+    stages = parallel.pp * parallel.vpp
+    held: list[list[int]] = [[] for _ in range(parallel.pp)]
+    for stage, rank in enumerate(_stage_ranks(parallel)):
+        held[rank].append(stage % stages)
+    return [tuple(stages) for stages in held]
+
+
+def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).stage_rank
+    return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
+
+
+@lru_cache(maxsize=256)
+def _steps(name: str, pp: int, micro_batches: int, vpp: int) -> Steps:
+    return Steps(build(name, pp, micro_batches, vpp))
+
+
+def rank_seconds(parallel: Parallel, stages: Sequence[float]) -> list[float]:
+    """Seconds of one micro-batch on each pipeline rank, from those of each model stage.
+
+    A bidirectional schedule holds the model twice and sends half of the micro-batches each way.
+    """
+    held = rank_stages(parallel)
+    copies = sum(map(len, held)) // len(stages)
+    return [sum(stages[stage] for stage in own) / copies for own in held]
+
+
+def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, float]:
+    """(seconds from the first forward to the last backward, idle / busy time over all ranks).
+
+    forward, backward: seconds of one micro-batch through each model stage, communication inside the stage included.
+
+    With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
+    else is simulated for a few rounds of p micro-batches; further rounds cost what the last one did.
+    """
+    work = rank_seconds(parallel, [f + b for f, b in zip(forward, backward, strict=True)])
+    busy = parallel.micro_batches * sum(work)
+    if parallel.schedule in CLOSED_FORM and max(work) <= min(work) * (1 + EQUAL):
+        ratio = (parallel.pp - 1) / (parallel.vpp * parallel.micro_batches)
+        return busy * (1 + ratio) / parallel.pp, ratio
+    if parallel.schedule == TABLE:
+        half = tuple(seconds / 2 for seconds in backward)
+        span = simulate(schedule_of(parallel), Costs(tuple(forward), half, half)).makespan
+        return span, (parallel.pp * span - busy) / busy
+    names = (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
+    span = _simulated_span(*names, tuple(forward), tuple(backward), max(work))
+    return span, (parallel.pp * span - busy) / busy
+
+
+@lru_cache(maxsize=4096)
+def _simulated_span(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    slowest: float,
+) -> float:
+    half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
+
+    def shown(count: int) -> float:
+        if name in TURNS:
+            return makespan(name, (pp, count, vpp), forward, half, half)
+        return _steps(name, pp, count, vpp).makespan(forward, half, half)
+
+    first = 3 * pp + micro_batches % pp  # warm-up, some steady state, drain
+    if micro_batches <= first + pp:
+        return shown(micro_batches)
+    longer = shown(first + pp)
+    a_micro_batch = (longer - shown(first)) / pp
+    return longer + (micro_batches - first - pp) * max(a_micro_batch, slowest)
+
+
+def in_flight(parallel: Parallel) -> list[float]:
+    """Micro-batches, each through one virtual stage, whose activations each pipeline rank holds at its peak."""
+    if parallel.schedule == TABLE:
+        return list(peak_in_flight(schedule_of(parallel)))
+    p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
+    return [held_at_once(parallel.schedule, p, v, m, rank) for rank in range(p)]
+
+
+def held_at_once(schedule: str, p: int, v: int, m: int, rank: int) -> int:
+    """`in_flight` of one rank in closed form; equal to counting on the schedule (a test does).
+
+    1F1B: p - r; interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473, section 2.2); ZB-H1: p,
+    ZB-H2: 2p - 1, ZB-V: 2p half stages (arXiv 2401.10241); DualPipe: p + 1, DualPipeV: 2p + 1 half stages (arXiv
+    2412.19437), which each reach as far as micro-batches are there; all-forward-all-backward: every one.
+    """
+    if schedule == "afab":
+        return m * v
+    if schedule == "1f1b":
+        return min(m, p - rank)
+    if schedule == "interleaved":
+        return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
+    if schedule in ("zb_h1", "zb_h2"):
+        return min(m, p if schedule == "zb_h1" else 2 * p - 1)
+    if schedule in ("zbv", "dualpipev"):
+        return min(2 * p + (schedule == "dualpipev"), m + 1 + rank, 2 * m)
+    if schedule == "dualpipe":
+        return min(p + 1, m // 2 + 1 + min(rank, p - 1 - rank), m)
+    return int(peak_in_flight(build(schedule, p, m, v))[rank])

@@ -1,0 +1,1 @@
+"""Plans for other numbers of nodes."""

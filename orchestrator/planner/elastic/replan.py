@@ -1,0 +1,117 @@
+"""The same job on other nodes: degrees, model and batch stay, the rank map and the predictions are made anew. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct, structs
+
+from orchestrator.cluster.hostlist import compress
+from orchestrator.errors import OrchError
+from orchestrator.plan import Plan, seal
+from orchestrator.plan.document import Axis, Certificate, Cluster
+from orchestrator.plan.exits import Exit
+from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
+from orchestrator.planner.memory import categories as memory
+from orchestrator.planner.placement.assign_nodes import certified, seated
+from orchestrator.planner.placement.nesting import axis_placement
+from orchestrator.planner.placement.rank_assignment import seat_ranks
+from orchestrator.planner.solve import Ground, solve
+
+
+def replan(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the job does not fit there.
+
+    The nesting order is chosen again: what was best on the nodes that were expected may not be on those that came.
+    """
+    seats = len(cluster.node_names) * cluster.gpus_per_node
+    world = plan.parallel.world_size
+    if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > seats:
+        have = f"{len(cluster.node_names)} nodes of {cluster.gpus_per_node} GPUs"
+        raise OrchError(
+            f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
+        )
+    ground, certificate = seated(Ground(cluster, plan.model, plan.job.train), plan.parallel)
+    return _placed(plan, ground, certificate)
+
+
+def exchange(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` with other machines at some of its places, sealed: rank r stays at place r, in the same nesting order.
+
+    `cluster` has the node that takes over at the index of the one that it replaces, so all other ranks stay where they
+    are, with their caches and the state in their memory.
+    """
+    ground = Ground(cluster, plan.model, plan.job.train)
+    order = plan.parallel.order
+    ground, certificate = seated(ground, plan.parallel, order, move=False)
+    return _placed(plan, ground, certificate, order)
+
+
+def _placed(plan: Plan, ground: Ground, certificate: Certificate, only: Sequence[Axis] | None = None) -> Plan:
+    """Rank map and predictions on the ground's nodes in their order; the best nesting order, or the order `only`."""
+    cluster = ground.cluster
+    parallel, best, traffic, time = solve(ground, plan.parallel, only)
+    places = coords(parallel.order, degrees(parallel))
+    worst = max(memory.accounts(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total)
+    faster = plan.time.step_s / time.step_s
+    return seal(
+        structs.replace(
+            plan,
+            cluster=cluster,
+            parallel=parallel,
+            ranks=seat_ranks(cluster, places),
+            groups=nested_groups(parallel.order, degrees(parallel)),
+            placement=axis_placement(best, traffic),
+            memory=structs.replace(
+                worst, worst_rank=next(r for r, place in enumerate(places) if place["pp"] == worst.worst_rank)
+            ),
+            time=time,
+            mfu=plan.mfu * faster,
+            tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * faster,
+            certificate=certified(certificate, time.step_s),
+        )
+    )
+
+
+class Difference(Struct, frozen=True, kw_only=True):
+    """What became of the plan on the nodes that the scheduler gave."""
+
+    same_nodes: bool
+    nodes: list[str]  # in rank order
+    moved_ranks: int  # ranks whose node or GPU differs
+    order: list[str]
+    worst_levels: dict[str, list[str]]  # axis -> [planned, real], only where they differ
+    step_s: list[float]  # predicted seconds of one step: [planned, real]
+
+    @property
+    def cost(self) -> float:
+        """Predicted slow-down: 0.05 is 5 % slower than planned."""
+        return self.step_s[1] / self.step_s[0] - 1
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if self.same_nodes and not self.moved_ranks:
+            return "placed as planned"
+        levels = [f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()]
+        change = "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
+        where = f"on {compress(self.nodes)}" if not self.same_nodes else f"{self.moved_ranks} ranks moved"
+        return f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}; {change}"
+
+
+def difference(planned: Plan, real: Plan) -> Difference:
+    """Compare a plan with what it became. Node names count only as a set: their order is the planner's to choose."""
+    pairs = list(zip(planned.ranks, real.ranks, strict=True))
+    levels = {
+        axis: [planned.placement[axis].worst_level, real.placement[axis].worst_level]
+        for axis in AXES
+        if planned.placement[axis].worst_level != real.placement[axis].worst_level
+    }
+    return Difference(
+        same_nodes={rank.node for rank in planned.ranks} == {rank.node for rank in real.ranks},
+        nodes=list(dict.fromkeys(rank.node for rank in real.ranks)),
+        moved_ranks=sum((a.node, a.gpu) != (b.node, b.gpu) for a, b in pairs),
+        order=list(real.parallel.order),
+        worst_levels=levels,
+        step_s=[planned.time.step_s, real.time.step_s],
+    )

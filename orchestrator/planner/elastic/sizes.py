@@ -1,0 +1,160 @@
+"""Elastic sizes: which numbers of nodes in `nodes=A..B` a job can run on, and its plan for each.
+
+Only whole model replicas make sense: what a size changes is the data-parallel degree and the accumulation, never the
+global batch. So every size computes the same steps, and a checkpoint of one is continued by another. In the order in
+which they are tried (reliability.md 4): equal replicas, of another micro-batch where the job leaves it open; replicas
+that take unequal numbers of micro-batches, where that is faster than the next smaller size, whose other nodes would be
+spares; and for fewer nodes than any of these another pipeline depth.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.cluster.build import LIVE
+from orchestrator.config.schema import Config
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan
+from orchestrator.plan.batch import taken
+from orchestrator.planner.cached import plan_of
+
+MOST = 256  # sizes of one range that are planned
+
+
+class Size(NamedTuple):
+    """One legal size. `config` is the job's with exactly these nodes."""
+
+    nodes: int
+    config: Config
+    plan: Plan
+
+
+class Sizes(NamedTuple):
+    legal: list[Size]  # largest first, at least one
+    refused: dict[int, str]  # node count -> why not, largest first
+
+
+def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
+    """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
+
+    `any_memory`: sizes whose plan does not fit the memory count too. Raises OrchError (65) when no size is legal,
+    telling what is wrong with the largest; (64) when the range contradicts another key.
+    """
+    if config.nodes is None:
+        return Sizes([Size(config.cluster.nodes, config, plan_of(config))], {})
+    first, last = node_range(config.nodes)
+    if config.parallel.dp is not None:
+        raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
+    if config.train.batch_ramp is not None:
+        text = "a ramp grows in whole micro-batches on every replica, so each size would make steps of its own"
+        raise OrchError(f"nodes={config.nodes} with train.batch_ramp: {text}; leave one of them out", Exit.USAGE)
+    file = config.cluster.topology_file
+    if file is not None and not file.startswith(LIVE):
+        raise OrchError(f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are", Exit.USAGE)
+    if config.parallel.auto:  # one layout for all sizes, or a checkpoint of one would be of no use to another
+        from orchestrator.planner.search.auto import settled
+
+        config = _with_layout(config, settled(_at(config, last)))
+    found: dict[int, Size] = {}
+    refused: dict[int, str] = {}
+    for nodes in range(first, last + 1):
+        try:
+            found[nodes] = _replicas(config, nodes, any_memory, found[max(found)] if found else None)
+        except OrchError as error:
+            refused[nodes] = error.message
+    if not found:
+        raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
+    for nodes in range(first, min(found)):
+        if (other := _other_pipeline(config, nodes, any_memory)) is not None:
+            found[nodes] = other
+            del refused[nodes]
+    return Sizes([found[nodes] for nodes in sorted(found, reverse=True)], dict(sorted(refused.items(), reverse=True)))
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """`4..8` -> (4, 8). Raises OrchError (64) for an empty or very long range."""
+    first, last = map(int, text.split(".."))
+    if first > last:
+        raise OrchError(f"nodes={text} is empty: the smaller number comes first", Exit.USAGE)
+    if last - first >= MOST:
+        raise OrchError(f"nodes={text} holds {last - first + 1} sizes, at most {MOST} are planned", Exit.USAGE)
+    return first, last
+
+
+def _at(config: Config, nodes: int) -> Config:
+    """The configuration with exactly `nodes` nodes: the cluster's first ones, where its switches are ragged."""
+    levels = [
+        structs.replace(level, nodes_per_switch=_cut(level.nodes_per_switch, nodes)) for level in config.cluster.levels
+    ]
+    return structs.replace(config, nodes=None, cluster=structs.replace(config.cluster, nodes=nodes, levels=levels))
+
+
+def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
+    if isinstance(per_switch, int):
+        return per_switch
+    kept: list[int] = []
+    for size in per_switch:
+        kept.append(min(size, nodes - sum(kept)))
+    return [size for size in kept if size]
+
+
+def _with_layout(config: Config, found: Config) -> Config:
+    parallel = structs.replace(found.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size)
+    return structs.replace(config, parallel=parallel, train=found.train)
+
+
+def _replicas(config: Config, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
+    """Equal replicas; else unequal ones, if they are faster than the next smaller size. Raises OrchError."""
+    from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
+
+    par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
+    replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
+    if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
+        return _size(config, nodes, any_memory)
+    size = _size(structs.replace(config, parallel=structs.replace(par, uneven=True)), nodes, any_memory)
+    if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
+        counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
+        text = f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes} nodes"
+        raise OrchError(text, Exit.CONFIG)
+    return size
+
+
+def _other_pipeline(config: Config, nodes: int, any_memory: bool) -> Size | None:
+    """The fastest size with another number of pipeline stages: what is left where no whole replica of the job's own
+    fits. Its schedule stays where it is legal; a split of layers that the user gave was for the job's own stages."""
+    par, found = config.parallel, []
+    stages, rest = divmod(nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep")))
+    if rest or par.schedule_file is not None:
+        return None
+    for pp in (pp for pp in range(1, min(stages, config.model.layers) + 1) if stages % pp == 0 and pp != (par.pp or 1)):
+        for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
+            other = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
+            try:
+                found.append(_replicas(structs.replace(config, parallel=other), nodes, any_memory, None))
+            except OrchError:
+                continue
+            break
+    return min(found, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
+
+
+def _size(config: Config, nodes: int, any_memory: bool) -> Size:
+    par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
+    if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
+        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
+        raise OrchError(text, Exit.CONFIG)
+    replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
+    if gpus % replica:
+        raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
+    at = _at(config, nodes)
+    plan = plan_of(at)
+    if _over(plan) and not (any_memory or config.run.allow_oom):
+        need, have = plan.memory.total / 2**30, plan.memory.capacity / 2**30
+        raise OrchError(f"rank {plan.memory.worst_rank} needs {need:.1f} GiB of {have:.1f} GiB", Exit.CONFIG)
+    return Size(nodes, at, plan)
+
+
+def _over(plan: Plan) -> bool:
+    return plan.memory.total > plan.memory.capacity

@@ -1,0 +1,1 @@
+"""Bytes on each rank, by category."""

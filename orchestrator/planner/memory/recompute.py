@@ -1,0 +1,77 @@
+"""`train.recompute=budget`: for each layer none, selective or full, the least repeated work whose activations fit.
+
+A pipeline rank's layers are alike, so only how many take each mode matters; every pair of counts is tried, by the same
+account of memory that the plan prints. In-flight micro-batches differ by rank (1F1B: the first holds most), and so do
+the modes.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from orchestrator.plan import document as doc
+from orchestrator.plan.document import Cluster, Model, Parallel, Train
+from orchestrator.planner.cost.compute import layer_seconds, rates
+from orchestrator.planner.cost.pipeline import rank_stages
+from orchestrator.planner.cost.profile import profile_of
+from orchestrator.planner.cost.traffic import rank_parameters, stage_range
+
+from .activations import activations, kernels_of, loss_bytes
+from .categories import buffers, model_states
+
+GIB = 1 << 30
+MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")
+
+
+def resolve_recompute(
+    train: Train, cluster: Cluster, model: Model, parallel: Parallel, budget_gib: float | None
+) -> Train:
+    """`train` with `recompute_layers` filled in, if it asks for a budget; `budget_gib` None: what the GPU leaves.
+
+    Where nothing fits, every layer of that rank is recomputed in full, and the plan says that it does not fit.
+    """
+    if train.recompute != "budget":
+        return train
+    profile = profile_of(cluster)
+    beside = buffers(model, parallel, train, profile)
+    modes = dict.fromkeys(range(model.layers), 0)
+    for pp_rank, stages in enumerate(rank_stages(parallel)):
+        layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
+        states = model_states(*rank_parameters(model, parallel)[pp_rank], parallel, train)
+        loss = loss_bytes(model, parallel, train) if len(parallel.stage_layers) - 1 in stages else 0.0
+        left = cluster.gpu.memory_bytes - states.params - states.grads - states.optimizer - beside - loss
+        budget = left if budget_gib is None else budget_gib * GIB
+        for layer, mode in zip(
+            layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget), strict=True
+        ):
+            modes[layer] = max(modes[layer], mode)  # a bidirectional pipeline has two holders: the tighter one decides
+    return structs.replace(train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)])
+
+
+def _cheapest(
+    train: Train, cluster: Cluster, model: Model, parallel: Parallel, pp_rank: int, layers: list[int], budget: float
+) -> list[int]:
+    """Mode (index into MODES) of each of a rank's layers, those that repeat most first."""
+    if not layers:
+        return []
+    rate = rates(cluster, profile_of(cluster), train.precision)
+    layer = layer_seconds(model, layers[-1], parallel, train, rate)
+    many = len(layers)
+    choices = sorted(
+        (full * layer.forward + selective * layer.selective, full, selective)
+        for full in range(many + 1)
+        for selective in range(many + 1 - full)
+    )
+    for _, full, selective in choices:
+        found = [2] * full + [1] * selective + [0] * (many - full - selective)
+        if _bytes(train, cluster, model, parallel, pp_rank, dict(zip(layers, found, strict=True))) <= budget:
+            return found
+    return [2] * many
+
+
+def _bytes(
+    train: Train, cluster: Cluster, model: Model, parallel: Parallel, pp_rank: int, modes: dict[int, int]
+) -> float:
+    by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
+    kernels = kernels_of(cluster, model, parallel)
+    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[pp_rank]

@@ -1,0 +1,148 @@
+"""Which nesting order of the axes to use: every order is costed, none is sampled.
+
+Objective, lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then expert-parallel groups
+inside one, then the predicted step time; orders within 0.5 % of the best are ties and go to the one that stays on the
+lowest levels, then to the nesting nearest the default (TP, CP, EP, PP, DP).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from orchestrator.cluster.build import NVLINK, SELF
+from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Parallel
+from orchestrator.plan.ranks import degrees
+from orchestrator.planner.cost.collective import PATTERN
+from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path, Pattern
+from orchestrator.planner.cost.profile import Profile
+from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds, floor
+from orchestrator.planner.cost.traffic import Traffic
+
+from .layout import group_members, orders
+
+TIE = 0.005
+
+PathKey = tuple[tuple[Axis, ...], Pattern]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One nesting order and its price."""
+
+    order: tuple[Axis, ...]
+    paths: dict[PathKey, Path]
+    exposed: dict[str, float]  # seconds by axis
+    work: Work
+    parallel: Parallel
+
+    @cached_property
+    def step_s(self) -> float:
+        """May simulate a pipeline: asked for only where it can matter."""
+        return assemble(self.work, self.exposed, self.parallel)[0]
+
+    @cached_property
+    def floor_s(self) -> float:
+        """`step_s` is no less."""
+        return floor(self.work, self.exposed, self.parallel)
+
+    def worst_level(self, axis: Axis) -> str:
+        return self.paths[(axis,), "ring"].worst_level
+
+    def outside_nvlink(self, axis: Axis) -> bool:
+        return self.worst_level(axis) not in (SELF, NVLINK)
+
+
+class Roads:
+    """The paths of one cluster, each computed once: groups are the same wherever their axes have the same strides."""
+
+    def __init__(self, cluster: Cluster, profile: Profile):
+        self.fabric = Fabric(cluster, profile)
+        self._seen: dict[tuple, Path] = {}
+
+    def reseated(self, nodes: Sequence[int]) -> Roads:
+        """The same roads with the nodes in another order, or fewer of them."""
+        other = copy.copy(self)
+        other.fabric, other._seen = self.fabric.reseated(nodes), {}
+        return other
+
+    def path(self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True) -> Path:
+        """Cost of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
+        varying, pattern = key
+        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
+        if not shape:
+            return NOWHERE
+        slot = (shape, pattern, wrap, math.prod(sizes.values()))
+        if slot not in self._seen:
+            self._seen[slot] = self.fabric.path(group_members(order, sizes, varying), pattern, wrap)
+        return self._seen[slot]
+
+
+def candidates(
+    roads: Roads,
+    parallel: Parallel,
+    traffic: Sequence[Traffic],
+    work: Work,
+    only: Sequence[Axis] | None = None,
+) -> list[Candidate]:
+    """Every nesting order with its predicted step time, default order first; or just the order `only`."""
+    sizes = degrees(parallel)
+    wanted: dict[PathKey, bool] = {(item.varying, PATTERN[item.operation]): True for item in traffic}
+    wanted |= {((axis,), "ring"): True for axis in AXES}  # for the worst level of axes that send nothing
+    if (("pp",), "chain") in wanted:
+        wanted[("pp",), "chain"] = parallel.vpp > 1  # only virtual stages go from the last rank back to the first
+    result = []
+    for order in [tuple(only)] if only else orders(sizes):
+        paths = {key: roads.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
+        exposed = exposed_seconds(traffic, paths, work, parallel.pp)
+        result.append(Candidate(order, paths, exposed, work, parallel))
+    return result
+
+
+def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
+    """The best candidate by the objective above."""
+
+    def height(candidate: Candidate) -> int:
+        rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
+        return sum(rank[candidate.worst_level(axis)] for axis in AXES)
+
+    rest = list(found)
+    for axis in ("tp", "ep"):
+        least = min(candidate.outside_nvlink(axis) for candidate in rest)
+        rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
+    fastest = math.inf
+    for candidate in sorted(rest, key=lambda one: one.floor_s):
+        if candidate.floor_s > fastest * (1 + TIE):
+            break
+        fastest = min(fastest, candidate.step_s)
+    near = fastest * (1 + TIE)
+    rest = [candidate for candidate in rest if candidate.floor_s <= near and candidate.step_s <= near]
+    return min(rest, key=height)  # the first of equals: nearest to the default
+
+
+def axis_placement(candidate: Candidate, traffic: Sequence[Traffic]) -> dict[str, AxisPlacement]:
+    """For each axis the worst level that its groups cross and the bytes a step that its busiest rank sends, by level.
+
+    "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
+    """
+    result = {}
+    for axis in AXES:
+        by_level: dict[str, float] = {}
+        worst = candidate.worst_level(axis)
+        for item in traffic:
+            if item.axis == axis:
+                path = candidate.paths[item.varying, PATTERN[item.operation]]
+                for level, share in path.share.items():
+                    by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+        result[axis] = AxisPlacement(worst_level=worst, bytes_per_step_by_level=by_level)
+    return result
+
+
+def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
+    stride = 1
+    for inner in order[: order.index(axis)]:
+        stride *= sizes[inner]
+    return stride

@@ -1,0 +1,55 @@
+"""`parallel=auto`: the configuration with everything that was left open filled in by the search."""
+
+from __future__ import annotations
+
+from orchestrator.config.schema import Config
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.planner.solve import Ground
+
+from .search import NEAR, Answer, Search
+
+GIB = 1 << 30
+
+
+def search(config: Config, near: float = NEAR) -> Answer:
+    """The fastest layout that fits, and smaller ones that are slower by up to `near`. OrchError (65): nothing fits."""
+    return _run(Search(config), near)
+
+
+def settle(config: Config) -> tuple[Config, Ground | None]:
+    """A configuration with nothing left open; and where the search was, if there was one: it knows the roads there."""
+    if not config.parallel.auto:
+        return config, None
+    seeker = Search(config)
+    return _run(seeker, near=0.0).front[0].config, seeker.ground
+
+
+def settled(config: Config) -> Config:
+    """A configuration with nothing left open."""
+    return settle(config)[0]
+
+
+def _run(seeker: Search, near: float) -> Answer:
+    config = seeker.space.config
+    answer = seeker.run(near)
+    if answer.front:
+        return answer
+    given = [
+        f"{name}={getattr(config.parallel, name)}"
+        for name in ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "sp", "cp_method", "schedule", "micro_batch_size")
+        if getattr(config.parallel, name) is not None
+    ]
+    with_what = f" with {', '.join(given)}" if given else ""
+    if not answer.effort.legal:
+        raise OrchError(
+            f"parallel=auto: no layout of {seeker.space.gpus} GPUs{with_what} is legal for {config.model.name} and a"
+            f" global batch of {seeker.space.samples} samples; change the batch, or give fewer degrees",
+            Exit.CONFIG,
+        )
+    raise OrchError(
+        f"parallel=auto: none of the {answer.effort.legal:,} legal layouts of {seeker.space.gpus} GPUs{with_what} fits"
+        f" {seeker.capacity / GIB:.1f} GiB a GPU for {config.model.name}; use more GPUs, shorter sequences"
+        " (train.seq_len) or train.grad_dtype=bf16",
+        Exit.CONFIG,
+    )

@@ -1,0 +1,61 @@
+"""Runs by name: `local://<id>`, the id, or the beginning of one that no other run shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
+
+from .folder import RUN_ID, RunFolder, make_private_folder
+
+
+def runs_folder(home: Path) -> Path:
+    return home / "runs"
+
+
+def all_runs(home: Path) -> list[RunFolder]:
+    """Every run that has a state, newest first."""
+    found = []
+    try:
+        entries = list(os.scandir(runs_folder(home)))
+    except OSError:
+        return []
+    for entry in entries:
+        if RUN_ID.fullmatch(entry.name):
+            try:
+                found.append((os.stat(os.path.join(entry.path, "request.json")).st_mtime, entry))
+            except OSError:  # half made, or a link whose folder was removed
+                continue
+    return [RunFolder(Path(entry.path)) for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def find_run(home: Path, name: str | None) -> RunFolder:
+    """The run that `name` means; None: the newest. OrchError (64) with the nearest ids when there is none."""
+    runs = all_runs(home)
+    if not runs:
+        raise OrchError(f"there are no runs in {runs_folder(home)}", Exit.USAGE)
+    if name is None:
+        return runs[0]
+    wanted = name.partition("://")[2] if "://" in name else name
+    ids = {run.run_id: run for run in runs}
+    if wanted in ids:
+        return ids[wanted]
+    matching = [run_id for run_id in ids if wanted and run_id.startswith(wanted)]
+    if len(matching) == 1:
+        return ids[matching[0]]
+    if matching:
+        shown = ", ".join(matching[:8]) + (f", ... ({len(matching) - 8} more)" if len(matching) > 8 else "")
+        raise OrchError(f"{wanted!r} begins {len(matching)} runs: {shown}", Exit.USAGE)
+    raise OrchError(f"no run {name!r} in {runs_folder(home)}; {did_you_mean(wanted, ids, limit=8)}", Exit.USAGE)
+
+
+def register(home: Path, folder: RunFolder) -> None:
+    """Let a run that lives elsewhere (`run.dir`) be found by its id: a link in the home's list."""
+    index = runs_folder(home)
+    if folder.path.parent == index:
+        return
+    make_private_folder(index)
+    (index / folder.run_id).symlink_to(folder.path)

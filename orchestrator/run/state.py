@@ -1,0 +1,159 @@
+"""What is known of a run: `state.json`.
+
+One writer at a time: the backend before the agents start, the coordinator while it lives, the backend again after the
+last agent has ended. The epoch in it is the fencing token: it is written and synced before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+
+from .folder import RunFolder, write_private
+from .untrusted import UNREADABLE
+
+SCHEMA = "orch.state/1"
+
+Phase = Literal[
+    "pending",  # accepted, nothing started
+    "starting",  # agents are starting and joining
+    "running",  # workers run
+    "restarting",  # workers of the last epoch are gone, those of the next not there yet
+    "stopping",  # asked to end: workers save
+    "done",
+    "failed",
+    "cancelled",  # ended because somebody asked; saved where the program can save
+    "stopped",  # ended by its scheduler or its machine; may be started again
+]
+FINAL: frozenset[str] = frozenset({"done", "failed", "cancelled", "stopped"})
+
+#: What a cause may be. The first group are faults of workers, for which restarts may be budgeted one by one.
+WORKER_CAUSES: dict[str, str] = {
+    "worker_exit": "a worker ended by a signal or with an error",
+    "worker_frozen": "a worker was stopped by a signal and did not go on",
+    "worker_spinning": "a worker computed, and its step did not move",
+    "worker_stuck": "a worker lived, and neither moved nor computed: a lock, a file or a system call held it",
+    "collective_hung": "all waited for each other in an exchange that did not end",
+    "non_finite": "the loss or the gradient became inf or nan",
+    "disk_full": "there was no room to save",
+    "straggler": "a node was slower than the others, and left for a spare",
+}
+CAUSES: dict[str, str] = WORKER_CAUSES | {
+    "node_lost": "the agent of a node went away, and its node with it",
+    "node_unfit": "a node of the plan came and could not be used",
+    "coordinator_lost": "the agent that coordinated went away",
+    "join_timeout": "not all nodes came",
+    "agent_exit": "an agent left by itself",
+    "supervisor_lost": "every process of the run was gone",
+    "scheduler": "the scheduler ended the run",
+    "internal": "a bug of orch",
+}
+
+
+class Cause(Frozen):
+    """The first thing that went wrong, of all that followed from it."""
+
+    kind: str  # of CAUSES
+    text: str  # one line
+    epoch: int
+    node: str | None = None
+    rank: int | None = None
+    code: int | None = None  # exit code, negative: the signal that killed it
+    step: int | None = None  # last step that the rank had reported
+    log: str | None = None  # file inside the run folder
+    tail: list[str] = []  # its last lines
+    stack: str | None = None  # where the rank was, what the kernel said of it: a file inside the run folder
+
+
+class NodeState(Frozen):
+    state: Literal["expected", "joined", "running", "ended", "lost"]
+    host: str | None = None
+    pid: int | None = None
+    metrics: str | None = None  # host:port of its Prometheus endpoint
+    ranks: list[int] = []
+
+
+class EpochState(Frozen):
+    """One life of the workers, from start to end. Times are Unix seconds of the coordinator's clock."""
+
+    epoch: int
+    started_at: float
+    running_at: float | None = None
+    ended_at: float | None = None
+    #: done, restart, stopped, cancelled, failed; of a flush: saved, not saved, nothing to save
+    outcome: str | None = None
+    counted: bool = False  # used up one of max_restarts
+    cause: Cause | None = None
+
+
+class RunState(Frozen):
+    schema: str
+    run_id: str
+    state: Phase
+    created_at: float
+    updated_at: float
+    writer: str  # "backend", or the node whose agent holds the coordinator
+    backend: str
+    plan_hash: str
+    summary: dict[str, str | int] = {}  # for lists: cluster, model, parallel, steps, world_size
+    epoch: int = -1  # the last one that was issued
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None  # set together with a final state
+    reason: str | None = None  # one line
+    restarts: int = 0  # counted ones, all causes together
+    max_restarts: int = 0
+    restarts_by_cause: dict[str, int] = {}  # of those: by kind of cause
+    first_epoch: int = 0  # of this attempt; `orch resume` begins another one, with new budgets
+    excluded: dict[str, str] = {}  # node -> why this attempt goes on without it
+    slow: dict[str, float] = {}  # straggling node -> its own compute time over the median of its peers
+    nodes: dict[str, NodeState] = {}
+    epochs: list[EpochState] = []
+    cause: Cause | None = None  # of the end; earlier ones are in `epochs`
+    pauses: list[tuple[float, float]] = []  # ended, resumed: nothing of the run lived in between
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL
+
+
+def paused(state: RunState, now: float) -> list[tuple[float, float]]:
+    """The run's pauses with the one that ends now, where it starts anew and something of it had lived before."""
+    ended = state.ended_at if state.ended_at is not None else state.updated_at if state.epoch >= 0 else None
+    return state.pauses if ended is None or state.state == "pending" else [*state.pauses, (ended, max(ended, now))]
+
+
+def write_state(folder: RunFolder, state: RunState) -> None:
+    raw = msgspec.json.format(msgspec.json.encode(state), indent=1)
+    write_private(folder.state, raw + b"\n")
+
+
+def read_state(folder: RunFolder) -> RunState:
+    """OrchError (65) with one line when the file is missing, damaged or of another version."""
+    try:
+        state = msgspec.json.decode(folder.state.read_bytes(), type=RunState)
+    except OSError as error:
+        raise OrchError(f"run {folder.run_id} has no readable state: {error.strerror}", Exit.CONFIG) from None
+    except UNREADABLE as error:
+        raise OrchError(f"{folder.state}: {error}", Exit.CONFIG) from None
+    if state.schema != SCHEMA:
+        raise OrchError(f"{folder.state} is of schema {state.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG)
+    return state
+
+
+def true_state(folder: RunFolder, alive: bool) -> RunState:
+    """The state as it is, not as it was last written: a run that nobody keeps any more has failed, whatever it says.
+
+    `alive` must have been found before this call: the other way round a run that ends in between would seem lost.
+    """
+    state = read_state(folder)
+    if alive or state.is_final:
+        return state
+    text = f"every process of the run is gone (killed, or the machine went down) while it was {state.state}"
+    cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
+    return msgspec.structs.replace(state, state="failed", exit_code=int(Exit.CAPACITY), reason=text, cause=cause)

@@ -1,0 +1,1 @@
+"""Submitting: from a configuration to a running job."""
