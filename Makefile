@@ -23,13 +23,13 @@ test-slurm: .venv/.ready
 	ORCH_TEST_LATER_SLURM=1 $(PYTEST) -n 3 --dist loadgroup -rs -m slurm tests/slurm
 
 testbed-slurm: .venv/.ready
-	@$(PY) -m tests.slurm.cluster start
+	@$(PY) -m tests.beds.slurm.cluster start
 
 test-kubernetes: .venv/.ready
 	ORCH_TEST_KUBERNETES=1 $(PYTEST) -m kubernetes tests/kubernetes
 
 testbed-kubernetes: .venv/.ready
-	@$(PY) -m tests.kubernetes.bed start
+	@$(PY) -m tests.beds.kubernetes.bed start
 
 # The published parity table: ten to twenty minutes.
 verify: .venv/.ready

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from orchestrator.plan import Plan
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.states import KINDS, Recorder
 from trainer import messages
 from trainer.checkpoint.fence import Fence

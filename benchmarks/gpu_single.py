@@ -32,7 +32,7 @@ from benchmarks.vs_torch.harness import conditions
 from benchmarks.vs_torch.tensor import with_torchs_modules
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import model_flops_per_token
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from trainer.data.batch import MicroBatch
 from trainer.engine import Engine
 from trainer.model.loss import cross_entropy_sum

@@ -6,7 +6,7 @@ apply`. The three take turns on the same cluster, each from rest, and which goes
 server says when the Job is there and when the last pod is bound. Clocks start when the command is started; the times of
 the cluster alone, from the Job on, are told as well. Controllers and scheduler may ask the API server 500 times a
 second, but in the last cases, where it is as often as they are shipped with (20 and 50, Kueue 50). `--check` fails
-above 1.2 times the bare Job's time. Root, Go and etcd are needed: tests/kubernetes/bed.py.
+above 1.2 times the bare Job's time. Root, Go and etcd are needed: tests/beds/kubernetes/bed.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.run.processes import identity, load_of  # noqa: E402
-from tests.kubernetes import addons  # noqa: E402
-from tests.kubernetes.bed import Bed, Shape  # noqa: E402
-from tests.kubernetes.building import VERSION  # noqa: E402
-from tests.kubernetes.runs import Orch  # noqa: E402
-from tests.kubernetes.simulate import LEVELS, NODES_PER_LEAF  # noqa: E402
+from tests.beds.kubernetes import addons  # noqa: E402
+from tests.beds.kubernetes.bed import Bed, Shape  # noqa: E402
+from tests.beds.kubernetes.building import VERSION  # noqa: E402
+from tests.beds.kubernetes.runs import Orch  # noqa: E402
+from tests.beds.kubernetes.simulate import LEVELS, NODES_PER_LEAF  # noqa: E402
 from tests.kubernetes.test_simulated import LARGE  # noqa: E402
 
 MOST_S = 600
@@ -140,7 +140,16 @@ def timed(bed: Bed, selector: str, case: Case, command: Callable[[], object]) ->
 
 
 def _timed(bed: Bed, selector: str, count: int, command: Callable[[], object]) -> tuple[float, float, float]:
-    argv = [*bed.enter, "timeout", str(MOST_S), sys.executable, "-m", "tests.kubernetes.bound", selector, str(count)]
+    argv = [
+        *bed.enter,
+        "timeout",
+        str(MOST_S),
+        sys.executable,
+        "-m",
+        "tests.beds.kubernetes.bound",
+        selector,
+        str(count),
+    ]
     env = {**bed.env, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env, cwd=bed.home) as watcher:
         if watcher.stdout.readline().strip() != "watching":

@@ -3,7 +3,7 @@
     python benchmarks/recovery.py [--trials 3] [--faults kill_agent,stop_coordinator] [--trainer]
 
 Three simulated nodes of one rank each on this machine, real agents and workers. The workers are stand-ins that step
-every 0.1 s and save when told (tests/launch/worker.py), so the figures are those of the machinery: what a node loss
+every 0.1 s and save when told (tests/beds/worker.py), so the figures are those of the machinery: what a node loss
 costs besides the program's own start; --trainer runs the bundled one. A trial succeeds when workers of a later epoch
 step beyond where the run had been, and the run then ends well when it is cancelled.
 Prints a table and writes benchmarks/results/recovery.json.

@@ -20,8 +20,8 @@ from orchestrator.cluster.fit import choose_nodes, fit  # noqa: E402
 from orchestrator.cluster.importers.slurm import parse_topology  # noqa: E402
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes  # noqa: E402
 from orchestrator.planner.elastic.replan import replan  # noqa: E402
-from tests.plans import make_plan  # noqa: E402
-from tests.slurm import big  # noqa: E402
+from tests.beds.plans import make_plan  # noqa: E402
+from tests.beds.slurm import large_output as big  # noqa: E402
 
 
 def once(plan, text: str, network: str) -> dict[str, float]:

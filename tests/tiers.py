@@ -22,7 +22,7 @@ TIERS = {
     # One bed after the other: each is a whole control plane. On a new machine its programs are built first.
     "Kubernetes": ("-p", "no:xdist", "-rs", "-m", "kubernetes and not full", "tests/kubernetes"),
 }
-STARTS = {"Kubernetes": (sys.executable, "-m", "tests.kubernetes.ready")}
+STARTS = {"Kubernetes": (sys.executable, "-m", "tests.beds.kubernetes.ready")}
 REST = ("--dist", "worksteal", "-m", "not slurm and not kubernetes and not full")
 
 

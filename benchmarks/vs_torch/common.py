@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.plan import Plan
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from trainer.data.batch import IGNORED, MicroBatch
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine

@@ -12,7 +12,7 @@ from orchestrator.run.bad_nodes import NodeMemory
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import compose_environment, from_bytes
 from tests.agent.test_elastic import cancel, kill, running, sized
-from tests.launch.parcels import events, make_parcel
+from tests.beds.parcels import events, make_parcel
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

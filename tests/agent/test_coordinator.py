@@ -37,8 +37,8 @@ from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder, read_secret, write_private
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import SCHEMA, RunState, read_state, write_state
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=4, nodes=2)
 KEY = bytes(range(32))

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
-from tests.launch.parcels import events, submit, wait_end, wait_for
-from tests.plans import make_plan
+from tests.beds.parcels import events, submit, wait_end, wait_for
+from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
 

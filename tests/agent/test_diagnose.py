@@ -21,7 +21,7 @@ from orchestrator.plan.worker import PulseReport, StepReport
 from orchestrator.run.processes import Load
 from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=4, nodes=2)
 RULES = Policy(max_restarts=3, grace_s=5, heartbeat_timeout_s=10, join_timeout_s=30)

@@ -16,8 +16,8 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import RunState, read_state
-from tests.launch.parcels import events, make_parcel, no_namespaces, wait_end, wait_for
-from tests.plans import make_plan
+from tests.beds.parcels import events, make_parcel, no_namespaces, wait_end, wait_for
+from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
 

@@ -20,8 +20,8 @@ from orchestrator.run.folder import write_private
 from orchestrator.run.request import Policy
 from orchestrator.run.state import read_state
 from tests.agent.test_coordinator import KEY, PLAN, coordinating, make_folder
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 
 @contextlib.asynccontextmanager

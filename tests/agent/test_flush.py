@@ -20,8 +20,8 @@ from orchestrator.run.folder import write_private
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import Cause
 from tests.agent.test_coordinator import KEY, coordinating, make_folder
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=3, nodes=3, copy_every_steps=1)
 

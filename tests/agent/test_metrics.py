@@ -18,8 +18,8 @@ from orchestrator.agent.node.metrics import NodeMetrics, serve
 from orchestrator.plan.worker import EventReport, StepReport
 from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder
-from tests import debian
-from tests.plans import make_plan
+from tests.beds import debian
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=2, sp=False)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.node.worker_reports import LONGEST_LINE, JsonLines, ReportPipe, parse, stamped
 from orchestrator.run.folder import RunFolder
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 STEP = b'{"kind":"step","rank":1,"epoch":0,"step":5,"samples":8,"tokens":64,"step_s":0.1}'
 

@@ -16,8 +16,8 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import identity, is_alive
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import read_state, true_state
-from tests.launch.parcels import events, make_parcel, submit, wait_end, wait_for, wait_state, wait_step
-from tests.plans import make_plan
+from tests.beds.parcels import events, make_parcel, submit, wait_end, wait_for, wait_state, wait_step
+from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
 

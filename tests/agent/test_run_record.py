@@ -12,7 +12,7 @@ from orchestrator.run.claims import Claims, Deposed
 from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, NodeState, RunState, read_state, write_state
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=2, nodes=2)
 

@@ -19,7 +19,7 @@ from orchestrator.observe.goodput.run_timeline import LeadReader
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
-from tests.launch.parcels import kill_runs, make_parcel
+from tests.beds.parcels import kill_runs, make_parcel
 
 TOGETHER = str(Path(__file__).resolve().parents[2] / "benchmarks" / "together.py")
 

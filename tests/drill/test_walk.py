@@ -31,9 +31,9 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running
+from tests.beds.parcels import events, make_parcel, reports, wait_for
+from tests.beds.plans import make_plan
 from tests.drill.test_drill import TOGETHER
-from tests.launch.parcels import events, make_parcel, reports, wait_for
-from tests.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -10,12 +10,11 @@ import pytest
 
 from orchestrator.cluster.importers.kubernetes import Profile, parse_nodes
 from orchestrator.cluster.model import Topology
-
-from . import addons, ready
-from .bed import Bed, Shape, reap_stale, refusal
-from .building import build
-from .runs import SHORT, TINY, Orch, Run, check_rank_map
-from .simulate import LEVELS, POOL
+from tests.beds.kubernetes import addons, ready
+from tests.beds.kubernetes.bed import Bed, Shape, reap_stale, refusal
+from tests.beds.kubernetes.building import build
+from tests.beds.kubernetes.runs import SHORT, TINY, Orch, Run, check_rank_map
+from tests.beds.kubernetes.simulate import LEVELS, POOL
 
 
 def built(*programs: str) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.plan import Exit
+from tests.beds.kubernetes import bed_conf as conf
+from tests.beds.kubernetes.bed import Bed, Shape
 
-from . import bed_conf as conf
-from .bed import Bed, Shape
 from .conftest import bring_up
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
@@ -26,13 +26,13 @@ def api() -> Iterator[Bed]:
 
 
 def ask(bed: Bed, step: str, **kubeconfig: str) -> dict:
-    """The answer of `tests.kubernetes.inside`, with another user or server if named."""
+    """The answer of `tests.beds.kubernetes.inside`, with another user or server if named."""
     env = {"PYTHONPATH": str(ROOT)}
     if kubeconfig:
         path = bed.home / "other.kubeconfig"
         path.write_text(conf.kubeconfig(**kubeconfig))
         env["KUBECONFIG"] = str(path)
-    done = bed.run(sys.executable, "-m", "tests.kubernetes.inside", step, env=env, cwd=ROOT, timeout=180)
+    done = bed.run(sys.executable, "-m", "tests.beds.kubernetes.inside", step, env=env, cwd=ROOT, timeout=180)
     return json.loads(done.stdout)
 
 

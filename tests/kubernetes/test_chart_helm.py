@@ -10,8 +10,8 @@ import yaml
 
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.plan.exits import FATAL, Exit
+from tests.beds.kubernetes.building import program
 
-from .building import program
 from .conftest import built
 from .test_chart import CHART, FULL
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.kubernetes.names import METRICS_PORT
-from tests import debian
-
-from . import image
-from .bed import Bed, BedError
-from .building import build, program
-from .runs import SHORT, SMALL, TINY, Orch, Run, check_rank_map
+from tests.beds import debian
+from tests.beds.kubernetes import image
+from tests.beds.kubernetes.bed import Bed, BedError
+from tests.beds.kubernetes.building import build, program
+from tests.beds.kubernetes.runs import SHORT, SMALL, TINY, Orch, Run, check_rank_map
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 CHART = str(Path(__file__).resolve().parents[2] / "charts" / "orch")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from .runs import SHORT, TINY
+from tests.beds.kubernetes.runs import SHORT, TINY
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 

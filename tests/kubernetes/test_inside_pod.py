@@ -15,8 +15,8 @@ from orchestrator.drill import inside
 from orchestrator.drill.kubernetes import KubernetesTargets
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 
 class Server:

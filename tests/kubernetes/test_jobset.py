@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from orchestrator.plan import Exit
+from tests.beds.kubernetes.bed import Bed
+from tests.beds.kubernetes.runs import Orch, Run
+from tests.beds.kubernetes.simulate import FINISHES, LEVELS
 
-from .bed import Bed
-from .runs import Orch, Run
-from .simulate import FINISHES, LEVELS
 from .test_simulated import MAIN, bound, seated, split_pipelines, split_slices
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]

@@ -22,8 +22,8 @@ from orchestrator.backends.kubernetes.objects.payload import pack
 from orchestrator.backends.kubernetes.pod.status_lines import parse
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
-from tests.launch.parcels import reports
-from tests.plans import make_plan
+from tests.beds.parcels import reports
+from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]

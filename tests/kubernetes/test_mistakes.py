@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from orchestrator.plan import Exit
-
-from . import addons
-from . import bed_conf as conf
-from .runs import SHORT, TINY, Orch
+from tests.beds.kubernetes import addons
+from tests.beds.kubernetes import bed_conf as conf
+from tests.beds.kubernetes.runs import SHORT, TINY, Orch
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 SMALL = (*TINY, *SHORT)

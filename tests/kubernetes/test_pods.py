@@ -29,7 +29,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, RunState, write_state
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 KEY = bytes(range(32))
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from . import addons
-from .runs import SHORT, TINY, Orch
+from tests.beds.kubernetes import addons
+from tests.beds.kubernetes.runs import SHORT, TINY, Orch
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 

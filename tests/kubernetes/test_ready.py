@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import building, ready
+from tests.beds.kubernetes import building, ready
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from . import nodes
-from .runs import SHORT, TINY
+from tests.beds.kubernetes import nodes
+from tests.beds.kubernetes.runs import SHORT, TINY
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 

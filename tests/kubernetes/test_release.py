@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from . import addons
-from .bed import Bed, Shape
-from .building import program
+from tests.beds.kubernetes import addons
+from tests.beds.kubernetes.bed import Bed, Shape
+from tests.beds.kubernetes.building import program
+
 from .conftest import bring_up
 from .test_chart import FULL
 

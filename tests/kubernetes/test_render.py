@@ -21,7 +21,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError
 from orchestrator.planner.build import build_plan
 from orchestrator.run.request import Code, Site, make_request
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = {"image": "registry.example/orch@sha256:" + "0" * 64}

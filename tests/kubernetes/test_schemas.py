@@ -14,9 +14,9 @@ from msgspec import structs
 from orchestrator.backends.kubernetes.objects.node_affinity import Chosen
 from orchestrator.backends.kubernetes.objects.render import render
 from orchestrator.backends.kubernetes.options import KubernetesOptions
+from tests.beds.kubernetes import schemas
+from tests.beds.kubernetes.building import program
 
-from . import schemas
-from .building import program
 from .conftest import built
 from .test_chart import CHART, FULL
 from .test_chart_helm import rendered

@@ -15,10 +15,9 @@ from orchestrator.backends.kubernetes.pod.rank_mapping import Seating, seat
 from orchestrator.backends.kubernetes.pod.rendezvous import Here
 from orchestrator.cluster.model import Topology
 from orchestrator.plan import Exit, Plan, load_plan
-
-from .bed import Bed, BedError
-from .runs import Orch, Run
-from .simulate import FINISHES, LEVELS
+from tests.beds.kubernetes.bed import Bed, BedError
+from tests.beds.kubernetes.runs import Orch, Run
+from tests.beds.kubernetes.simulate import FINISHES, LEVELS
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 MAIN = ("+cluster=h100x64", "parallel=tp8_pp4_zero1")

@@ -22,7 +22,7 @@ from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.run.state import SCHEMA, RunState
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 NOW = 1_800_000_000.0
 

@@ -19,9 +19,9 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import read_state
+from tests.beds.parcels import events, make_parcel, reports, wait_end, wait_for
+from tests.beds.plans import make_plan
 from tests.launch.conftest import write_text
-from tests.launch.parcels import events, make_parcel, reports, wait_end, wait_for
-from tests.plans import make_plan
 from tests.trainer.workers import running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -10,12 +10,12 @@ import pytest
 
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.run.request import from_bytes
-from tests.launch.parcels import events, submit, wait_end
-from tests.plans import make_plan
+from tests.beds.parcels import events, submit, wait_end
+from tests.beds.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 
-PROGRAM = str(Path(__file__).with_name("faulty_trainer.py"))
+PROGRAM = str(Path(__file__).parents[1] / "beds" / "faulty_trainer.py")
 
 
 def test_a_rank_that_spins_is_named_and_a_full_disk_loses_nothing(tmp_path, corpus):

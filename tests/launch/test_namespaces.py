@@ -22,8 +22,8 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
-from tests.launch.parcels import make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
+from tests.beds.plans import make_plan
 
 SHAPED = {"options": {"network": "namespaces", "link_gbit_per_s": 0.5}}
 LONG = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}

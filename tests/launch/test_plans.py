@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from orchestrator.plan import PlanError, from_json, to_json
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2, "dp": 2, "nodes": 2, "zero": 1}, {"cp": 2, "ep": 2}])

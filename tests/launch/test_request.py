@@ -26,8 +26,8 @@ from orchestrator.run.request import (
     to_bytes,
     used_nodes,
 )
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=2, nodes=2)
 RUNS = Path("/home/user/.orch/runs")

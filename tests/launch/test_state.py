@@ -28,8 +28,8 @@ from orchestrator.run.state import (
     write_state,
 )
 from orchestrator.style import Style
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=4, nodes=2, steps=10)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parent / "worker.py"
+WORKER = Path(__file__).parents[1] / "beds" / "worker.py"
 ROOT = WORKER.parents[2]
 
 pytestmark = pytest.mark.process

@@ -14,8 +14,8 @@ from orchestrator.cli.main import main
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
-from tests.launch.parcels import events, make_parcel, reports, wait_end, wait_for, wait_step
-from tests.plans import make_plan
+from tests.beds.parcels import events, make_parcel, reports, wait_end, wait_for, wait_step
+from tests.beds.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 class Mutation(NamedTuple):
     name: str
-    layout: dict[str, Any]  # arguments of tests.plans.make_plan, and "packed"
+    layout: dict[str, Any]  # arguments of tests.beds.plans.make_plan, and "packed"
     patch: Patch
     caught: str  # the verdict that it must get
 

@@ -16,7 +16,7 @@ import trainer.parallel.context.ring as ring
 import trainer.parallel.mesh as mesh
 import trainer.parallel.tensor as tensor
 import trainer.parallel.vocab as vocab
-from tests.plans import tiny_model
+from tests.beds.plans import tiny_model
 from trainer.model.block import Block
 from trainer.model.dropout import Dropout
 from trainer.parallel.context.ulysses import UlyssesAttention

@@ -7,7 +7,7 @@ from dataclasses import replace
 import trainer.parallel.apply as apply
 import trainer.parallel.data.buckets as buckets
 import trainer.parallel.mesh as mesh
-from tests.plans import tiny_model
+from tests.beds.plans import tiny_model
 from trainer.pipeline.runtime import Pipeline
 from trainer.pipeline.split import WeightQueue
 from trainer.pipeline.transfer import Transfers

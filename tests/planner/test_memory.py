@@ -16,7 +16,7 @@ from orchestrator.planner.cost.pipeline import held_at_once, in_flight
 from orchestrator.planner.memory.activations import Kernels, activations, layer_activations
 from orchestrator.planner.memory.categories import model_states, passing
 from orchestrator.planner.memory.model_math import layer_params, parameter_count
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes
 

@@ -10,7 +10,7 @@ from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.cost.pipeline import rank_stages, span_seconds
 from orchestrator.planner.cost.timeline import timeline
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes
 

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from orchestrator.planner.cost.traffic import Traffic, rank_parameters, stage_range, step_traffic
 from orchestrator.planner.memory.model_math import parameter_count
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes
 

@@ -13,7 +13,7 @@ from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import PlanError, batch, seal
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.elastic.sizes import plan_sizes
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 CPU = ("cluster=local", "model=tiny", "cluster.gpus_per_node=1")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from .cluster import Cluster, reap_stale
-from .cluster_conf import Shape
-from .packages import install
-from .runs import Orch
+from tests.beds.slurm.cluster import Cluster, reap_stale
+from tests.beds.slurm.cluster_conf import Shape
+from tests.beds.slurm.packages import install
+from tests.beds.slurm.runs import Orch
 
 settings.register_profile("shared machine", deadline=None)  # others may have the cores at the moment
 settings.load_profile("shared machine")

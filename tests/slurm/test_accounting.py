@@ -11,11 +11,11 @@ from orchestrator.backends.slurm.commands import Slurm
 from orchestrator.backends.slurm.states import meaning
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from tests.beds.slurm.cluster import Cluster
+from tests.beds.slurm.cluster_conf import Shape
+from tests.beds.slurm.runs import Orch
 
-from .cluster import Cluster
-from .cluster_conf import Shape
 from .conftest import bring_up
-from .runs import Orch
 from .test_runs import two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]

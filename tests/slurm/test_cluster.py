@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import Cluster, reap_stale
-from .cluster_conf import Shape
+from tests.beds.slurm.cluster import Cluster, reap_stale
+from tests.beds.slurm.cluster_conf import Shape
+
 from .conftest import bring_up
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
@@ -44,7 +45,8 @@ def test_two_clusters_at_once_and_nothing_left_behind():
 
 def test_a_cluster_whose_owner_was_killed_is_reaped():
     bring_up(SMALL)
-    code = "import os\nfrom tests.slurm.cluster import Cluster, Shape\nc = Cluster(Shape(nodes=1, gpus=1, leaves=1))\n"
+    code = "import os\nfrom tests.beds.slurm.cluster import Cluster, Shape\n"
+    code += "c = Cluster(Shape(nodes=1, gpus=1, leaves=1))\n"
     code += "c.start()\nprint(c.home, flush=True)\nos.kill(os.getpid(), 9)"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)

@@ -14,10 +14,10 @@ from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from tests.beds.slurm.cluster_conf import Shape
+from tests.beds.slurm.runs import CONF, Orch
 
-from .cluster_conf import Shape
 from .conftest import bring_up
-from .runs import CONF, Orch
 
 live = [pytest.mark.slurm, pytest.mark.process]
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from tests.beds.parcels import wait_for
 from tests.drill.test_drill import TOGETHER
-from tests.launch.parcels import wait_for
 
 from .test_elastic import JOB
 

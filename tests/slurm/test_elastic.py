@@ -11,8 +11,7 @@ from orchestrator.observe.goodput.run_timeline import read_marks
 from orchestrator.plan import from_json
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.run.folder import RunFolder
-
-from .runs import CONF, LONG, Orch, Run
+from tests.beds.slurm.runs import CONF, LONG, Orch, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 JOB = ("cluster=testbed", "parallel=tp2_pp2", "nodes=2..4")

@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from orchestrator.plan.exits import Exit
+from tests.beds.slurm.runs import LONG, Orch, Run
 
-from .runs import LONG, Orch, Run
 from .test_runs import two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]

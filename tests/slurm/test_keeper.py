@@ -16,7 +16,7 @@ from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Notice
 from orchestrator.plan import Exit
 from tests.agent.test_coordinator import KEY, PLAN, make_folder
-from tests.launch.parcels import make_parcel, wait_for
+from tests.beds.parcels import make_parcel, wait_for
 
 pytestmark = pytest.mark.process
 

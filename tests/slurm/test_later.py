@@ -17,11 +17,10 @@ from orchestrator.cluster.fit import fit
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.planner.elastic.replan import replan
-from tests.plans import make_plan
-
-from .cluster import Cluster
-from .cluster_conf import Shape
-from .packages import LATER, install_later
+from tests.beds.plans import make_plan
+from tests.beds.slurm.cluster import Cluster
+from tests.beds.slurm.cluster_conf import Shape
+from tests.beds.slurm.packages import LATER, install_later
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 

@@ -10,8 +10,8 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
+from tests.beds.slurm.runs import LONG, Orch
 
-from .runs import LONG, Orch
 from .test_runs import two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
-
-from .runs import Orch
+from tests.beds.slurm.runs import Orch
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 JOB = ("cluster=slurm", "parallel=tp8_pp4_zero1", "model=llama3_8b")

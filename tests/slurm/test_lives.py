@@ -20,8 +20,8 @@ from orchestrator.run.create import delivered
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import Cause, EpochState, NodeState, read_state, write_state
-from tests.launch.parcels import make_parcel
-from tests.plans import make_plan
+from tests.beds.parcels import make_parcel
+from tests.beds.plans import make_plan
 
 SIZES = (4, 2)
 

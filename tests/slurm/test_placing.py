@@ -15,9 +15,8 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.planner.elastic.replan import difference, replan
-from tests.plans import make_plan
-
-from . import big
+from tests.beds.plans import make_plan
+from tests.beds.slurm import large_output as big
 
 TESTBED = from_addresses({f"n{i}": f"spine.leaf{i // 4}.n{i}" for i in range(8)})
 PLAN = make_plan(tp=8, pp=4, dp=2, nodes=8)

@@ -9,7 +9,7 @@ from orchestrator.backends.slurm.preflight import check_partition, warnings
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.memory.saving import save_seconds
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)
 MAIN = {"PartitionName": "main", "MaxTime": "1-00:00:00", "DefaultTime": "00:30:00", "MaxNodes": "UNLIMITED",

@@ -14,8 +14,7 @@ from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes, parse_state, select
 from orchestrator.cluster.model import FLAT
 from orchestrator.errors import OrchError
-
-from . import big
+from tests.beds.slurm import large_output as big
 
 REAL_NODE = """\
 NodeName=n0 Arch=x86_64 CoresPerSocket=8

@@ -24,7 +24,7 @@ from orchestrator.backends.slurm.script.quoting import check_text, command, dire
 from orchestrator.backends.slurm.script.render import JobScript, render
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 MAIN_LINE = structs.replace(make_plan(tp=8, pp=4, dp=2, nodes=8), hash="f" * 64)

@@ -11,8 +11,7 @@ from orchestrator.cluster.hostlist import expand
 from orchestrator.plan import from_json
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
-
-from .runs import CONF, Orch
+from tests.beds.slurm.runs import CONF, Orch
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 

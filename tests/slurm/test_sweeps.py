@@ -7,8 +7,8 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
+from tests.beds.slurm.runs import CONF, LONG, STAND_IN, Orch, Run
 
-from .runs import CONF, LONG, STAND_IN, Orch, Run
 from .test_runs import WIDE, two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from orchestrator.plan.document import Model
-from tests.plans import tiny_model
+from tests.beds.plans import tiny_model
 
 LLAMA = {"norm": "rms", "position": "rope", "mlp": "gated", "activation": "silu", "bias": False}
 GPT = {"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}

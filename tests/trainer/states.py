@@ -8,7 +8,7 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import EventReport
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import Piece
 from trainer.checkpoint.manager import Checkpoints

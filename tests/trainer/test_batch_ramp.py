@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.document import BatchRamp
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from trainer.data.batch import IGNORED
 from trainer.data.order import micro_batches_at, samples_of_step
 from trainer.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together, told
 from trainer.errors import LayoutError
 from trainer.metrics.comm import CommCounter

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from orchestrator.cli.main import main as orch
 from orchestrator.plan import Exit, to_json
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.reference.assemble import assemble
 from tests.trainer.states import checkpoints, saved, shapes
 from trainer.checkpoint.files import sha256

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchestrator.plan import Plan, seal
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer.states import Recorder
 from trainer.checkpoint.fence import Fence

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from torch import nn
 
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.test_parity import parity_plan, reference
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory

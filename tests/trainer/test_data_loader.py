@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from trainer.data.build import open_tokens
 from trainer.data.loader import Loader
 from trainer.errors import DataError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.plan.document import Coord
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from trainer.data.order import Permutation, SampleOrder, samples_at, samples_of_step
 
 SEEDS = st.integers(0, 2**63 - 1)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from trainer.data.batch import IGNORED
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine

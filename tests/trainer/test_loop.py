@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.flops import model_flops_per_token
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.workers import Workers, free_port, running, worker_env
 from trainer.checkpoint.format import rank_file, step_name
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.plan.document import BatchRamp
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.test_loop import assert_same_state, changed, finish, saved_state
 from trainer.checkpoint.format import MANIFEST, decode, step_name
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from orchestrator.plan import Plan
 from orchestrator.plan.document import SwitchLevel
 from orchestrator.plan.worker import memory_dir
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.states import Recorder, state
 from tests.trainer.test_checkpoint_crashes import lines
 from trainer.checkpoint.fence import Fence

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.states import Recorder
 from tests.trainer.test_memory_copies import FOUR, folder_of, keep, one_answer, recalled
 from trainer.checkpoint.fence import Fence

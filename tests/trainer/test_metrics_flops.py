@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from orchestrator.plan import document as doc
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from tests.plans import tiny_model
+from tests.beds.plans import tiny_model
 
 GPT3 = tiny_model(
     **{"layers": 96, "hidden": 12288, "heads": 96, "kv_heads": 96, "head_dim": 128, "ffn_hidden": 4 * 12288},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.plan.parity import Cell, Verdict
+from tests.beds.plans import make_plan
 from tests.mutations.data import DATA
 from tests.mutations.model import MODEL
 from tests.mutations.pipeline import PIPELINE
-from tests.plans import make_plan
 from trainer.verify.judge import judge
 
 MUTATIONS = [*DATA, *MODEL, *PIPELINE]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.operations import Order
 from trainer.engine import Engine
 from trainer.optim.precision import FP64

@@ -15,7 +15,7 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer.together import run_together, told
 from trainer.optim.precision import FP64, Recipe, recipe

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from orchestrator.plan.schedules import build as build_schedule
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
 from tests.trainer.together import run_together, told
 from trainer.metrics.comm import CommCounter

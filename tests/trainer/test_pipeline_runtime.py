@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from orchestrator.plan.schedules import Kind, build, peak_in_flight, read_table, simulate
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from trainer.errors import LayoutError, is_peer_loss
 from trainer.metrics.comm import CommCounter
 from trainer.metrics.memory import StorageTracker

@@ -11,7 +11,7 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.planner.memory import categories as memory
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together, told
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine

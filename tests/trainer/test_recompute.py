@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
 from trainer.metrics.comm import CommCounter
 from trainer.metrics.memory import StorageTracker

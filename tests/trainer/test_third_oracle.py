@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together
 from trainer.data.batch import IGNORED, MicroBatch
 from trainer.data.order import samples_of_step

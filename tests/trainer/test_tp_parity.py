@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, MHA, MQA, batch, small
 from tests.trainer.together import run_together, told
 from trainer.metrics.comm import CommCounter, all_reduce

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Mla, Moe
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import GPT, LLAMA, small
 from trainer.errors import LayoutError
 from trainer.metrics.comm import CommCounter

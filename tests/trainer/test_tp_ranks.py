@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.samples import small
 from trainer.metrics.comm import (
     CommCounter,

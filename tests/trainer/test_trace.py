@@ -10,7 +10,7 @@ import torch
 
 from orchestrator.plan.schedules import Kind, schedule_of
 from orchestrator.plan.worker import trace_file
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.trainer.test_loop import finish
 from trainer.metrics.memory import CATEGORIES, Point, StorageTracker, thin
 

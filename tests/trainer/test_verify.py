@@ -14,7 +14,7 @@ import trainer.verify.judge as judging
 from orchestrator.cli.main import main as orch
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.parity import HOPELESS, Cell, Verdict
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from trainer.engine import Engine
 from trainer.verify import oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plans import make_plan, tiny_model
+from tests.beds.plans import make_plan, tiny_model
 from trainer.engine import Engine
 from trainer.optim.precision import Recipe
 from trainer.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from orchestrator.plan.document import Optim
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 from tests.reference import adamw as naive
 from tests.trainer.together import run_together, told
 from trainer.metrics.comm import CommCounter

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.debian import find
+from tests.beds.debian import find
 
 from . import bed_conf as conf
 from . import image

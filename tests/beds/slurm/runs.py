@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.run.state import RunState
-from tests.launch.parcels import reports
+from tests.beds.parcels import reports
 
 from .cluster import Cluster
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Held before its last step until it is released: never over before it was interrupted, and at once afterwards.
 LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 #: Every wait looks for its condition, so on a busy machine nothing but time is lost.
@@ -56,7 +56,7 @@ class Orch:
     def _serve(cls) -> subprocess.Popen:
         """A process that has imported `orch` once; it ends with its standard input, so with this process."""
         if cls._server is None or cls._server.poll() is not None:
-            argv = [sys.executable, "-m", "tests.slurm.server"]
+            argv = [sys.executable, "-m", "tests.beds.slurm.server"]
             cls._server = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return cls._server
 

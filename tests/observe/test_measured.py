@@ -16,7 +16,7 @@ from orchestrator.plan.worker import trace_file
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, RunState
 from orchestrator.style import Style
-from tests.plans import make_plan
+from tests.beds.plans import make_plan
 
 MIB = 1 << 20
 HELD = {"params": 2 * MIB, "grads": MIB, "optimizer": 4 * MIB}

@@ -1,7 +1,7 @@
 """The programs of the test cluster: built once from pinned Go modules into a cache folder, else said plainly.
 
-`tests/kubernetes/tools/<tool>/go.mod` pins one program each, so that their dependencies never meet. First build: about
-twenty minutes on two cores and 11 GB, Go's own caches included; `python -m tests.kubernetes.building` builds ahead.
+`tools/<tool>/go.mod` pins one program each, so that their dependencies never meet. First build: about twenty minutes on
+two cores and 11 GB, Go's own caches included; `python -m tests.beds.kubernetes.building` builds ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.debian import find, provide
+from tests.beds.debian import find, provide
 
 TOOLS = Path(__file__).parent / "tools"
 VERSION = "v1.35.4"

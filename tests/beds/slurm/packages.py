@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests import debian
+from tests.beds import debian
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 ACCOUNTING = ("slurmdbd", "mariadbd", "sacctmgr")

@@ -1,7 +1,7 @@
 """A real Slurm cluster on this machine: one slurmctld, one slurmd a node, its own munged, optional accounting.
 
 Every daemon is started in the foreground by us and ended by its pid. Several clusters run at once: each has its own
-folder, ports and munge socket. `python -m tests.slurm.cluster start` leaves one up to play with, `stop` ends it.
+folder, ports and munge socket. `python -m tests.beds.slurm.cluster start` leaves one up to play with, `stop` ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tests.debian import SBIN, find
+from tests.beds.debian import SBIN, find
 
 from . import cluster_conf as conf
 from . import processes
@@ -342,7 +342,7 @@ def main(argv: list[str]) -> int:
         _adopt(Path(argv[1])).stop()
         return 0
     if argv[:1] != ["start"] or not all(a.isdigit() for a in argv[1:]) or len(argv) not in (1, 3):
-        print("usage: python -m tests.slurm.cluster start [NODES GPUS_PER_NODE] | stop FOLDER", file=sys.stderr)
+        print("usage: python -m tests.beds.slurm.cluster start [NODES GPUS_PER_NODE] | stop FOLDER", file=sys.stderr)
         return 64
     shape = Shape(nodes=int(argv[1]), gpus=int(argv[2])) if len(argv) == 3 else Shape()
     if reason := install():

@@ -1,4 +1,4 @@
-"""`python -m tests.kubernetes.simulate make COUNT | serve`, inside a bed: nodes by the thousand, without machines.
+"""`python -m tests.beds.kubernetes.simulate make COUNT | serve`, inside a bed: nodes by the thousand, without machines.
 
 Nodes are objects; scheduler, quota and queues take them as any others. `serve` plays all their kubelets: pods bound to
 them run as soon as real ones would, end well some seconds later when their annotation says so, and go when they are

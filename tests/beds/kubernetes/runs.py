@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.run.state import RunState
-from tests.launch.parcels import reports
+from tests.beds.parcels import reports
 
 from . import image, nodes
 from .bed import Bed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _NUMBER = itertools.count()
 USER = 10001
 #: tp inside a pod, pp and dp across pods; two pods a node.
@@ -88,7 +88,14 @@ class Orch:
     def bound(self, run_id: str, count: int, seconds: float = 600) -> list[dict]:
         """The run's pods by completion index, once the scheduler has given every one a node. Thousands of looks at
         hundreds of pods would be most of what the cluster has to do: a watch tells."""
-        argv = [sys.executable, "-m", "tests.kubernetes.bound", f"orch.dev/run={run_id}", str(count), self.namespace]
+        argv = [
+            sys.executable,
+            "-m",
+            "tests.beds.kubernetes.bound",
+            f"orch.dev/run={run_id}",
+            str(count),
+            self.namespace,
+        ]
         self.bed.run(*argv, env={"PYTHONPATH": str(ROOT)}, timeout=seconds)
         return self.pods(run_id)
 

@@ -14,14 +14,14 @@ from .building import module_folder, program
 if TYPE_CHECKING:
     from .bed import Bed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _CONVERTED = ("clusterqueues", "localqueues", "cohorts", "workloads", "multikueueclusters")
 _WATCHED = {"jobs", "jobsets", "clusterqueues", "resourceflavors", "workloads", "cohorts"}
 
 
 def simulated(bed: Bed) -> None:
     """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine, and who plays kubelet."""
-    argv, env = [sys.executable, "-m", "tests.kubernetes.simulate"], {"PYTHONPATH": str(ROOT)}
+    argv, env = [sys.executable, "-m", "tests.beds.kubernetes.simulate"], {"PYTHONPATH": str(ROOT)}
     bed.run(*argv, "make", str(bed.shape.simulated), env=env, timeout=300)
     bed.daemon("simulate", argv[0], *argv[1:], "serve", env=env)
     # Each comes with the taint of one that is not ready, which the controllers take away, one after the other.

@@ -1,4 +1,4 @@
-"""`python -m tests.slurm.server`: runs `orch` command lines, each in a child of one process that has imported it all.
+"""`python -m tests.beds.slurm.server`: runs `orch` lines, each in a child of one process that has imported it all.
 
 A tier of a hundred command lines would spend minutes of this machine's two cores on imports. One JSON line in
 (argv, env, cwd, out, err: files, seconds), one out: the exit code, -9 where it took too long.

@@ -1,4 +1,4 @@
-"""`python -m tests.kubernetes.inside STEP`, inside a bed: what can only be asked where the API server is reached.
+"""`python -m tests.beds.kubernetes.inside STEP`, inside a bed: what can only be asked where the API server is reached.
 
 Prints one JSON value; an OrchError becomes {"error": message, "exit": code}.
 """
@@ -20,8 +20,7 @@ from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.planner.build import build_plan
 from orchestrator.run.request import Code, Site, make_request
-
-from .test_render import CASES, IMAGE
+from tests.kubernetes.test_render import CASES, IMAGE
 
 SMALL_KINDS = ("Secret", "ConfigMap", "Service")
 

@@ -1,4 +1,4 @@
-"""`python -m tests.kubernetes.ready ARGUMENTS`: pytest with these, once the test cluster's programs are built.
+"""`python -m tests.beds.kubernetes.ready ARGUMENTS`: pytest with these, once the test cluster's programs are built.
 
 What is missing is built first, beside whatever else `make test` runs: niced, a line on stderr for each program, at most
 forty minutes. Where that cannot be, pytest runs all the same, and its tests are skipped with the reason that is found
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.debian import find, provide
+from tests.beds.debian import find, provide
 
 from . import building
 from .bed import Shape, refusal

@@ -1,4 +1,4 @@
-"""`python -m tests.kubernetes.bound SELECTOR COUNT [NAMESPACE]`, inside a bed: says when COUNT pods have a node.
+"""`python -m tests.beds.kubernetes.bound SELECTOR COUNT [NAMESPACE]`, inside a bed: says when COUNT pods have a node.
 
 Prints `watching` when it begins to see what happens, pods and their Job (again, after a watch that broke off), then the
 monotonic clock's seconds when the Job was there (nan: none was seen), and at that moment. Told by the API server:

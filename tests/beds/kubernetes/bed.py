@@ -1,7 +1,7 @@
 """A real Kubernetes on this machine: control plane, DNS, real nodes with containers, simulated nodes, Kueue, JobSet.
 
 A bed lives in network, mount and process name spaces of its own, so several never meet, and ending their first process
-ends everything in them. `python -m tests.kubernetes.bed start` leaves one up to play with, `stop` ends it.
+ends everything in them. `python -m tests.beds.kubernetes.bed start` leaves one up to play with, `stop` ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.debian import SBIN, find
+from tests.beds.debian import SBIN, find
 
 from . import bed_conf as conf
 from .building import build, module_folder, program
@@ -340,7 +340,7 @@ def main(argv: Sequence[str]) -> int:
     said = json.loads((home / "bed.json").read_text())
     (home / "bed.json").write_text(json.dumps(said | {"owner": 0}))  # nobody's: it stays
     print(f"enter it: {' '.join(bed.enter)} env KUBECONFIG={home}/admin.kubeconfig bash")
-    print(f"kubectl:  {program('kubectl')}   end it: python -m tests.kubernetes.bed stop")
+    print(f"kubectl:  {program('kubectl')}   end it: python -m tests.beds.kubernetes.bed stop")
     return 0
 
 

@@ -1,0 +1,1 @@
+"""Test beds: real clusters, plans, runs and workers that many tests start from."""
