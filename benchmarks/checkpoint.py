@@ -25,10 +25,10 @@ import torch.distributed.checkpoint as dcp
 from orchestrator.plan import Plan
 from tests.beds.plans import make_plan
 from tests.trainer.states import KINDS, Recorder
-from trainer import messages
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import Piece
 from trainer.checkpoint.manager import Checkpoints
+from trainer.comm import messages
 from trainer.parallel.params import ParamInfo, whole
 from trainer.verify.ranks import run_ranks
 

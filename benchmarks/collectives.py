@@ -1,4 +1,4 @@
-"""Our gloo collectives (`trainer.metrics.gloo`) beside gloo's own, in turns on forked ranks of this machine.
+"""Our gloo collectives (`trainer.comm.gloo`) beside gloo's own, in turns on forked ranks of this machine.
 
     python -m benchmarks.collectives [--ranks 2 4] [--rounds 15]
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from trainer.metrics import gloo
+from trainer.comm import gloo
 from trainer.verify.ranks import run_ranks
 
 from .vs_torch.harness import ROOT, conditions

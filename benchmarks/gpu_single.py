@@ -33,11 +33,11 @@ from benchmarks.vs_torch.tensor import with_torchs_modules
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import model_flops_per_token
 from tests.beds.plans import make_plan, tiny_model
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import MicroBatch
 from trainer.engine import Engine
 from trainer.model.loss import cross_entropy_sum
-from trainer.optim.precision import recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import recipe
 
 RESULT = Path(__file__).parent / "results" / "gpu_single.json"
 #: The shapes of Llama 3.2 1B: 1.24 billion parameters.

@@ -15,15 +15,17 @@ from orchestrator.plan import Exit, PlanError, load_plan
 from orchestrator.plan.worker import WorkerEnv
 
 from .errors import TrainerError, cause_of, exit_code, is_peer_loss
-from .metrics.pulse import Pulse
-from .metrics.report import Reporter
-from .notice import Notice
+from .worker.progress import Pulse
+from .worker.reporter import Reporter
+from .worker.termination import Notice
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser("python -m trainer", description="One worker of a training run.")
     parser.add_argument("--plan", help="path of plan.json (default: $ORCH_PLAN)")
-    parser.add_argument("--flush", action="store_true", help="do not train: save what the nodes' memories hold")
+    parser.add_argument(
+        "--final-checkpoint", action="store_true", help="do not train: save the newest in-memory replica to disk"
+    )
     args = parser.parse_args(argv)
     try:
         env = WorkerEnv.read(os.environ)
@@ -37,10 +39,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     code = Exit.DONE
     try:
         plan = load_plan(args.plan or env.plan)
-        if args.flush:
-            from .flush import flush_memory
+        if args.final_checkpoint:
+            from .checkpoint.replicas.final_checkpoint import run_final_checkpoint
 
-            flush_memory(plan, env, reporter)
+            run_final_checkpoint(plan, env, reporter)
         else:
             from .train import train  # after the plan: a bad one is refused without a second of imports
 

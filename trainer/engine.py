@@ -19,19 +19,19 @@ from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.schedules import Kind, schedule_of
 
 from .checkpoint.format import Piece
+from .comm.collectives import CommCounter, all_reduce
+from .comm.mesh import Mesh
+from .comm.timers import PhaseTimer
 from .data.batch import MicroBatch, without_targets
-from .metrics.comm import CommCounter, all_reduce
-from .metrics.timers import PhaseTimer
 from .optim.adamw import ShardedAdamW
 from .optim.clip import clip_coefficient, grad_norm
 from .optim.loss_scale import LossScale
-from .optim.precision import Recipe
 from .parallel import apply
-from .parallel.context.place import shard_batch
+from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
-from .parallel.mesh import Mesh
 from .pipeline.runtime import Pipeline, stage_indices
+from .precision import Recipe
 
 if TYPE_CHECKING:
     from .parallel.data.fsdp import FullyShardedParameters

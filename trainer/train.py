@@ -18,11 +18,12 @@ from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
 from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, memory_dir
 
-from . import messages
-from .check import check_env, check_peers
 from .checkpoint.fence import Fence
 from .checkpoint.manager import Checkpoints
-from .connect import TIMEOUT, choose_device, connect
+from .comm import messages
+from .comm.check import check_env, check_peers
+from .comm.connect import TIMEOUT, choose_device, connect
+from .comm.mesh import Mesh
 from .data.batch import MicroBatch
 from .data.build import open_tokens
 from .data.loader import Loader
@@ -31,13 +32,12 @@ from .data.progress import thinned
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped
 from .metrics.profile import Profile
-from .metrics.pulse import Doing, Pulse
-from .metrics.report import Reporter
-from .notice import Notice
 from .optim.lr import learning_rate
-from .optim.precision import Recipe, recipe
 from .parallel import legal
-from .parallel.mesh import Mesh
+from .precision import Recipe, recipe
+from .worker.progress import Doing, Pulse
+from .worker.reporter import Reporter
+from .worker.termination import Notice
 
 #: Ranks report how far tokenising is at most this often, seconds.
 PROGRESS_EVERY_S = 1.0

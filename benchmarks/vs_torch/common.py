@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from orchestrator.plan import Plan
 from tests.beds.plans import make_plan, tiny_model
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED, MicroBatch
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
-from trainer.optim.precision import recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import recipe
 from trainer.verify.samples import micro_batch
 
 LR = 1e-3

@@ -14,11 +14,11 @@ from torch.distributed import pipelining
 
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.parallel.apply import build as build_part
-from trainer.parallel.mesh import Mesh
 from trainer.pipeline.runtime import Pipeline, stage_indices
 
 from .common import Batches, plan_of

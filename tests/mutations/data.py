@@ -13,8 +13,8 @@ import trainer.parallel.data.buckets as buckets
 import trainer.parallel.data.zero2 as zero2
 import trainer.parallel.recompute as recompute
 import trainer.verify.compare as compare
+from trainer.comm.collectives import Handle
 from trainer.data.batch import IGNORED, MicroBatch
-from trainer.metrics.comm import Handle
 from trainer.optim.adamw import ShardedAdamW
 from trainer.parallel.vocab import VocabParallelLoss
 from trainer.pipeline.runtime import Pipeline

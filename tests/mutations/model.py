@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+import trainer.comm.mesh as mesh
 import trainer.engine as engine
 import trainer.parallel.apply as apply
-import trainer.parallel.columns as columns
+import trainer.parallel.column_parallel as columns
+import trainer.parallel.context.apply as place
 import trainer.parallel.context.block as block
-import trainer.parallel.context.place as place
 import trainer.parallel.context.ring as ring
-import trainer.parallel.mesh as mesh
 import trainer.parallel.tensor as tensor
 import trainer.parallel.vocab as vocab
 from tests.beds.plans import tiny_model

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import trainer.comm.mesh as mesh
 import trainer.parallel.apply as apply
 import trainer.parallel.data.buckets as buckets
-import trainer.parallel.mesh as mesh
 from tests.beds.plans import tiny_model
 from trainer.pipeline.runtime import Pipeline
 from trainer.pipeline.split import WeightQueue

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.document import BatchRamp
 from tests.beds.plans import make_plan
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
 from trainer.data.order import micro_batches_at, samples_of_step
 from trainer.engine import Engine
 from trainer.errors import LayoutError
 from trainer.optim.lr import learning_rate
-from trainer.optim.precision import FP64
 from trainer.parallel import legal
-from trainer.parallel.mesh import Mesh
+from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 

@@ -11,11 +11,11 @@ from torch.nn import Parameter
 
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together, told
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
-from trainer.metrics.comm import CommCounter
 from trainer.optim.clip import ROW, clip_coefficient, grad_norm, squared_norm
 from trainer.parallel.data.buckets import GradBuckets
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.params import ParamInfo, whole
 
 F64 = torch.float64

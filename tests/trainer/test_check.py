@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.worker import WorkerEnv
 from tests.beds.plans import make_plan
-from trainer.check import Seat, check_env, check_peers, find_mismatch, seat_of
+from trainer.comm.check import Seat, check_env, check_peers, find_mismatch, seat_of
 from trainer.errors import PlanMismatch
 from trainer.verify.ranks import run_ranks
 

@@ -22,10 +22,10 @@ import pytest
 import trainer.checkpoint
 import trainer.durable
 from tests.trainer.states import Recorder, checkpoints, equal, resume, saved, state
-from trainer import messages
 from trainer.checkpoint.format import Piece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.retention import committed
+from trainer.comm import messages
 from trainer.errors import SaveError
 from trainer.verify.ranks import RankError, run_ranks
 

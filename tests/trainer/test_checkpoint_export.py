@@ -17,10 +17,10 @@ from tests.reference.assemble import assemble
 from tests.trainer.states import checkpoints, saved, shapes
 from trainer.checkpoint.files import sha256
 from trainer.checkpoint.format import rank_file, step_name
+from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
 from trainer.export import main
-from trainer.optim.precision import recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 
 

@@ -15,10 +15,10 @@ from tests.trainer.states import Recorder
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import MANIFEST, decode, step_name
 from trainer.checkpoint.manager import Checkpoints
+from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
-from trainer.optim.precision import recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 
 TIED = tiny_model(tied_embeddings=True)

@@ -17,12 +17,12 @@ from tests.trainer.states import Recorder
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import Piece, step_name
 from trainer.checkpoint.manager import Checkpoints
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.optim.lr import learning_rate
-from trainer.optim.precision import FP64
-from trainer.parallel.mesh import Mesh
+from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 
 pytestmark = pytest.mark.process

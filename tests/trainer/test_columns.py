@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer.operations import Order
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
 from trainer.model.linear import Linear, beside
-from trainer.parallel.columns import Columns
+from trainer.parallel.column_parallel import Columns
 from trainer.parallel.tensor import Boundary, Copy, Gather
 from trainer.verify.ranks import run_ranks
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.test_parity import parity_plan, reference
+from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
 from trainer.model.block import Block
-from trainer.optim.precision import FP64, recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import FP64, recipe
 from trainer.verify.compare import LIMIT, run_rank
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.reference.attention import attention
 from tests.trainer.together import run_together, told
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
 from trainer.model.attention import SDPA
 from trainer.parallel.context import block
 from trainer.parallel.context.allgather import AllGatherAttention

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.beds.plans import make_plan
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.optim.loss_scale import LOWEST, LossScale
-from trainer.optim.precision import recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 

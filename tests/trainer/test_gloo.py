@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.metrics.comm import CommCounter, start_all_gather, start_reduce_scatter
+from trainer.comm.collectives import CommCounter, start_all_gather, start_reduce_scatter
 from trainer.verify.ranks import run_ranks
 
 pytestmark = pytest.mark.process

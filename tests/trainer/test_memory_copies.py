@@ -22,9 +22,9 @@ from tests.trainer.test_checkpoint_crashes import lines
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import Piece, rank_file, step_name
 from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.memory import copies as copies_module
-from trainer.checkpoint.memory.buddies import nodes_of, shift, wards
-from trainer.checkpoint.memory.place import DEAD_AFTER_S, NodeMemory, copy_name
+from trainer.checkpoint.replicas import replicate as copies_module
+from trainer.checkpoint.replicas.peers import nodes_of, shift, wards
+from trainer.checkpoint.replicas.store import DEAD_AFTER_S, NodeMemory, copy_name
 from trainer.verify.ranks import RankError, run_ranks
 
 # ---------------------------------------------------------------------------------------------- who keeps for whom

@@ -13,8 +13,8 @@ from tests.trainer.states import Recorder
 from tests.trainer.test_memory_copies import FOUR, folder_of, keep, one_answer, recalled
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import step_name
-from trainer.checkpoint.memory.flush import flush
-from trainer.checkpoint.memory.place import NodeMemory
+from trainer.checkpoint.replicas.final_checkpoint import save_newest_replica
+from trainer.checkpoint.replicas.store import NodeMemory
 from trainer.checkpoint.retention import committed
 from trainer.checkpoint.save import Target
 from trainer.errors import TrainerError
@@ -30,7 +30,7 @@ def flushed(rank: int, home: Path, nodes: list[str], epoch: int = 1, full: int =
     if rank == full:
         os.fsync = no_room
     try:
-        step, error = flush(target, len(nodes), memory, 2, reporter), ""
+        step, error = save_newest_replica(target, len(nodes), memory, 2, reporter), ""
     except TrainerError as problem:
         step, error = None, f"{type(problem).__name__}: {problem}"
     return [step, error, [[event.name, event.step, event.fields["source"]] for event in reporter.events]]

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from orchestrator.plan.worker import PulseReport, Report
-from trainer.metrics.pulse import Doing, Pulse
-from trainer.metrics.report import Reporter
+from trainer.worker.progress import Doing, Pulse
+from trainer.worker.reporter import Reporter
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from orchestrator.plan.worker import EventReport, Report, StepReport
-from trainer.metrics import report as module
-from trainer.metrics.report import Reporter
+from trainer.worker import reporter as module
+from trainer.worker.reporter import Reporter
 
 
 def step(reporter: Reporter, number: int, **values: object) -> None:

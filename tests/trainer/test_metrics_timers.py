@@ -1,6 +1,6 @@
 """Phase times: nested phases never count a second twice."""
 
-from trainer.metrics.timers import PhaseTimer
+from trainer.comm.timers import PhaseTimer
 
 
 def test_each_second_is_charged_to_the_innermost_phase():

@@ -7,9 +7,9 @@ import torch
 
 from tests.beds.plans import make_plan
 from tests.trainer.operations import Order
+from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
-from trainer.optim.precision import FP64
-from trainer.parallel.mesh import Mesh
+from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 

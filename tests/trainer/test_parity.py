@@ -18,7 +18,7 @@ from orchestrator.plan.document import Model
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer.together import run_together, told
-from trainer.optim.precision import FP64, Recipe, recipe
+from trainer.precision import FP64, Recipe, recipe
 from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
 
 #: 257 tokens: no tp divides them. Every layer kind appears in some case.

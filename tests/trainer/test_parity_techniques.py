@@ -12,7 +12,7 @@ import torch
 
 from tests.beds.plans import tiny_model
 from tests.trainer.test_parity import GPT, GQA, ONE_KV_HEAD, TIED, parity_plan, reference
-from trainer.optim.precision import FP64
+from trainer.precision import FP64
 from trainer.verify.compare import LIMIT, STEPS, run_rank
 from trainer.verify.ranks import run_ranks
 

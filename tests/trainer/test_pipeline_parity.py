@@ -14,10 +14,10 @@ from orchestrator.plan.schedules import build as build_schedule
 from tests.beds.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
 from tests.trainer.together import run_together, told
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.parallel.apply import build
 from trainer.parallel.data.buckets import GradBuckets
-from trainer.parallel.mesh import Mesh
 from trainer.pipeline.runtime import Pipeline, stage_indices
 from trainer.verify.ranks import run_ranks
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from orchestrator.plan.schedules import Kind, build, peak_in_flight, read_table, simulate
 from tests.beds.plans import make_plan
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.comm.timers import PhaseTimer
 from trainer.errors import LayoutError, is_peer_loss
-from trainer.metrics.comm import CommCounter
 from trainer.metrics.memory import StorageTracker
-from trainer.metrics.timers import PhaseTimer
 from trainer.model.linear import Linear
-from trainer.parallel.mesh import Mesh
 from trainer.pipeline.runtime import Pipeline
 from trainer.pipeline.transfer import MOST_SENDS
 from trainer.verify.ranks import RankError, run_ranks

@@ -13,11 +13,11 @@ from orchestrator.plan import Plan
 from orchestrator.planner.memory import categories as memory
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together, told
+from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
-from trainer.optim.precision import recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import recipe
 from trainer.verify.samples import micro_batch
 
 LLAMA = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 160, "vocab": 512, "layers": 4}

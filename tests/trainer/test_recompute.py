@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.beds.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.metrics.memory import StorageTracker
 from trainer.parallel import apply
 from trainer.parallel.apply import build
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.recompute import apply_recompute
 from trainer.verify.ranks import run_ranks
 

@@ -15,6 +15,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED, MicroBatch
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
@@ -22,9 +23,8 @@ from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.optim.lr import learning_rate
-from trainer.optim.precision import FP64
-from trainer.parallel.mesh import Mesh
 from trainer.pipeline.runtime import stage_indices
+from trainer.precision import FP64
 from trainer.verify.samples import micro_batch
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

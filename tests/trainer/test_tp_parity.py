@@ -8,9 +8,9 @@ import torch
 from tests.beds.plans import make_plan
 from tests.trainer.samples import GPT, GQA, LLAMA, MHA, MQA, batch, small
 from tests.trainer.together import run_together, told
-from trainer.metrics.comm import CommCounter, all_reduce
+from trainer.comm.collectives import CommCounter, all_reduce
+from trainer.comm.mesh import Mesh
 from trainer.parallel.apply import build
-from trainer.parallel.mesh import Mesh
 from trainer.verify.ranks import run_ranks
 
 pytestmark = pytest.mark.process

@@ -12,13 +12,13 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import Mla, Moe
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import GPT, LLAMA, small
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh, members_of
 from trainer.errors import LayoutError
-from trainer.metrics.comm import CommCounter
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.parallel import legal, vocab
 from trainer.parallel.apply import build
-from trainer.parallel.mesh import Mesh, members_of
 from trainer.parallel.params import whole
 from trainer.parallel.tensor import shard
 from trainer.parallel.vocab import ShardedLookup, VocabParallelLoss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.beds.plans import make_plan
 from tests.trainer.samples import small
-from trainer.metrics.comm import (
+from trainer.comm.collectives import (
     CommCounter,
     all_gather,
     all_reduce,
@@ -23,7 +23,7 @@ from trainer.metrics.comm import (
     start_receive,
     start_send,
 )
-from trainer.parallel.mesh import Mesh
+from trainer.comm.mesh import Mesh
 from trainer.verify.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.process

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.beds.plans import make_plan, tiny_model
+from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
-from trainer.optim.precision import Recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import Recipe
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 

@@ -10,13 +10,13 @@ from orchestrator.plan.document import Optim
 from tests.beds.plans import make_plan
 from tests.reference import adamw as naive
 from tests.trainer.together import run_together, told
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.optim.adamw import ShardedAdamW
 from trainer.optim.clip import clip_coefficient, grad_norm
-from trainer.optim.precision import FP64, Recipe
 from trainer.parallel.data.buckets import GradBuckets
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.params import whole
+from trainer.precision import FP64, Recipe
 from trainer.verify.ranks import run_ranks
 
 OPTIM = Optim(

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
 from orchestrator.plan.worker import WorkerEnv
-from trainer.check import check_env, check_peers
-from trainer.connect import choose_device, connect
+from trainer.comm.check import check_env, check_peers
+from trainer.comm.connect import choose_device, connect
 from trainer.errors import exit_code
-from trainer.metrics.report import Reporter
+from trainer.worker.reporter import Reporter
 
 from .cases import OPERATIONS, SIZES, cases
 from .measure import compute, operation, seconds

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from trainer.metrics.comm import CommCounter, all_gather, all_reduce, all_to_all, reduce_scatter, start_rotate
+from trainer.comm.collectives import CommCounter, all_gather, all_reduce, all_to_all, reduce_scatter, start_rotate
 
 _BATCHES = 5
 _BATCH_S = 0.08  # operations are repeated until a batch lasts about this long

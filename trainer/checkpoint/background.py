@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from trainer import messages
+from trainer.comm import messages
 
 from .format import Piece
 from .save import Answer, Contents, Target, Verdict, begin, commit, gather, tell, verdict_of, write

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainer.durable import sync_folder
 from trainer.errors import SaveError
-from trainer.optim.precision import DTYPES
 from trainer.parallel.params import whole
+from trainer.precision import DTYPES
 
 from .files import write_stream
 from .format import Piece

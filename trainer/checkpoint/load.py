@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer import messages
+from trainer.comm import messages
 from trainer.errors import CheckpointError
 
 from .files import sha256

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from orchestrator.plan import Plan
 from trainer.errors import CheckpointError, SaveError
-from trainer.metrics.report import Reporter
+from trainer.worker.reporter import Reporter
 
 from .background import BackgroundSave
 from .fence import Fence
 from .format import Manifest, Piece
 from .load import Found, newest, newest_committed
-from .memory.copies import MemoryCopies, open_memory
-from .memory.recall import Copy, Recall
+from .replicas.peer_restore import Copy, Recall
+from .replicas.replicate import MemoryCopies, open_memory
 from .restore import restore
 from .retention import set_aside
 from .save import Contents, Target, claim, layout_of, save

@@ -20,7 +20,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from orchestrator.plan import Exit, Plan
-from trainer import messages
+from trainer.comm import messages
 from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced, SaveError, TrainerError
 

@@ -1,1 +1,1 @@
-"""Measuring a run: step reports, phase times, memory by category, communication by axis."""
+"""Measuring a step: memory by category and the timeline of what ran when."""

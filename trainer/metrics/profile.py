@@ -10,9 +10,9 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv, trace_file
+from trainer.worker.reporter import Reporter
 
 from .memory import StepMemory
-from .report import Reporter
 from .trace import StepTrace
 
 if TYPE_CHECKING:

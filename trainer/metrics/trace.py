@@ -21,11 +21,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from trainer.comm.timers import PhaseTimer
 from trainer.durable import write_atomic
-from trainer.pipeline.trace import Trace
+from trainer.pipeline.action_times import Trace
 
 from .memory import Point, thin
-from .timers import PhaseTimer
 
 #: Changes of memory that a step's timeline keeps: peaks and valleys of so many slices of its time.
 MOST_POINTS = 1000

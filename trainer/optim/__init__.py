@@ -1,1 +1,1 @@
-"""The optimizer on flat shards, gradient clipping, learning-rate schedules, precision recipes."""
+"""The optimizer on flat shards, gradient clipping, loss scaling, learning-rate schedules."""

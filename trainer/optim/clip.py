@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.metrics.comm import all_reduce
+from trainer.comm.collectives import all_reduce
 from trainer.parallel.data.buckets import GradBuckets
 
 #: Elements summed in one go. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; over rows of this length,

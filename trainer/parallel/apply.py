@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
-from trainer.metrics.comm import CommCounter
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.model.dropout import Seeded, seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
 from . import legal
-from .columns import Columns
-from .context.place import place_cores
-from .mesh import Mesh
+from .column_parallel import Columns
+from .context.apply import place_cores
 from .params import ParamInfo, ParamTable
 from .recompute import apply_recompute, recompute_mode
 from .tensor import Boundary, Copy, Gather, KeepShard, Reduce, Scatter, shard

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
-from trainer.metrics.comm import CommCounter, all_reduce, start_all_gather, start_reduce_scatter
+from trainer.comm.collectives import CommCounter, all_reduce, start_all_gather, start_reduce_scatter
 
 from .params import ParamInfo
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.metrics.comm import CommCounter, all_gather
+from trainer.comm.collectives import CommCounter, all_gather
 from trainer.model.loss import IGNORED
 
 from .tensor import AXIS

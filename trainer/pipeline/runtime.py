@@ -15,12 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import Action, Kind, Schedule, lower, receive_early, schedule_of
-from trainer.metrics.comm import CommCounter
-from trainer.metrics.timers import PhaseTimer
-from trainer.parallel.mesh import Mesh
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.comm.timers import PhaseTimer
 
+from .action_times import Trace
 from .split import Note, OnGrad, WeightQueue, install
-from .trace import Trace
 from .transfer import Transfers
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan.schedules import Action, Kind, Schedule, peer_of
+from trainer.comm.collectives import CommCounter, Handle, start_receive, start_send
+from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
-from trainer.metrics.comm import CommCounter, Handle, start_receive, start_send
-from trainer.parallel.mesh import Mesh
 
 AXIS = "pp"
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.parity import LIMITS
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.optim.lr import learning_rate
-from trainer.optim.precision import FP64, Recipe
-from trainer.parallel.mesh import Mesh
+from trainer.precision import FP64, Recipe
 
 from .oracle import Outcome
 from .samples import micro_batch

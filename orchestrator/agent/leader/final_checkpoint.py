@@ -1,8 +1,8 @@
 """Before a run ends for want of nodes: what their memories hold of its state goes to the disk.
 
-Between checkpoints the newest state lies in the memory of two nodes each (`trainer/checkpoint/memory`). Nodes that are
+Between checkpoints the newest state lies in the memory of two nodes each (trainer/checkpoint/replicas). Nodes that are
 too few to train hold it still, until they are released. So they get an epoch of their own, with its own fencing token
-like any other, in which one process a node, not one a rank, brings it to the disk (`trainer/flush.py`).
+like any other, in which one process a node, not one a rank, brings it to the disk.
 """
 
 from __future__ import annotations

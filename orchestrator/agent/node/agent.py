@@ -333,7 +333,7 @@ class Agent:
                 f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if self._log_starts[seat.rank] else ""
             )
             worker = self._request.worker
-            argv = [*worker.argv, "--flush"] if assign.flush else worker.argv
+            argv = [*worker.argv, "--final-checkpoint"] if assign.flush else worker.argv
             self._workers.start(seat.rank, argv, variables, worker.cwd, path, banner)
         what = "flush_started" if assign.flush else "workers_started"
         self._recorder.event(what, ranks=[seat.rank for seat in by_gpu])

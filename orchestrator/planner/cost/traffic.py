@@ -34,7 +34,7 @@ Window = Literal["none", "attention", "backward", "compute"]
 
 #: A matrix product that each single operation runs beside, by what its columns are: queries, keys and values; the inner
 #: features of a feed-forward; the vocabulary. The trainer sums an input's gradient while it computes the weights', and
-#: gathers the input again while it computes the input's gradient (`trainer/parallel/columns.py`).
+#: gathers the input again while it computes the input's gradient (`trainer/parallel/column_parallel.py`).
 Beside = Literal["", "attention", "mlp", "head"]
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}

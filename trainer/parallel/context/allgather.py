@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.metrics.comm import CommCounter, all_gather, reduce_scatter
+from trainer.comm.collectives import CommCounter, all_gather, reduce_scatter
 from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
 from trainer.parallel.context.order import chunks, natural_order

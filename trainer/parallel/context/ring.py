@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.metrics.comm import CommCounter, start_rotate
+from trainer.comm.collectives import CommCounter, start_rotate
 from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
 from trainer.parallel.context.order import ALL, Visible, visible

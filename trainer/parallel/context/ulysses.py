@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.metrics.comm import CommCounter, all_gather, all_to_all
+from trainer.comm.collectives import CommCounter, all_gather, all_to_all
 from trainer.model.attention import Core
 
 

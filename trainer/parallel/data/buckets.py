@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer.errors import LayoutError
-from trainer.metrics.comm import (
+from trainer.comm.collectives import (
     CommCounter,
     Handle,
     all_reduce,
@@ -36,8 +35,9 @@ from trainer.metrics.comm import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from trainer.comm.mesh import Mesh
+from trainer.errors import LayoutError
 from trainer.parallel.data.layout import Bucket, Item, make_layout
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.params import ParamInfo
 
 #: Under which axis the bytes of a composite group are booked.

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.metrics.comm import CommCounter, all_reduce, reduce_scatter, start_all_gather
+from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, start_all_gather
+from trainer.comm.mesh import Mesh
 from trainer.model.stage import Stage
-from trainer.optim.precision import Recipe
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.params import ParamInfo, ParamTable
+from trainer.precision import Recipe
 
 from .buckets import BOOKED, Kind, kind_of
 from .layout import Slot

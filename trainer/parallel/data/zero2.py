@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.metrics.comm import Handle, start_reduce_scatter
+from trainer.comm.collectives import Handle, start_reduce_scatter
 
 from .buckets import FlatBucket, GradBuckets
 

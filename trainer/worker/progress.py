@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .report import Reporter
+from .reporter import Reporter
 
 EVERY_S = 0.5
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from orchestrator.plan.document import Train
-from trainer.errors import LayoutError
+
+from .errors import LayoutError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,8 +11,8 @@ from msgspec import Struct, json
 
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
+from trainer.errors import PlanMismatch
 
-from .errors import PlanMismatch
 from .messages import all_gather_bytes
 
 

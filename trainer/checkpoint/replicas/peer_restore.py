@@ -11,16 +11,16 @@ import msgspec
 from msgspec import Struct
 
 from orchestrator.plan import Plan
-from trainer import messages
+from trainer.checkpoint.format import MANIFEST, Manifest, Piece, decode, rank_file
+from trainer.checkpoint.load import Found, check_file
+from trainer.checkpoint.restore import Stored
+from trainer.checkpoint.save import layout_of
+from trainer.comm import messages
 from trainer.errors import CheckpointError
 
-from ..format import MANIFEST, Manifest, Piece, decode, rank_file
-from ..load import Found, check_file
-from ..restore import Stored
-from ..save import layout_of
 from . import transfer
-from .buddies import nodes_of
-from .place import NodeMemory
+from .peers import nodes_of
+from .store import NodeMemory
 
 
 class _Held(Struct, frozen=True):

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
-
-from .errors import DeviceError
+from trainer.errors import DeviceError
 
 #: A peer that says nothing for this long is lost. Generous: a first step may compile, a node may read a slow disk.
 TIMEOUT = timedelta(minutes=10)

@@ -1,7 +1,8 @@
-"""Copies in memory made durable by what is left of a run: when too few nodes are there to train, they can still save.
+"""The final checkpoint: what is left of a run writes the newest in-memory replica to disk before the run ends.
 
-One process a node, whichever nodes those are: no rank, no model. The newest copy of which every file is left somewhere
-becomes a checkpoint like any other, under the epoch of the flush: same files, same hashes, same fence, same commit.
+`python -m trainer --final-checkpoint` runs one process per node, on whichever nodes are left: no rank of the plan, no
+model, no GPU. The newest replica of which every file is left on some node becomes a checkpoint like any other, under
+this epoch: same files, same hashes, same fence, same commit.
 """
 
 from __future__ import annotations
@@ -10,22 +11,45 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from msgspec import structs
 
+from orchestrator.plan import Plan
+from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, memory_dir
+from trainer.checkpoint.fence import Fence
+from trainer.checkpoint.files import sha256_from_disk, write_parts
+from trainer.checkpoint.format import FileRecord
+from trainer.checkpoint.load import newest_committed
+from trainer.checkpoint.save import Answer, Target, agree, begin, claim, gather, publish
+from trainer.comm.connect import connect
 from trainer.errors import SaveError
-from trainer.metrics.report import Reporter
+from trainer.worker.reporter import Reporter
 
-from ..files import sha256_from_disk, write_parts
-from ..format import FileRecord
-from ..load import newest_committed
-from ..save import Answer, Target, agree, begin, claim, gather, publish
-from .place import NodeMemory
-from .recall import Copy, Holdings
+from .peer_restore import Copy, Holdings
+from .replicate import open_memory
+from .store import NodeMemory
 
 _CHUNK = 16 << 20
 
 
-def flush(target: Target, world: int, memory: NodeMemory | None, keep_last: int, reporter: Reporter) -> int | None:
+def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
+    """Save the newest state that these nodes' memories hold together, if no checkpoint has it.
+
+    `env` counts nodes: rank and world size are those of the saving processes, one per node. Raises SaveError, Fenced,
+    and torch's network errors when another node is lost.
+    """
+    connect(env, torch.device("cpu"))
+    target = Target(checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), Fence.of(env), plan, env.rank)
+    memory = open_memory(memory_dir(env.run_dir, env.node), reporter)
+    save_newest_replica(target, env.world_size, memory, plan.job.checkpoint.keep_last, reporter)
+    dist.barrier()  # nobody leaves while another still reads from it
+    dist.destroy_process_group()
+
+
+def save_newest_replica(
+    target: Target, world: int, memory: NodeMemory | None, keep_last: int, reporter: Reporter
+) -> int | None:
     """Save the newest copy that is whole, if it is newer than all checkpoints; its step, None if there was no need.
 
     Collective over `world` processes, one a node; `target.rank` is this one's number. The nodes' memory is given back

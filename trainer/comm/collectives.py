@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,20 @@ from torch import Tensor
 
 from . import gloo
 
-if TYPE_CHECKING:
-    from .trace import StepTrace
+
+class TransferTrace(Protocol):
+    """Where transfers are recorded (`trainer.metrics.trace.StepTrace`)."""
+
+    def transfer(self, name: str, axis: str, size: int) -> None: ...
+
+    def under_way(self, work: dist.Work | None) -> Callable[[], None]: ...
 
 
 @dataclass
 class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
-    trace: StepTrace | None = None  # told of every transfer of the steps that it records
+    trace: TransferTrace | None = None  # records the transfers of the steps that are traced
     subject: str = ""  # what is sent now, for people
     started: int = 0  # transfers, ever
     inside: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread stands still for

@@ -11,15 +11,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer import messages
+from trainer.checkpoint.format import MANIFEST, Manifest, Piece, coverage_problem, decode, encode, rank_file
+from trainer.checkpoint.save import Answer, Contents, Target, gather, manifest_of, write
+from trainer.comm import messages
 from trainer.errors import TrainerError
-from trainer.metrics.report import Reporter
+from trainer.worker.reporter import Reporter
 
-from ..format import MANIFEST, Manifest, Piece, coverage_problem, decode, encode, rank_file
-from ..save import Answer, Contents, Target, gather, manifest_of, write
 from . import transfer
-from .buddies import nodes_of, wards
-from .place import NodeMemory, copy_name
+from .peers import nodes_of, wards
+from .store import NodeMemory, copy_name
 
 
 def open_memory(folder: Path, reporter: Reporter) -> NodeMemory | None:

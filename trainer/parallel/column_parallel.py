@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.metrics.comm import CommCounter, start_all_reduce
+from trainer.comm.collectives import CommCounter, start_all_reduce
 from trainer.model.linear import Linear
 
 from .tensor import AXIS, start_gather_sequence, start_scatter_sequence

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
 from trainer.data.batch import MicroBatch
-from trainer.metrics.comm import CommCounter
 from trainer.model.attention import SDPA, Core
 from trainer.model.dropout import AttentionDropout
 from trainer.model.stage import Stage
-from trainer.parallel.mesh import Mesh
 
 from .allgather import AllGatherAttention
 from .order import positions

@@ -1,0 +1,1 @@
+"""What a worker process exchanges with its agent: reports and progress out, termination signals in."""
