@@ -6,7 +6,7 @@ WORKERS ?= 3
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint clean
+.PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint rooms clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -39,6 +39,10 @@ verify: .venv/.ready
 lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+# The rooms of the code, their sizes, and who imports whom.
+rooms: .venv/.ready
+	@$(PY) -m tests.house.rooms
 
 .venv/.ready: pyproject.toml .ci/constraints.txt .ci/setup
 	.ci/setup

@@ -1,21 +1,20 @@
-"""The rules of the house, checked on the source itself: who may import whom, what is never called, file lengths."""
+"""The rules of the house, checked on the source itself: who may import whom, what is never called, sizes."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("orchestrator", "trainer")
+from tests.house.rooms import MODULES, PACKAGES, ROOT, edges, floors, imports, lines, nodes
+
 TOP_LEVEL = {
     *("orchestrator", "trainer", "charts", "slurm", "conf", "tests", "benchmarks", "docs"),
-    *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", ".ci", ".gitignore"),
+    *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".gitignore"),
 }
 
 
@@ -26,17 +25,10 @@ def tracked() -> list[str]:
     return listing.stdout.splitlines()
 
 
-def modules() -> dict[str, Path]:
-    """Dotted name -> file of every module of the packages."""
-    result = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            result[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return result
-
-
-MODULES = modules()
+#: Folders of a file a thing, where the things are more.
+MOST_FILES = {"orchestrator/cli/verbs": 25, "orchestrator/plan/schedules": 23}
+#: Edges that still run up. May only shrink.
+UPWARD: set[tuple[str, str]] = set()
 
 
 def ours(prefix: str) -> list[str]:
@@ -45,46 +37,9 @@ def ours(prefix: str) -> list[str]:
     return found
 
 
-@functools.cache
-def tree(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text())
-
-
-@functools.cache
-def nodes(name: str) -> list[ast.AST]:
-    return list(ast.walk(tree(name)))
-
-
 def chains(name: str) -> set[str]:
     """Every `a.b.c` of a module."""
     return {ast.unparse(node) for node in nodes(name) if isinstance(node, ast.Attribute)}
-
-
-@functools.cache
-def imports(name: str, top_only: bool = False) -> set[str]:
-    """Absolute dotted names that a module imports; `from a import b` gives a.b where that is a module of ours."""
-    is_package = MODULES[name].name == "__init__.py"
-    skip: set[ast.AST] = set()
-    if top_only:  # imports inside functions and under TYPE_CHECKING do not run at import time
-        for node in nodes(name):
-            inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            if inner or typing_only:
-                skip.update(ast.walk(node))
-    found: set[str] = set()
-    for node in nodes(name):
-        if node in skip:
-            continue
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = name.split(".") if is_package else name.split(".")[:-1]
-            prefix = base[: len(base) - node.level + 1] if node.level else []
-            source = ".".join([*prefix, *([node.module] if node.module else [])])
-            for alias in node.names:
-                full = f"{source}.{alias.name}"
-                found.add(full if full in MODULES else source)
-    return found
 
 
 def broken(names: list[str], rule: Callable[[str], Iterable[str]]) -> list[str]:
@@ -135,9 +90,32 @@ def test_no_import_cycles():
         visit(name, [])
 
 
-def test_files_are_under_400_lines():
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_import_only_lower_floors(package):
+    """docs/architecture.md declares the floors; imports inside functions and for types alone count, too."""
+    declared = [room for rooms in floors(package) for room in rooms]
+    assert sorted(declared) == sorted(room for room in lines() if room.startswith(package)), "docs/architecture.md"
+    level = {room: number for number, rooms in enumerate(floors(package)) for room in rooms}
+    up = {
+        ends: found
+        for ends, found in edges().items()
+        if ends[0] in level and ends[1] in level and level[ends[1]] >= level[ends[0]] and ends not in UPWARD
+    }
+    assert up == {}
+
+
+def test_files_classes_and_folders_are_of_a_size_to_read():
     lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length >= 400} == {}
+    classes = {
+        f"{name}.{node.name}": node.end_lineno - node.lineno + 1
+        for name in MODULES
+        for node in nodes(name)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: length for name, length in classes.items() if length > 250} == {}
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in MODULES.values())
+    assert {folder: count for folder, count in folders.items() if count > MOST_FILES.get(folder, 21)} == {}
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}

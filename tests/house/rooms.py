@@ -1,0 +1,116 @@
+"""`make rooms`: the rooms of the house, their sizes, and who imports whom. Measured from the source at each call.
+
+A room is a top-level folder or module of `orchestrator/` or `trainer/`. Imports inside functions and under TYPE_CHECKING
+count: a room that needs another one only now and then still needs it. docs/architecture.md declares the floors.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("orchestrator", "trainer")
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the packages."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+@functools.cache
+def nodes(name: str) -> list[ast.AST]:
+    """Every syntax node of a module."""
+    return list(ast.walk(ast.parse(MODULES[name].read_text())))
+
+
+@functools.cache
+def imports(name: str, top_only: bool = False) -> set[str]:
+    """Absolute dotted names that a module imports; `from a import b` gives a.b where that is a module of ours.
+
+    `top_only`: without imports inside functions and under TYPE_CHECKING, which do not run at import time.
+    """
+    is_package = MODULES[name].name == "__init__.py"
+    skip: set[ast.AST] = set()
+    if top_only:
+        for node in nodes(name):
+            inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            if inner or typing_only:
+                skip.update(ast.walk(node))
+    found: set[str] = set()
+    for node in nodes(name):
+        if node in skip:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".") if is_package else name.split(".")[:-1]
+            prefix = base[: len(base) - node.level + 1] if node.level else []
+            source = ".".join([*prefix, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                found.add(full if full in MODULES else source)
+    return found
+
+
+def room(module: str) -> str:
+    """`orchestrator.plan.batch` -> `orchestrator.plan`. The package's own `__init__` belongs to no room."""
+    return ".".join(module.split(".")[:2])
+
+
+def edges() -> dict[tuple[str, str], list[str]]:
+    """(room, room that it imports) -> `module -> module` of each import."""
+    found = defaultdict(list)
+    for module in MODULES:
+        for other in imports(module):
+            ends = room(module), room(other)
+            if other in MODULES and ends[0] != ends[1] and module not in PACKAGES and other not in PACKAGES:
+                found[ends].append(f"{module} -> {other}")
+    return dict(found)
+
+
+def lines() -> dict[str, tuple[int, int]]:
+    """Room -> (files, lines)."""
+    found: dict[str, tuple[int, int]] = {}
+    for module, path in MODULES.items():
+        if module not in PACKAGES:
+            files, total = found.get(room(module), (0, 0))
+            found[room(module)] = files + 1, total + len(path.read_text().splitlines())
+    return found
+
+
+def floors(package: str) -> list[list[str]]:
+    """The rooms of a package from the ground up, as docs/architecture.md declares them: `floor  room, room  what it is`."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = text.partition(f"```floors {package}\n")[2].partition("```")[0]
+    rows = [line.split(maxsplit=2) for line in block.splitlines() if line[:1].isdigit()]
+    found = defaultdict(list)
+    for number, name, *_ in rows:
+        found[int(number)].append(f"{package}.{name}")
+    return [found[number] for number in sorted(found)]
+
+
+def main() -> None:
+    sizes, between = lines(), edges()
+    for package in PACKAGES:
+        for number, rooms in reversed(list(enumerate(floors(package), 1))):
+            for name in rooms:
+                files, total = sizes[name]
+                below = ", ".join(sorted(other.rpartition(".")[2] for mine, other in between if mine == name))
+                print(f"{number:>2}  {name:<24}{files:>4} files{total:>7} lines  -> {below or 'nothing of ours'}")
+        print()
+
+
+if __name__ == "__main__":
+    main()
