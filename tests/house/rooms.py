@@ -1,6 +1,6 @@
 """`make rooms`: the rooms of the house, their sizes, and who imports whom. Measured from the source at each call.
 
-A room is a top-level folder or module of `orchestrator/` or `trainer/`. Imports inside functions and under TYPE_CHECKING
+A room is a top-level folder or module of `orchestrator/` or `trainer/`. Imports inside functions and for types alone
 count: a room that needs another one only now and then still needs it. docs/architecture.md declares the floors.
 """
 
@@ -91,10 +91,10 @@ def lines() -> dict[str, tuple[int, int]]:
 
 
 def floors(package: str) -> list[list[str]]:
-    """The rooms of a package from the ground up, as docs/architecture.md declares them: `floor  room, room  what it is`."""
+    """The rooms of a package from the ground up, as docs/architecture.md declares them: `floor  room  what it is`."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     block = text.partition(f"```floors {package}\n")[2].partition("```")[0]
-    rows = [line.split(maxsplit=2) for line in block.splitlines() if line[:1].isdigit()]
+    rows = [line.split(maxsplit=2) for line in block.splitlines() if line.strip()[:1].isdigit()]
     found = defaultdict(list)
     for number, name, *_ in rows:
         found[int(number)].append(f"{package}.{name}")
