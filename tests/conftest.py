@@ -33,7 +33,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def runs(tmp_path):
     """A folder for local runs, which end with the test."""
-    from .beds.parcels import kill_runs  # not every test has runs
+    from .beds.bundles import kill_runs  # not every test has runs
 
     folder = tmp_path / "runs"
     yield folder

@@ -1,52 +1,245 @@
-"""What a backend is: the one place that knows how agents get onto nodes."""
+"""The interface of a backend: what starts the agents of a run on its nodes, and knows whether they live.
+
+`Backend` is what every backend must do. What only some can do is a class of its own (`Queueing`, `Rendering`, ...): a
+backend inherits it, and callers ask with `isinstance`. No caller compares a backend's name.
+
+A backend of another package is found by an entry point of the group `orch.backends`, whose name is the backend's:
+
+    [project.entry-points."orch.backends"]
+    mine = "my_package.backend:MyBackend"
+
+and is chosen with `backend.name=mine`, its options with `backend.options.<name>=<value>`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import LaunchRequest, Parcel
+from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState
 from orchestrator.suggest import did_you_mean
 
-#: name -> "module:class". A new backend is one module and one line here.
-BACKENDS: dict[str, str] = {
+if TYPE_CHECKING:
+    from orchestrator.cluster.model import Topology
+    from orchestrator.config.schema import Config
+    from orchestrator.plan import Plan
+
+ENTRY_POINTS = "orch.backends"
+#: Backends of this package: name -> "module:class".
+BUILT_IN: dict[str, str] = {
     "local": "orchestrator.backends.local.backend:LocalBackend",
     "slurm": "orchestrator.backends.slurm.backend:SlurmBackend",
     "kubernetes": "orchestrator.backends.kubernetes.backend:KubernetesBackend",
 }
 
+Options = TypeVar("Options", bound=msgspec.Struct)
 
-class Backend(Protocol):
-    name: str
-    agent_flags: tuple[str, ...]  # what this backend adds to every agent's command
 
+class Backend(ABC):
+    """Made without arguments, once a command. Environments are those of the shell that submits or resumes."""
+
+    name: ClassVar[str]
+    #: What this backend adds to every agent's command.
+    agent_flags: ClassVar[tuple[str, ...]] = ()
+    #: Runs are processes of this machine, which has no queue and nobody else's work: the runs of a sweep follow one
+    #: another, and drills need no leave.
+    on_this_machine: ClassVar[bool] = False
+    #: A node that is lost comes back by itself, for one restart of the run.
+    replaces_lost_nodes: ClassVar[bool] = False
+
+    @abstractmethod
     def check(self, request: LaunchRequest) -> None:
-        """OrchError (76) when this backend can never run the request; says what it has instead."""
+        """OrchError: 76 when this backend can never run the request, with what it has instead; 65 for its options."""
 
-    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
-        """Make the run folder, start the run, return its handle at once. Sends exactly what the parcel holds."""
+    @abstractmethod
+    def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
+        """Make the run folder, start the run, return its handle at once. Sends exactly what the bundle holds."""
 
+    @abstractmethod
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """Start a run that has ended once more, in its folder."""
+        """Start a run that has ended once more, in its folder; its handle. OrchError (64) while it is running."""
 
+    @abstractmethod
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Ask the run to end, after saving unless `force`. Returns when it has been asked."""
+        """Ask the run to end, after saving unless `force`. Returns when it has been asked.
 
+        OrchError (64) when it is not running.
+        """
+
+    @abstractmethod
     def is_alive(self, folder: RunFolder) -> bool:
-        """Whether anything of the run may still act."""
+        """Whether any process of the run may still act."""
 
+    @abstractmethod
     def state(self, folder: RunFolder) -> RunState:
-        """The run's state as it truly is, which may be fresher than what the run folder says."""
+        """The run's state as it truly is, which may be fresher than what the run folder says.
+
+        OrchError (65) when what the folder holds cannot be read.
+        """
+
+
+# ------------------------------------------------------------------------------------------ capabilities
+
+
+class After(NamedTuple):
+    """A run that must have ended before another starts: well, in any way, or not well."""
+
+    how: Literal["ok", "any", "notok"]
+    folder: RunFolder
+
+
+class Choice(NamedTuple):
+    """Which of several sizes a scheduler would serve best, and what it says about their starts, one line each."""
+
+    index: int
+    lines: list[str]
+
+
+class Queueing(ABC):
+    """Runs wait in a scheduler's queue."""
+
+    @abstractmethod
+    def choose(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> Choice:
+        """The size of an elastic job to send now. `bundles`: one a size, largest first.
+
+        OrchError when the scheduler takes none of several sizes; one size alone is never refused here.
+        """
+
+    @abstractmethod
+    def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
+        """When each would start, in words. OrchError, soon, when no scheduler answers: then no bundle is drawn."""
+
+    @abstractmethod
+    def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
+        """`backend.options` with the runs to wait for. OrchError (64) for one that this scheduler does not know."""
+
+
+class NodeExclusion(ABC):
+    """A run can be kept off named nodes."""
+
+    @abstractmethod
+    def without(self, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+        """`backend.options` with nodes that the scheduler must not give."""
+
+
+class ArraySubmission(ABC):
+    """The runs of a sweep are sent together."""
+
+    @abstractmethod
+    def submit_all(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
+        """Submit all of these runs or none; their handles."""
+
+
+class Prefetching(ABC):
+    """What a cluster is asked for when submitting can be asked for in the background, while the job is planned."""
+
+    @abstractmethod
+    def look_ahead(self, config: Config) -> None:
+        """Begin to ask. Never raises OrchError: submitting will."""
+
+
+class Rendering(ABC):
+    """A run is a document for a scheduler: a job script, or API objects."""
+
+    @abstractmethod
+    def script(self, request: LaunchRequest, plan: Plan) -> str:
+        """The document of a run, as `submit` sends it, but for its secret."""
+
+    @abstractmethod
+    def render(self, bundle: SubmissionBundle) -> str:
+        """Do everything that `submit` does but the sending; the document, its run folder being ready."""
+
+
+class Resizing(ABC):
+    """An elastic run can be moved to another size by hand."""
+
+    @abstractmethod
+    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+        """Go on under the plan that was submitted for `nodes` nodes; the handle. A living run saves and ends first.
+
+        OrchError: 64 when it is done by then, 76 when it does not end.
+        """
+
+
+class LogMirroring(ABC):
+    """A run's logs are not in its folder by themselves."""
+
+    @abstractmethod
+    def mirror(self, folder: RunFolder, follow: bool) -> AbstractContextManager[None]:
+        """Copy the logs into the folder: once, or for as long as the context is open."""
+
+
+class TopologySource(ABC):
+    """The cluster's nodes and switches can be asked for."""
+
+    @abstractmethod
+    def live_topology(self, which: str) -> Topology:
+        """The cluster as it is now. `which`: a part or a reading of it, "" for the usual one.
+
+        OrchError: 65 for an unknown `which`, 76 when the cluster does not answer.
+        """
+
+
+# ------------------------------------------------------------------------------------------ lookup
+
+
+def backend_names() -> list[str]:
+    """Every backend that `get_backend` knows, those of other packages last."""
+    from importlib.metadata import entry_points  # 20 ms, which no built-in backend pays
+
+    return [*BUILT_IN, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - BUILT_IN.keys())]
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name. OrchError (64) lists the known ones."""
-    if name not in BACKENDS:
-        raise OrchError(f"unknown backend {name!r}; {did_you_mean(name, BACKENDS)}", Exit.USAGE)
-    module, _, kind = BACKENDS[name].partition(":")
-    return getattr(import_module(module), kind)()
+    """A new backend of that name. OrchError: 64 lists the known ones, 65 for an entry point that gives no backend."""
+    if name in BUILT_IN:
+        module, _, kind = BUILT_IN[name].partition(":")
+        found = vars(import_module(module))[kind]
+    else:
+        found = _other_package(name)
+    backend: Backend = found()
+    return backend
+
+
+def _other_package(name: str) -> type[Backend]:
+    from importlib.metadata import entry_points
+
+    points = list(entry_points(group=ENTRY_POINTS, name=name))
+    if not points:
+        raise OrchError(f"unknown backend {name!r}; {did_you_mean(name, backend_names())}", Exit.USAGE)
+    about = f"backend {name}: entry point {points[0].value!r}"
+    try:
+        found = points[0].load()
+    except Exception as error:  # code of others
+        raise OrchError(f"{about} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG) from None
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise OrchError(f"{about} is no subclass of orchestrator.backends.base.Backend", Exit.CONFIG)
+    if missing := sorted(found.__abstractmethods__):
+        raise OrchError(f"{about} lacks {', '.join(missing)}", Exit.CONFIG)
+    return found
+
+
+def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str) -> Options:
+    """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a wrong value with its
+    place.
+    """
+    known = kind.__struct_fields__
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise OrchError(f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG)
+    try:
+        return msgspec.convert(dict(options), type=kind)
+    except msgspec.ValidationError as error:  # Expected X - at `$.partition`
+        what, _, where = str(error).partition(" - at ")
+        place = where.strip("`").removeprefix("$").lstrip(".")
+        raise OrchError(f"backend.options{'.' + place if place else ''}: {what}", Exit.CONFIG) from None

@@ -121,14 +121,11 @@ def _unfit(spec: ClusterSpec, machine: Machine | None) -> str | None:
 
 
 def _live(prefix: str, which: str) -> Topology:
-    if prefix == "slurm:":
-        from orchestrator.backends.slurm import cluster_source as slurm
+    from orchestrator.backends.base import TopologySource, get_backend
 
-        return slurm.live_topology(which or None)
-    from orchestrator.backends.kubernetes import cluster_view as kubernetes
-    from orchestrator.backends.kubernetes.api.client import Cluster as Server
-
-    return kubernetes.live_topology(Server(), kubernetes.profile_named(which or "auto"))
+    backend = get_backend(prefix.removesuffix(":"))
+    assert isinstance(backend, TopologySource)
+    return backend.live_topology(which)
 
 
 def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLevel:

@@ -35,7 +35,7 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     if position not in POSITIONS and position not in state.nodes:
         raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
     request = from_bytes(folder.request.read_bytes())
-    check_allowed(request)
+    check_allowed(request, backend)
     targets = targets_of(backend, folder, request, limit_s)
     place = Range(folder, backend, request, limit_s)
     for fault in faults:
@@ -48,10 +48,10 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     return place, targets
 
 
-def check_allowed(request: LaunchRequest) -> None:
+def check_allowed(request: LaunchRequest, backend: Backend) -> None:
     """OrchError (78) for a run that nobody meant to be drilled: on a cluster it must say so when it is submitted."""
     wish = request.policy.allow_drills
-    if wish or (wish is None and request.backend == "local"):
+    if wish or (wish is None and backend.on_this_machine):
         return
     why = "forbids it (backend.allow_drills=false)" if wish is False else "is on a cluster and does not allow it"
     text = f"run {request.run_id} {why}: submit with backend.allow_drills=true what is to be drilled"
@@ -59,17 +59,23 @@ def check_allowed(request: LaunchRequest) -> None:
 
 
 def targets_of(backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float) -> Targets:
-    if backend.name == "kubernetes":
-        from .kubernetes import KubernetesTargets
+    """What can be hit of a run. OrchError (64) for a backend whose runs nobody knows how to hit."""
+    from orchestrator.backends.kubernetes.backend import KubernetesBackend
+    from orchestrator.backends.local.backend import LocalBackend
+    from orchestrator.backends.slurm.backend import SlurmBackend
 
-        return KubernetesTargets(folder, request, limit_s, backend)
-    if backend.name == "slurm":
-        from .slurm import SlurmTargets
-
-        return SlurmTargets(folder, request, limit_s)
+    from .kubernetes import KubernetesTargets
     from .local import LocalTargets
+    from .slurm import SlurmTargets
 
-    return LocalTargets(folder, request)
+    match backend:
+        case KubernetesBackend():
+            return KubernetesTargets(folder, request, limit_s, backend)
+        case SlurmBackend():
+            return SlurmTargets(folder, request, limit_s)
+        case LocalBackend():
+            return LocalTargets(folder, request)
+    raise OrchError(f"runs of the backend {backend.name} cannot be drilled", Exit.USAGE)
 
 
 def session(

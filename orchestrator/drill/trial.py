@@ -70,7 +70,7 @@ class Range:
     @property
     def pods_come_back(self) -> bool:
         """A node that is lost costs a life of the run, and is there again."""
-        return self._backend.name == "kubernetes"
+        return self._backend.replaces_lost_nodes
 
     @property
     def bears_losses(self) -> bool:

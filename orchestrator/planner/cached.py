@@ -52,7 +52,7 @@ def _parts(config: Config) -> Iterator[bytes]:
         from orchestrator.cluster.measured import path_of
 
         yield content(path_of(config.cluster, home))
-    yield from code("bench", "config", "plan", "planner", "topology")
+    yield from code("bench", "cluster", "config", "plan", "planner")
     yield msgspec.__version__.encode()
     if (numpy := PathFinder.find_spec("numpy")) and numpy.origin:
         found = os.stat(numpy.origin)

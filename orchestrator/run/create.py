@@ -1,4 +1,4 @@
-"""From a parcel to a run folder that holds everything the run needs: what every backend does before it starts a run."""
+"""From a bundle to a run folder that holds everything the run needs: what every backend does before it starts a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.plan.exits import Exit
 
 from . import code_snapshot as snapshot
 from .folder import RunFolder, write_private
-from .request import LaunchRequest, Parcel, check_contents, to_bytes
+from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes
 from .state import SCHEMA, RunState, write_state
 
 
@@ -36,16 +36,16 @@ def accepted(request: LaunchRequest, backend: str) -> RunState:
 
 
 @contextlib.contextmanager
-def delivered(parcel: Parcel, backend: str) -> Iterator[RunFolder]:
+def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFolder]:
     """The run's folder, made, filled and `pending`. When the body fails to start the run, its state says so."""
-    request = parcel.request
-    check_contents(parcel)
+    request = bundle.request
+    check_contents(bundle)
     folder = RunFolder(Path(request.run_dir))
     folder.create()
     state = accepted(request, backend)
     try:
         for file in request.files:
-            content = parcel.contents.get(file.path) if file.sha256 else os.urandom(32).hex().encode() + b"\n"
+            content = bundle.contents.get(file.path) if file.sha256 else os.urandom(32).hex().encode() + b"\n"
             write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
         snapshot.copy(request.code, folder)
         write_private(folder.request, to_bytes(request), durable=False)

@@ -135,7 +135,7 @@ class Site(Frozen):
     join_timeout_s: float = 60.0
 
 
-class Parcel(Frozen):
+class SubmissionBundle(Frozen):
     """A request with the contents of its files."""
 
     request: LaunchRequest
@@ -149,7 +149,7 @@ def make_request(
     command: Sequence[str] = (),
     keep: Iterable[str] = (),
     sizes: Mapping[int, Plan] = MappingProxyType({}),
-) -> Parcel:
+) -> SubmissionBundle:
     """The whole launch as a value. `command`: the user's program, not the trainer; `keep`: more variables to pass on;
     `sizes`: the plans of an elastic run by node count, `plan` being one of them.
 
@@ -217,7 +217,7 @@ def make_request(
         files=files,
         sizes=sorted(sizes, reverse=True),
     )
-    return Parcel(request=request, contents=contents)
+    return SubmissionBundle(request=request, contents=contents)
 
 
 def at_size(request: LaunchRequest, plan: Plan) -> LaunchRequest:
@@ -309,10 +309,10 @@ def from_bytes(raw: bytes) -> LaunchRequest:
     return request
 
 
-def check_contents(parcel: Parcel) -> None:
+def check_contents(bundle: SubmissionBundle) -> None:
     """Raise ValueError when a file's content is not the one that the request names."""
-    for file in parcel.request.files:
-        if file.sha256 and hashlib.sha256(parcel.contents[file.path]).hexdigest() != file.sha256:
+    for file in bundle.request.files:
+        if file.sha256 and hashlib.sha256(bundle.contents[file.path]).hexdigest() != file.sha256:
             raise ValueError(f"content of {file.path} does not match the request")
         if stat.S_IMODE(int(file.mode, 8)) & 0o077:
             raise ValueError(f"{file.path} would be readable by others (mode {file.mode})")

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from orchestrator.backends.base import Backend
+from orchestrator.backends.base import After, Backend, Queueing
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan
 from orchestrator.planner.elastic.sizes import plan_sizes
-from orchestrator.run.folder import RunFolder
 from orchestrator.run.registry import find_run
-from orchestrator.run.request import Parcel
+from orchestrator.run.request import SubmissionBundle
 
 
 class Offer(NamedTuple):
     config: Config
     plan: Plan
-    parcel: Parcel
-
-
-class Choice(NamedTuple):
-    """Which offer a scheduler would serve best, and what it says about their starts, one line each."""
-
-    index: int
-    lines: list[str]
-
-
-class After(NamedTuple):
-    """A run that must have ended before this one starts: well, in any way, or not well."""
-
-    how: Literal["ok", "any", "notok"]
-    folder: RunFolder
+    bundle: SubmissionBundle
 
 
 def parse_after(words: Sequence[str], home: Path) -> list[After]:
@@ -50,19 +35,19 @@ def parse_after(words: Sequence[str], home: Path) -> list[After]:
 
 
 def make_offers(
-    config: Config, any_memory: bool, make_parcel: Callable[[Config, Plan, Mapping[int, Plan]], Parcel]
+    config: Config, any_memory: bool, make_bundle: Callable[[Config, Plan, Mapping[int, Plan]], SubmissionBundle]
 ) -> list[Offer]:
     """One offer, or one for each legal size, largest first; all of them carry the plans of all sizes."""
     found = plan_sizes(config, any_memory).legal
     plans = {size.nodes: size.plan for size in found} if config.nodes else {}
-    return [Offer(size.config, size.plan, make_parcel(size.config, size.plan, plans)) for size in found]
+    return [Offer(size.config, size.plan, make_bundle(size.config, size.plan, plans)) for size in found]
 
 
 def choose(offers: Sequence[Offer], backend: Backend, environ: Mapping[str, str]) -> tuple[Offer, list[str]]:
     """The offer to send, and what to tell the user. A backend without a queue takes the largest."""
-    if not hasattr(backend, "choose"):
+    if not isinstance(backend, Queueing):
         return offers[0], []
-    index, lines = backend.choose([offer.parcel for offer in offers], environ)
+    index, lines = backend.choose([offer.bundle for offer in offers], environ)
     return offers[index], lines
 
 

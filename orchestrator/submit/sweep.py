@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
+from orchestrator.backends.base import ArraySubmission
 from orchestrator.cli.verbs import submit
 from orchestrator.config.sweep import Member, members
 from orchestrator.errors import OrchError
@@ -25,7 +26,7 @@ from .candidates import Offer, choose, preview
 
 if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
-    from orchestrator.run.request import Parcel
+    from orchestrator.run.request import SubmissionBundle
 
 
 class Entry(NamedTuple):
@@ -35,8 +36,8 @@ class Entry(NamedTuple):
     label: str
 
     @property
-    def parcel(self) -> Parcel:
-        return self.offer.parcel
+    def bundle(self) -> SubmissionBundle:
+        return self.offer.bundle
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -47,15 +48,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         return _show(args, backend, entries)
     os.umask(0o077)
-    if backend.name == "local":
+    if backend.on_this_machine:
         return _one_after_another(args, backend, entries, home)
-    parcels = [entry.parcel for entry in entries]
-    if hasattr(backend, "submit_all"):
-        handles = backend.submit_all(parcels, os.environ)
+    bundles = [entry.bundle for entry in entries]
+    if isinstance(backend, ArraySubmission):
+        handles = backend.submit_all(bundles, os.environ)
     else:
-        handles = [backend.submit(parcel, os.environ) for parcel in parcels]
-    for parcel in parcels:
-        register(home, RunFolder(Path(parcel.request.run_dir)))
+        handles = [backend.submit(bundle, os.environ) for bundle in bundles]
+    for bundle in bundles:
+        register(home, RunFolder(Path(bundle.request.run_dir)))
     if args.json:
         import json
 
@@ -80,7 +81,7 @@ def _prepare(args: argparse.Namespace, found: list[Member], home: Path) -> tuple
             backend = backend or one
             offer, _ = (preview if args.dry_run else choose)(offers, backend, os.environ)
             if not args.dry_run:
-                backend.check(offer.parcel.request)
+                backend.check(offer.bundle.request)
         except OrchError as error:
             raise OrchError(f"{label}: {error.message}; none of the {len(found)} runs was sent", error.exit) from None
         entries.append(Entry(_labelled(offer, label), label))
@@ -90,25 +91,25 @@ def _prepare(args: argparse.Namespace, found: list[Member], home: Path) -> tuple
 
 def _labelled(offer: Offer, label: str) -> Offer:
     """With what tells it from the others in its summary, where lists and `orch status` find it."""
-    request = offer.parcel.request
+    request = offer.bundle.request
     request = structs.replace(request, summary={**request.summary, "sweep": label[:200]})
-    return offer._replace(parcel=structs.replace(offer.parcel, request=request))
+    return offer._replace(bundle=structs.replace(offer.bundle, request=request))
 
 
 def _show(args: argparse.Namespace, backend: Backend, entries: list[Entry]) -> int:
     if args.json:
         from orchestrator.run.request import to_bytes
 
-        print("[" + ",\n".join(to_bytes(entry.parcel.request).decode().rstrip() for entry in entries) + "]")
+        print("[" + ",\n".join(to_bytes(entry.bundle.request).decode().rstrip() for entry in entries) + "]")
         return Exit.DONE
     for entry in entries:
         print(f"==> {entry.label}")
-        submit.show(entry.parcel, entry.offer.plan, backend, as_json=False)
+        submit.show(entry.bundle, entry.offer.plan, backend, as_json=False)
     return Exit.DONE
 
 
 def _about(entry: Entry) -> dict[str, str]:
-    request = entry.parcel.request
+    request = entry.bundle.request
     return {"handle": request.handle, "run_id": request.run_id, "run_dir": request.run_dir, "sweep": entry.label}
 
 
@@ -118,6 +119,6 @@ def _one_after_another(args: argparse.Namespace, backend: Backend, entries: list
     for index, entry in enumerate(entries):
         out = sys.stderr if args.json else sys.stdout
         print(f"run {index + 1} of {len(entries)}: {entry.label}", file=out, flush=True)
-        handle = submit.send(entry.parcel, backend, home)
-        codes.append(submit.follow_run(handle, entry.parcel, backend, args.json))
+        handle = submit.send(entry.bundle, backend, home)
+        codes.append(submit.follow_run(handle, entry.bundle, backend, args.json))
     return next(filter(None, codes), Exit.DONE)

@@ -12,7 +12,7 @@ from orchestrator.run.bad_nodes import NodeMemory
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import compose_environment, from_bytes
 from tests.agent.test_elastic import cancel, kill, running, sized
-from tests.beds.parcels import events, make_parcel
+from tests.beds.bundles import events, make_bundle
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -22,8 +22,8 @@ def start(runs, run_id: str, sizes: tuple[int, ...], wishes: dict[str, str], spa
     env |= {f"ORCH_TEST_{word}": value for word, value in wishes.items()}
     backend = {"max_restarts": 9, "options": {"spare_nodes": spares}} | rules
     plans = {nodes: sized(nodes) for nodes in sizes}
-    parcel = make_parcel(plans[max(sizes)], runs, run_id=run_id, env=env, backend=backend, sizes=plans)
-    LocalBackend().submit(parcel, os.environ)
+    bundle = make_bundle(plans[max(sizes)], runs, run_id=run_id, env=env, backend=backend, sizes=plans)
+    LocalBackend().submit(bundle, os.environ)
     return RunFolder(runs / run_id)
 
 

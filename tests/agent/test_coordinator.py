@@ -37,7 +37,7 @@ from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder, read_secret, write_private
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import SCHEMA, RunState, read_state, write_state
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=4, nodes=2)
@@ -393,10 +393,10 @@ def test_an_agent_with_the_wrong_key_leaves_with_78(tmp_path):
     """A real agent process, pointed at a live coordinator of the same run with another key."""
 
     async def scenario(w):
-        parcel = make_parcel(PLAN, tmp_path / "elsewhere")
+        bundle = make_bundle(PLAN, tmp_path / "elsewhere")
         other = RunFolder(tmp_path / "elsewhere" / "test-run")
         other.create()
-        request = msgspec.structs.replace(parcel.request, plan_hash=PLAN.hash)
+        request = msgspec.structs.replace(bundle.request, plan_hash=PLAN.hash)
         write_private(other.request, to_bytes(request))
         write_private(other.plan, to_json(PLAN))
         write_private(other.key, b"ff" * 32)
@@ -429,7 +429,7 @@ def test_an_agent_with_the_wrong_key_leaves_with_78(tmp_path):
 def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
     folder = RunFolder(tmp_path / "runs" / "test-run")
     folder.create()
-    write_private(folder.request, to_bytes(make_parcel(PLAN, tmp_path / "runs").request))
+    write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "runs").request))
     write_private(folder.plan, to_json(PLAN))
     write_private(folder.key, b"ff" * 32)
     assert len(read_secret(folder.key)) == 32

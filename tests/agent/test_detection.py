@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
-from tests.beds.parcels import events, submit, wait_end, wait_for
+from tests.beds.bundles import events, submit, wait_end, wait_for
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process

@@ -16,7 +16,7 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import RunState, read_state
-from tests.beds.parcels import events, make_parcel, no_namespaces, wait_end, wait_for
+from tests.beds.bundles import events, make_bundle, no_namespaces, wait_end, wait_for
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -39,9 +39,9 @@ def start(
     backend = {"grace_s": 5.0, "heartbeat_timeout_s": heartbeat_s, "max_restarts": max_restarts, "options": options}
     backend["min_nodes_grace_s"] = held_s
     plans = {nodes: sized(nodes) for nodes in sizes}
-    parcel = make_parcel(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
-    LocalBackend().submit(parcel, os.environ)
-    return RunFolder(runs / parcel.request.run_id)
+    bundle = make_bundle(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
+    LocalBackend().submit(bundle, os.environ)
+    return RunFolder(runs / bundle.request.run_id)
 
 
 def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
@@ -203,6 +203,6 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
 
 
 def test_options_of_elastic_runs_are_refused_elsewhere(runs):
-    parcel = make_parcel(sized(2), runs, backend={"options": {"spare_nodes": 1}})
+    bundle = make_bundle(sized(2), runs, backend={"options": {"spare_nodes": 1}})
     with pytest.raises(OrchError, match="spare_nodes is for elastic runs"):
-        LocalBackend().submit(parcel, os.environ)
+        LocalBackend().submit(bundle, os.environ)

@@ -20,7 +20,7 @@ from orchestrator.run.folder import write_private
 from orchestrator.run.request import Policy
 from orchestrator.run.state import read_state
 from tests.agent.test_coordinator import KEY, PLAN, coordinating, make_folder
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 
@@ -32,7 +32,7 @@ async def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     for nodes, plan in sizes.items():
         write_private(folder.sized_plan(nodes), to_json(plan))
     write_private(folder.plan, to_json(PLAN))
-    request = make_parcel(PLAN, tmp_path / "elsewhere", sizes=sizes).request
+    request = make_bundle(PLAN, tmp_path / "elsewhere", sizes=sizes).request
     rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0, **more)
     claims = Claims(folder, "node0")
     claims.take(0)

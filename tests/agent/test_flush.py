@@ -20,7 +20,7 @@ from orchestrator.run.folder import write_private
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import Cause
 from tests.agent.test_coordinator import KEY, coordinating, make_folder
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=3, nodes=3, copy_every_steps=1)
@@ -28,7 +28,7 @@ PLAN = make_plan(dp=3, nodes=3, copy_every_steps=1)
 
 def prepared(tmp_path, command=()):
     folder = make_folder(tmp_path)
-    write_private(folder.request, to_bytes(make_parcel(PLAN, tmp_path / "elsewhere", command=command).request))
+    write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "elsewhere", command=command).request))
     return folder
 
 
@@ -167,7 +167,7 @@ def test_it_is_due_where_the_newest_state_may_be_in_memory_alone(tmp_path):
         assert is_due(folder, PLAN, replace(base, code=int(code), cause=cause)) is due, (code, cause)
     ended = replace(base, code=int(Exit.CAPACITY))
     assert not is_due(folder, make_plan(dp=3, nodes=3), ended), "there are no copies"
-    write_private(folder.request, to_bytes(make_parcel(PLAN, tmp_path / "x", command=("prog",)).request))
+    write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "x", command=("prog",)).request))
     assert not is_due(folder, PLAN, ended), "a program of the user's keeps none"
 
 

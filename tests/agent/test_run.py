@@ -16,7 +16,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import identity, is_alive
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import read_state, true_state
-from tests.beds.parcels import events, make_parcel, submit, wait_end, wait_for, wait_state, wait_step
+from tests.beds.bundles import events, make_bundle, submit, wait_end, wait_for, wait_state, wait_step
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -178,11 +178,11 @@ def test_a_second_cancel_is_no_impatience(runs):
 
 def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
     """The first agent hosts the coordinator; it must not wait for a second one that nobody will start."""
-    parcel = make_parcel(plan(), runs, join_timeout_s=60.0)
-    first, second = parcel.request.agents
+    bundle = make_bundle(plan(), runs, join_timeout_s=60.0)
+    first, second = bundle.request.agents
     second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "input()"])
-    parcel = msgspec.structs.replace(parcel, request=msgspec.structs.replace(parcel.request, agents=[first, second]))
-    LocalBackend().submit(parcel, os.environ)
+    bundle = msgspec.structs.replace(bundle, request=msgspec.structs.replace(bundle.request, agents=[first, second]))
+    LocalBackend().submit(bundle, os.environ)
     folder = RunFolder(runs / "test-run")
     wait_state(folder, "starting")
     os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
@@ -327,11 +327,11 @@ def test_odd_node_names(runs, names):
 
 def test_a_node_that_never_comes(runs):
     """The second agent cannot start: its program was replaced by one that leaves."""
-    parcel = make_parcel(plan(), runs, join_timeout_s=3.0)
-    first, second = parcel.request.agents
+    bundle = make_bundle(plan(), runs, join_timeout_s=3.0)
+    first, second = bundle.request.agents
     second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "import time; time.sleep(8)"])
-    parcel = msgspec.structs.replace(parcel, request=msgspec.structs.replace(parcel.request, agents=[first, second]))
-    LocalBackend().submit(parcel, os.environ)
+    bundle = msgspec.structs.replace(bundle, request=msgspec.structs.replace(bundle.request, agents=[first, second]))
+    LocalBackend().submit(bundle, os.environ)
     folder = RunFolder(runs / "test-run")
     state = wait_state(folder, "failed")
     assert (state.exit_code, state.reason) == (76, "node1 did not join within 3 s")

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.backends.local import namespaces
 from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
-from tests.beds.parcels import kill_runs
+from tests.beds.bundles import kill_runs
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 

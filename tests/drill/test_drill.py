@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.base import get_backend
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.cli.main import main
 from orchestrator.drill.session import check_allowed, open_range
@@ -19,7 +20,7 @@ from orchestrator.observe.goodput.run_timeline import LeadReader
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
-from tests.beds.parcels import kill_runs, make_parcel
+from tests.beds.bundles import kill_runs, make_bundle
 
 TOGETHER = str(Path(__file__).resolve().parents[2] / "benchmarks" / "together.py")
 
@@ -40,9 +41,9 @@ def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
     plans = {nodes: sized(nodes) for nodes in sizes}
     runs = home / "runs"
     elastic = plans if len(sizes) > 1 else {}
-    parcel = make_parcel(plans[max(sizes)], runs, command=(sys.executable, TOGETHER), backend=backend, sizes=elastic)
-    LocalBackend().submit(parcel, os.environ)
-    return RunFolder(runs / parcel.request.run_id)
+    bundle = make_bundle(plans[max(sizes)], runs, command=(sys.executable, TOGETHER), backend=backend, sizes=elastic)
+    LocalBackend().submit(bundle, os.environ)
+    return RunFolder(runs / bundle.request.run_id)
 
 
 @pytest.mark.slow
@@ -91,12 +92,14 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
 def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
     plan = sized(1)
     for backend, wish, why in (("slurm", None, "does not allow it"), ("local", False, "allow_drills=false")):
-        request = make_parcel(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request
+        request = make_bundle(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request
         with pytest.raises(OrchError, match=why) as refused:
-            check_allowed(request)
+            check_allowed(request, get_backend(backend))
         assert refused.value.exit == 78
     for backend, wish in (("local", None), ("slurm", True)):
-        check_allowed(make_parcel(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request)
+        check_allowed(
+            make_bundle(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request, get_backend(backend)
+        )
 
 
 def test_a_run_of_somebody_else_is_refused(home, monkeypatch):

@@ -31,7 +31,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running
-from tests.beds.parcels import events, make_parcel, reports, wait_for
+from tests.beds.bundles import events, make_bundle, reports, wait_for
 from tests.beds.plans import make_plan
 from tests.drill.test_drill import TOGETHER
 
@@ -53,8 +53,8 @@ def sized(nodes: int, **fields) -> Plan:
 def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options) -> RunFolder:
     backend = {"grace_s": 20.0, "heartbeat_timeout_s": 3.0, "max_restarts": 1000, "options": options}
     sizes = plans if len(plans) > 1 else {}
-    parcel = make_parcel(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
-    LocalBackend().submit(parcel, os.environ)
+    bundle = make_bundle(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
+    LocalBackend().submit(bundle, os.environ)
     return RunFolder(runs / run_id)
 
 

@@ -15,7 +15,7 @@ from orchestrator.drill import inside
 from orchestrator.drill.kubernetes import KubernetesTargets
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 
@@ -120,7 +120,7 @@ class Pods:
 
 def targets(tmp_path, **options) -> tuple[KubernetesTargets, Pods]:
     backend = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
-    request, pods = make_parcel(make_plan(dp=2, nodes=2), tmp_path, backend=backend).request, Pods()
+    request, pods = make_bundle(make_plan(dp=2, nodes=2), tmp_path, backend=backend).request, Pods()
     return KubernetesTargets(RunFolder(tmp_path / "r"), request, 60.0, pods), pods
 
 

@@ -22,7 +22,7 @@ from orchestrator.backends.kubernetes.objects.payload import pack
 from orchestrator.backends.kubernetes.pod.status_lines import parse
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
-from tests.beds.parcels import reports
+from tests.beds.bundles import reports
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process

@@ -53,10 +53,10 @@ def main_line():
 
 
 def manifest(main_line, options: dict, **changes: object) -> Manifest:
-    parcel, plan = main_line
+    bundle, plan = main_line
     given = read_options({**IMAGE, **options})
     space = given.namespace or "default"
-    run = Manifest(request=parcel.request, plan=plan, options=given, config=b"run: main\n", namespace=space)
+    run = Manifest(request=bundle.request, plan=plan, options=given, config=b"run: main\n", namespace=space)
     return structs.replace(run, **{"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}, **changes})
 
 

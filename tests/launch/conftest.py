@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.beds.parcels import kill_runs
+from tests.beds.bundles import kill_runs
 
 
 def write_text(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import read_state
-from tests.beds.parcels import events, make_parcel, reports, wait_end, wait_for
+from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for
 from tests.beds.plans import make_plan
 from tests.launch.conftest import write_text
 from tests.trainer.workers import running
@@ -47,8 +47,8 @@ def staged(corpus, tmp_path, nodes: int) -> Plan:
 def start(tmp_path, run_id: str, sizes: dict[int, Plan], elastic: bool) -> RunFolder:
     options = {"run_id": run_id, "command": (), "backend": {"grace_s": 120}}
     largest = sizes[max(sizes)]
-    parcel = make_parcel(largest, tmp_path / "runs", **options, sizes=sizes if elastic else {})
-    LocalBackend().submit(parcel, os.environ)
+    bundle = make_bundle(largest, tmp_path / "runs", **options, sizes=sizes if elastic else {})
+    LocalBackend().submit(bundle, os.environ)
     return RunFolder(tmp_path / "runs" / run_id)
 
 

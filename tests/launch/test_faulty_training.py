@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.run.request import from_bytes
-from tests.beds.parcels import events, submit, wait_end
+from tests.beds.bundles import events, submit, wait_end
 from tests.beds.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.full]

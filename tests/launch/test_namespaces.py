@@ -22,7 +22,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
-from tests.beds.parcels import make_parcel, no_namespaces, submit, wait_end, wait_for, wait_step
+from tests.beds.bundles import make_bundle, no_namespaces, submit, wait_end, wait_for, wait_step
 from tests.beds.plans import make_plan
 
 SHAPED = {"options": {"network": "namespaces", "link_gbit_per_s": 0.5}}
@@ -115,7 +115,7 @@ def test_wiring_follows_the_plan():
     ],
 )
 def test_options_that_are_wrong_are_named(options, says, tmp_path):
-    request = make_parcel(make_plan(), tmp_path, backend={"options": options}).request
+    request = make_bundle(make_plan(), tmp_path, backend={"options": options}).request
     with pytest.raises(OrchError, match=re.escape(says)) as refused:
         read_options(request)
     assert refused.value.exit == Exit.CONFIG
@@ -244,12 +244,12 @@ class TestRuns:
         assert state.cause.node == "node1"
 
     def test_a_network_that_cannot_be_built_fails_the_run_with_its_reason(self, runs, tmp_path):
-        parcel = make_parcel(make_plan(dp=4, nodes=2), runs, backend=SHAPED)
+        bundle = make_bundle(make_plan(dp=4, nodes=2), runs, backend=SHAPED)
         tools = tmp_path / "bin"  # a `tc` that only the supervisor finds
         tools.mkdir()
         (tools / "tc").write_text("#!/bin/sh\necho 'RTNETLINK answers: Operation not supported' >&2\nexit 1\n")
         (tools / "tc").chmod(0o755)
-        LocalBackend().submit(parcel, os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"})
+        LocalBackend().submit(bundle, os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"})
         state = wait_end(RunFolder(runs / "test-run"), 120)
         assert (state.state, state.exit_code) == ("failed", 76)
         assert "Operation not supported" in state.reason

@@ -26,7 +26,7 @@ from orchestrator.run.request import (
     to_bytes,
     used_nodes,
 )
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=2, nodes=2)
@@ -34,14 +34,14 @@ RUNS = Path("/home/user/.orch/runs")
 
 
 def test_the_same_input_gives_the_same_bytes_and_they_survive():
-    first, second = make_parcel(PLAN, RUNS).request, make_parcel(PLAN, RUNS).request
+    first, second = make_bundle(PLAN, RUNS).request, make_bundle(PLAN, RUNS).request
     assert to_bytes(first) == to_bytes(second)
     assert from_bytes(to_bytes(first)) == first
 
 
 def test_agents_are_argument_lists_with_explicit_identities():
     names = ["a b", "$(reboot)", "; rm -rf", "new\nline"]
-    request = make_parcel(make_plan(dp=4, node_names=names), RUNS).request
+    request = make_bundle(make_plan(dp=4, node_names=names), RUNS).request
     assert [agent.node for agent in request.agents] == names
     for agent in request.agents:
         assert agent.argv[agent.argv.index("--node") + 1] == agent.node
@@ -54,41 +54,41 @@ def test_a_node_without_ranks_gets_no_agent():
 
 
 def test_contents_are_tied_to_the_request():
-    parcel = make_parcel(PLAN, RUNS)
-    check_contents(parcel)
-    spoiled = msgspec.structs.replace(parcel, contents={**parcel.contents, "plan.json": b"{}"})
+    bundle = make_bundle(PLAN, RUNS)
+    check_contents(bundle)
+    spoiled = msgspec.structs.replace(bundle, contents={**bundle.contents, "plan.json": b"{}"})
     with pytest.raises(ValueError, match=r"content of plan\.json"):
         check_contents(spoiled)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=6))
 def test_the_users_words_arrive_byte_exact(words):
-    request = from_bytes(to_bytes(make_parcel(PLAN, RUNS, command=words).request))
+    request = from_bytes(to_bytes(make_bundle(PLAN, RUNS, command=words).request))
     assert request.worker.argv == words
 
 
 def test_a_nul_byte_is_refused():
     with pytest.raises(OrchError, match="argument 1 of the program holds a NUL"):
-        make_parcel(PLAN, RUNS, command=["a", "b\0c"])
+        make_bundle(PLAN, RUNS, command=["a", "b\0c"])
 
 
 def test_only_allowed_variables_pass_and_only_by_name():
     shell = ["PATH", "HOME", "NCCL_DEBUG", "LC_ALL", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "EDITOR", "NCCL_AUTH_TOKEN"]
     assert passed_names(shell) == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
-    request = make_parcel(PLAN, RUNS, names=shell).request
+    request = make_bundle(PLAN, RUNS, names=shell).request
     assert request.environment.names == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
 
 
 def test_a_secret_in_the_configuration_is_refused():
     with pytest.raises(OrchError, match=r"backend\.env\.HF_TOKEN looks like a secret") as refused:
-        make_parcel(PLAN, RUNS, env={"HF_TOKEN": "hf_abc"})
+        make_bundle(PLAN, RUNS, env={"HF_TOKEN": "hf_abc"})
     assert refused.value.exit == 78 and "hf_abc" not in refused.value.message
 
 
 @pytest.mark.parametrize("name", ["A=B", "1A", "A B", "A\nB", "", "A$B", "Ä", "x" * 300])
 def test_a_bad_variable_name_is_refused(name):
     with pytest.raises(OrchError, match="not the name of a variable"):
-        make_parcel(PLAN, RUNS, env={name: "x"})
+        make_bundle(PLAN, RUNS, env={name: "x"})
 
 
 def test_the_composed_environment_has_pythons_folder_first_and_nothing_else():
@@ -140,7 +140,7 @@ def test_a_damaged_request_is_one_line(raw):
 def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
     monkeypatch.setattr(local, "gpus_here", lambda: 0)
     request = msgspec.structs.replace(
-        make_parcel(PLAN, RUNS).request, device="cuda", cluster="h100x64", gpus_per_node=8
+        make_bundle(PLAN, RUNS).request, device="cuda", cluster="h100x64", gpus_per_node=8
     )
     with pytest.raises(OrchError, match=r"h100x64 is 2 nodes of 8 GPUs; this machine has no GPU, \d+ CPUs") as refused:
         LocalBackend().check(request)
@@ -167,11 +167,11 @@ def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
     subprocess.run(["git", "init", "-q"], cwd=work, check=True)
     for name, content in ((".gitignore", "ignored.py\n"), ("ignored.py", ""), ("notes.txt", "")):
         (work / name).write_text(content)
-    parcel = make_parcel(PLAN, tmp_path / "runs", command=command, code=Code(kind="git", root=str(work)))
+    bundle = make_bundle(PLAN, tmp_path / "runs", command=command, code=Code(kind="git", root=str(work)))
     with pytest.raises(OrchError, match=text) as refused:
-        LocalBackend().submit(parcel, os.environ)
+        LocalBackend().submit(bundle, os.environ)
     assert refused.value.exit == 64
-    assert sys.executable in parcel.request.agents[0].argv
+    assert sys.executable in bundle.request.agents[0].argv
 
 
 def test_golden():
@@ -179,10 +179,10 @@ def test_golden():
     golden = Path(__file__).with_name("golden") / "request.json"
     code = Code(kind="git", root="/home/user/project", subfolder="sub", commit="c" * 40)
     plan = make_plan(tp=2, dp=2, nodes=2)
-    parcel = make_parcel(plan, RUNS, run_id="tiny-1", command=["python", "my_train.py"], code=code)
-    found = to_bytes(parcel.request).decode().replace(sys.executable, "/venv/bin/python")
+    bundle = make_bundle(plan, RUNS, run_id="tiny-1", command=["python", "my_train.py"], code=code)
+    found = to_bytes(bundle.request).decode().replace(sys.executable, "/venv/bin/python")
     found = found.replace(str(Path(sys.executable).parent), "/venv/bin").replace(plan.hash, "<plan hash>")
-    for file in parcel.request.files:
+    for file in bundle.request.files:
         if file.sha256:
             found = found.replace(file.sha256, f"<sha256 of {file.path}>").replace(f'"size": {file.size}', '"size": 0')
     if not golden.exists():

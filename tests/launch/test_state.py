@@ -28,7 +28,7 @@ from orchestrator.run.state import (
     write_state,
 )
 from orchestrator.style import Style
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=4, nodes=2, steps=10)
@@ -137,7 +137,7 @@ def test_progress_fits_the_terminal(folder, width):
 
 
 def test_a_request_is_shown_whole_but_for_contents(tmp_path):
-    request = make_parcel(PLAN, tmp_path / "runs").request
+    request = make_bundle(PLAN, tmp_path / "runs").request
     page = request_page(request, Style())
     for text in (request.handle, request.run_dir, "node0 to node1", "HOME, PATH", "OMP_NUM_THREADS=1", "secret.key"):
         assert text in page

@@ -14,7 +14,7 @@ from orchestrator.cli.main import main
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
-from tests.beds.parcels import events, make_parcel, reports, wait_end, wait_for, wait_step
+from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for, wait_step
 from tests.beds.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -26,8 +26,8 @@ def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
 
 
 def start(tmp_path, plan: Plan, run_id: str, **backend) -> RunFolder:
-    parcel = make_parcel(plan, tmp_path / "runs", run_id=run_id, command=(), backend={"grace_s": 30, **backend})
-    LocalBackend().submit(parcel, os.environ)
+    bundle = make_bundle(plan, tmp_path / "runs", run_id=run_id, command=(), backend={"grace_s": 30, **backend})
+    LocalBackend().submit(bundle, os.environ)
     return RunFolder(tmp_path / "runs" / run_id)
 
 

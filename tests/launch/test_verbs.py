@@ -15,7 +15,7 @@ import pytest
 from orchestrator.cli.main import main
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
-from tests.beds.parcels import kill_runs, wait_end, wait_for
+from tests.beds.bundles import kill_runs, wait_end, wait_for
 
 
 def small(gpus: int) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.beds.parcels import wait_for
+from tests.beds.bundles import wait_for
 from tests.drill.test_drill import TOGETHER
 
 from .test_elastic import JOB

@@ -16,7 +16,7 @@ from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Notice
 from orchestrator.plan import Exit
 from tests.agent.test_coordinator import KEY, PLAN, make_folder
-from tests.beds.parcels import make_parcel, wait_for
+from tests.beds.bundles import make_bundle, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -97,7 +97,7 @@ def test_an_agent_that_hears_a_notice_from_its_keeper_and_from_slurm_takes_both_
 
     async def main() -> None:
         folder = make_folder(tmp_path)
-        request = make_parcel(PLAN, tmp_path / "elsewhere").request
+        request = make_bundle(PLAN, tmp_path / "elsewhere").request
         place, recorder = Place("host", "127.0.0.1", 1, 2, 0), Recorder(folder, "node0", PLAN)
         agent = Agent(folder, PLAN, request, "node0", place, KEY, recorder, None)
         agent._channel = Channel()

@@ -16,11 +16,11 @@ from orchestrator.backends.slurm.record import submitted_request
 from orchestrator.plan import Exit, load_plan
 from orchestrator.planner.elastic.choose import next_plan, seats
 from orchestrator.planner.elastic.replan import replan
-from orchestrator.run.create import delivered
+from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from orchestrator.run.state import Cause, EpochState, NodeState, read_state, write_state
-from tests.beds.parcels import make_parcel
+from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
 SIZES = (4, 2)
@@ -34,7 +34,7 @@ def submitted(nodes: int):
 @pytest.fixture
 def folder(tmp_path):
     plans = {nodes: submitted(nodes) for nodes in SIZES}
-    with delivered(make_parcel(plans[4], tmp_path / "runs", sizes=plans), "slurm") as folder:
+    with create_run_folder(make_bundle(plans[4], tmp_path / "runs", sizes=plans), "slurm") as folder:
         (folder.path / "slurm").mkdir(mode=0o700)
         return folder
 

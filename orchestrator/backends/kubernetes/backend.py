@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from orchestrator.backends.base import Backend, LogMirroring, Prefetching, Rendering, Resizing, TopologySource
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
-from orchestrator.run.create import delivered
+from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.request import LaunchRequest, Parcel, at_size, to_bytes
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, to_bytes
 from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster
@@ -31,6 +32,7 @@ from .record import KubernetesRecord, read_record, verdict, write_record
 from .sending import remove
 
 if TYPE_CHECKING:
+    from orchestrator.cluster.model import Topology
     from orchestrator.config.schema import Config
 
     from .api.watch import Watch
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
 _FRESH_S = 15.0  # a look that is older is taken again
 
 
-class KubernetesBackend:
+class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring, TopologySource):
     name = "kubernetes"
-    agent_flags = ()
+    replaces_lost_nodes = True
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
@@ -72,25 +74,25 @@ class KubernetesBackend:
             cluster = self._cluster(options.context, options.namespace)
             self._ahead = Soon(lambda: look(cluster, options, places))
 
-    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
+    def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         from .pod.starting import unsent
 
-        request = parcel.request
-        plan = from_json(parcel.contents["plan.json"])
+        request = bundle.request
+        plan = from_json(bundle.contents["plan.json"])
         drafts = unsent(request, plan)  # what cannot be rendered leaves no folder behind
-        with delivered(parcel, self.name) as folder:
+        with create_run_folder(bundle, self.name) as folder:
             self._start(folder, request, plan, environ, 0, drafts)
         return request.handle
 
-    def render(self, parcel: Parcel) -> str:
+    def render(self, bundle: SubmissionBundle) -> str:
         """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
         from .objects.render import render, to_yaml
         from .pod.starting import manifest_of, record_of, unsent
 
-        request, options = parcel.request, read_options(parcel.request.backend_options)
-        plan, space = from_json(parcel.contents["plan.json"]), options.namespace or ""
+        request, options = bundle.request, read_options(bundle.request.backend_options)
+        plan, space = from_json(bundle.contents["plan.json"]), options.namespace or ""
         unsent(request, plan)
-        with delivered(parcel, self.name) as folder:
+        with create_run_folder(bundle, self.name) as folder:
             manifest = manifest_of(folder, request, plan, options, os.environ, space)
             write_record(folder, record_of(request, options, space))  # so that it is found once somebody has applied it
             return to_yaml(render(manifest))
@@ -199,6 +201,12 @@ class KubernetesBackend:
         else:
             fill(folder, cluster, self._watch.seen(record, folder.run_id))
             yield
+
+    def live_topology(self, which: str) -> Topology:
+        """`which`: a profile of node labels, "" to find out."""
+        from .cluster_view import live_topology, profile_named
+
+        return live_topology(Cluster(), profile_named(which or "auto"))
 
     # ---------------------------------------------------------------------------------- parts
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-from orchestrator.errors import OrchError
+from orchestrator.backends.base import decode_options
 from orchestrator.plan.document import Frozen
-from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 #: Names and label keys as the API server itself takes them (DNS-1123 labels and subdomains, qualified names).
 Label = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
@@ -101,14 +98,4 @@ class KubernetesOptions(Frozen):
 
 def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
     """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place (exit 65)."""
-    known = KubernetesOptions.__struct_fields__
-    for key in options:
-        if key not in known:
-            text = f"backend.options.{key} is not an option of kubernetes; {did_you_mean(key, known)}"
-            raise OrchError(text, Exit.CONFIG)
-    try:
-        return msgspec.convert(dict(options), type=KubernetesOptions)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at ")
-        place = where.strip("`").removeprefix("$").lstrip(".")
-        raise OrchError(f"backend.options{'.' + place if place else ''}: {what}", Exit.CONFIG) from None
+    return decode_options(options, KubernetesOptions, "kubernetes")

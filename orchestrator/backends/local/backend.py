@@ -13,18 +13,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from orchestrator.backends.base import Backend, Resizing, decode_options
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
-from orchestrator.run.create import delivered
+from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.program import check_program
-from orchestrator.run.request import LaunchRequest, Parcel, at_size, compose_environment, to_bytes
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, compose_environment, to_bytes
 from orchestrator.run.state import RunState, paused, read_state, true_state, write_state
 from orchestrator.run.untrusted import UNREADABLE
-from orchestrator.suggest import did_you_mean
 
 from . import namespaces
 
@@ -55,14 +55,7 @@ _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
 
 def read_options(request: LaunchRequest) -> LocalOptions:
     """Raises OrchError (65) naming the option that is wrong."""
-    for key in request.backend_options:
-        if key not in LocalOptions.__struct_fields__:
-            known = did_you_mean(key, LocalOptions.__struct_fields__)
-            raise OrchError(f"backend.options.{key} is not an option of the local backend; {known}", Exit.CONFIG)
-    try:
-        options = msgspec.convert(request.backend_options, LocalOptions)
-    except msgspec.ValidationError as error:
-        raise OrchError(f"backend.options: {error}", Exit.CONFIG) from None
+    options = decode_options(request.backend_options, LocalOptions, "local")
     if options.network == "namespaces" and options.link_gbit_per_s is None:
         raise OrchError("backend.options.link_gbit_per_s: what rate have the links of network=namespaces?", Exit.CONFIG)
     if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
@@ -80,9 +73,10 @@ class Cancel(Frozen):
     force: bool
 
 
-class LocalBackend:
+class LocalBackend(Backend, Resizing):
     name = "local"
     agent_flags = ("--lifeline",)
+    on_this_machine = True
 
     def check(self, request: LaunchRequest) -> None:
         if sys.platform != "linux":
@@ -97,11 +91,11 @@ class LocalBackend:
         wanted = f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
         raise OrchError(f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run", Exit.CAPACITY)
 
-    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
-        request = parcel.request
+    def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
+        request = bundle.request
         self.check(request)
         _check_program(request, environ, Path(request.code.root or request.worker.cwd, request.code.subfolder))
-        with delivered(parcel, self.name) as folder:
+        with create_run_folder(bundle, self.name) as folder:
             ignored = ": git ignores it, so the copy lacks it; --in-place runs it where it is"
             _check_program(request, environ, Path(request.worker.cwd), ignored)
             self._start(folder, request, environ)

@@ -12,16 +12,26 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.backends.base import (
+    After,
+    ArraySubmission,
+    Backend,
+    Choice,
+    NodeExclusion,
+    Queueing,
+    Rendering,
+    TopologySource,
+)
 from orchestrator.backends.local.backend import prepare_resume, write_cancel
 from orchestrator.cluster.importers.slurm import parse_topology
+from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
-from orchestrator.run.create import delivered
+from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import LaunchRequest, Parcel
+from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState, read_state
-from orchestrator.submit.candidates import After, Choice
 
 from .array import refuse_impossible, send_all
 from .commands import Slurm
@@ -49,9 +59,8 @@ _GLANCE_S = 3.0  # for a question that nobody has asked for
 _ASKED = 16  # sizes, in `orch plan`
 
 
-class SlurmBackend:
+class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource):
     name = "slurm"
-    agent_flags = ()
 
     @cached_property
     def _slurm(self) -> Slurm:
@@ -89,68 +98,68 @@ class SlurmBackend:
             sizes=tuple(request.sizes),
         )
 
-    def choose(self, parcels: Sequence[Parcel], environ: Mapping[str, str]) -> Choice:
+    def choose(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> Choice:
         """The size of an elastic job to send now, and when Slurm would start each (`sbatch --test-only`).
 
         Raises OrchError when it takes none of several sizes; one size alone is never refused here.
         """
         slurm, now = Slurm(environ, timeout_s=30.0), datetime.now()
         slurm.check_controller()
-        within_s = read_options(parcels[0].request.backend_options).start_within_s
+        within_s = read_options(bundles[0].request.backend_options).start_within_s
         starts: list[Start] = []
-        for parcel in parcels:
-            starts.append(self._start(parcel, slurm))
+        for bundle in bundles:
+            starts.append(self._start(bundle, slurm))
             wait = starts[-1].wait_s(now)
             if wait is not None and wait <= within_s:
                 break  # smaller ones need not be asked for
-        if len(parcels) == 1:
+        if len(bundles) == 1:
             return Choice(0, [starts[0].text(now)])
         index = choose(starts, now, within_s)
         lines = [f"{start.nodes} nodes: {start.text(now)}" for start in starts]
-        sizes = ", ".join(str(size) for size in parcels[0].request.sizes)
+        sizes = ", ".join(str(size) for size in bundles[0].request.sizes)
         return Choice(index, [*lines, f"taken: {starts[index].nodes} nodes, of the sizes {sizes}"])
 
-    def starts(self, parcels: Iterable[Parcel], environ: Mapping[str, str]) -> list[str]:
+    def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
         """When each would start, for a plan's page. OrchError soon when there is no Slurm here, or it does not answer.
 
         A long list is cut off where the largest sizes have been asked for.
         """
         slurm, now = Slurm(environ, timeout_s=_GLANCE_S), datetime.now()
         slurm.check_controller()
-        return [self._start(parcel, slurm).text(now) if index < _ASKED else "" for index, parcel in enumerate(parcels)]
+        return [self._start(bundle, slurm).text(now) if index < _ASKED else "" for index, bundle in enumerate(bundles)]
 
-    def submit(self, parcel: Parcel, environ: Mapping[str, str]) -> str:
-        self.check(parcel.request)
-        plan = from_json(parcel.contents["plan.json"])
-        text = self.script(parcel.request, plan)
-        for line in self._warned(parcel.request, plan):
+    def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
+        self.check(bundle.request)
+        plan = from_json(bundle.contents["plan.json"])
+        text = self.script(bundle.request, plan)
+        for line in self._warned(bundle.request, plan):
             print(f"orch: warning: {line}", file=sys.stderr)
-        with delivered(parcel, self.name) as folder:
+        with create_run_folder(bundle, self.name) as folder:
             self._send(folder, text, environ)
-        return parcel.request.handle
+        return bundle.request.handle
 
-    def submit_all(self, parcels: Sequence[Parcel], environ: Mapping[str, str]) -> list[str]:
+    def submit_all(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
         """All of these runs or none: one array job where they ask for the same, else one job each."""
-        self.check(parcels[0].request)
-        plans = [from_json(parcel.contents["plan.json"]) for parcel in parcels]
-        jobs = [self.job_of(parcel.request, plan) for parcel, plan in zip(parcels, plans, strict=True)]
+        self.check(bundles[0].request)
+        plans = [from_json(bundle.contents["plan.json"]) for bundle in bundles]
+        jobs = [self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)]
         slurm = Slurm(environ)
         said: dict[str, None] = {}
-        for parcel, job in zip(parcels, jobs, strict=True):
-            said |= dict.fromkeys(self._warned(parcel.request, job.plan))
+        for bundle, job in zip(bundles, jobs, strict=True):
+            said |= dict.fromkeys(self._warned(bundle.request, job.plan))
             refuse_impossible(slurm, render(job))
         for line in said:
             print(f"orch: warning: {line}", file=sys.stderr)
         with ExitStack() as stack:
-            folders = [stack.enter_context(delivered(parcel, self.name)) for parcel in parcels]
+            folders = [stack.enter_context(create_run_folder(bundle, self.name)) for bundle in bundles]
             for folder, id_ in zip(folders, send_all(jobs, slurm, self._watcher), strict=True):
                 write_record(folder, SlurmRecord(job_id=id_, submitted_at=time.time()))
-        return [parcel.request.handle for parcel in parcels]
+        return [bundle.request.handle for bundle in bundles]
 
-    def render(self, parcel: Parcel) -> str:
+    def render(self, bundle: SubmissionBundle) -> str:
         """Everything that `submit` does but the submission: the script's text, its run folder being ready."""
-        text = self.script(parcel.request, from_json(parcel.contents["plan.json"]))
-        with delivered(parcel, self.name):
+        text = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
+        with create_run_folder(bundle, self.name):
             return text
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
@@ -212,6 +221,12 @@ class SlurmBackend:
         sent = read_record(folder) is not None
         return verdict(read_state(folder), job, folder.cancel.exists(), sent)  # the file after the scheduler
 
+    def live_topology(self, which: str) -> Topology:
+        """`which`: a partition, "" for all of them."""
+        from .cluster_source import live_topology
+
+        return live_topology(which or None, self._slurm)
+
     # ---------------------------------------------------------------------------------- parts
 
     def _options(self, request: LaunchRequest) -> SlurmOptions:
@@ -227,15 +242,15 @@ class SlurmBackend:
         if not request.sizes:
             return load_plan(submitted if submitted.exists() else folder.plan)
         plans = [submitted_plan(folder, size).read_bytes() for size in request.sizes]
-        parcels = [Parcel(request=request, contents={"plan.json": plan}) for plan in plans]
-        return from_json(plans[self.choose(parcels, environ).index])
+        bundles = [SubmissionBundle(request=request, contents={"plan.json": plan}) for plan in plans]
+        return from_json(plans[self.choose(bundles, environ).index])
 
-    def _start(self, parcel: Parcel, slurm: Slurm) -> Start:
-        plan = from_json(parcel.contents["plan.json"])
-        nodes, options = used_node_count(plan), read_options(parcel.request.backend_options)
+    def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> Start:
+        plan = from_json(bundle.contents["plan.json"])
+        nodes, options = used_node_count(plan), read_options(bundle.request.backend_options)
         try:
             check_partition(plan, options, slurm.partition(options.partition))
-            return Start(nodes=nodes, at=slurm.start_estimate(self.script(parcel.request, plan)))
+            return Start(nodes=nodes, at=slurm.start_estimate(self.script(bundle.request, plan)))
         except OrchError as error:
             return Start(nodes=nodes, refusal=error.message, code=int(error.exit))
 

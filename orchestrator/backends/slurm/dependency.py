@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.backends.base import After
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.state import RunState
-from orchestrator.submit.candidates import After
 
 WORD = {"ok": "afterok", "any": "afterany", "notok": "afternotok"}
 

@@ -10,14 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
+from orchestrator.backends.base import decode_options
 from orchestrator.cluster.hostlist import expand
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from .script import duration
 
@@ -100,18 +99,4 @@ class SlurmOptions(Frozen):
 
 def read_options(options: Mapping[str, Any]) -> SlurmOptions:
     """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place (exit 65)."""
-    known = SlurmOptions.__struct_fields__
-    for key in options:
-        if key not in known:
-            raise OrchError(f"backend.options.{key} is not an option of slurm; {did_you_mean(key, known)}", Exit.CONFIG)
-    try:
-        return msgspec.convert(dict(options), type=SlurmOptions)
-    except msgspec.ValidationError as error:
-        raise OrchError(_readable(str(error)), Exit.CONFIG) from None
-
-
-def _readable(text: str) -> str:
-    """msgspec's `Expected X - at `$.partition`` with the user's own name of the place."""
-    what, _, where = text.partition(" - at ")
-    place = where.strip("`").removeprefix("$").lstrip(".")
-    return f"backend.options{'.' + place if place else ''}: {what}"
+    return decode_options(options, SlurmOptions, "slurm")

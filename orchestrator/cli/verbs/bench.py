@@ -44,11 +44,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         in_place=True,
         run_id=args.run_id or new_run_id(f"bench-{config.cluster.name}", _now()),
     )
-    parcel = submit.make_parcel(sent, config, plan, backend, home)
-    handle = submit.send(parcel, backend, home)
+    bundle = submit.make_bundle(sent, config, plan, backend, home)
+    handle = submit.send(bundle, backend, home)
     out, look = (sys.stderr if args.json else sys.stdout), style()
     print(handle, file=out, flush=True)
-    events = bench.watch(RunFolder(Path(parcel.request.run_dir)), plan, backend, _Progress(out, look))
+    events = bench.watch(RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look))
     record = bench.record_of(config, handle, events)
     where = None if args.no_keep else bench.keep(config, record, home)
     if args.json:

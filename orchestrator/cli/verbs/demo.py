@@ -53,10 +53,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     print(f"$ orch submit {' '.join(words)} --follow\n", render(plan, look), "", sep="\n", file=out)
 
     sent = argparse.Namespace(command=None, env=[], run_id=None, in_place=False)
-    parcel = submit.make_parcel(sent, config, plan, backend, home)
-    handle = submit.send(parcel, backend, home)
+    bundle = submit.make_bundle(sent, config, plan, backend, home)
+    handle = submit.send(bundle, backend, home)
     print(handle, file=out, flush=True)
-    folder = RunFolder(Path(parcel.request.run_dir))
+    folder = RunFolder(Path(bundle.request.run_dir))
     scraper = Scraper(folder)
     state = follow(folder, backend, out, look)
     pages = scraper.stop()

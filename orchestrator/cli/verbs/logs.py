@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import time
 
-    from orchestrator.backends.base import get_backend
+    from orchestrator.backends.base import LogMirroring, get_backend
     from orchestrator.observe.logs import LogTail
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
-    brought = getattr(backend, "mirror", None)  # of a backend whose logs are not in the run folder by themselves
-    with brought(folder, args.follow) if brought else nullcontext():
+    with backend.mirror(folder, args.follow) if isinstance(backend, LogMirroring) else nullcontext():
         sources = _sources(args, folder)
         tails = [LogTail(path, args.tail) for _, path in sources]
         while True:

@@ -91,13 +91,16 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
 
     folders = os.environ.get("PATH", "").split(os.pathsep)
     programs = (os.path.join(folder, name) for folder in folders for name in ("sbatch", "kubectl"))
-    if config.backend.name != "local" and not any(os.access(program, os.X_OK) for program in programs):
+    if not any(os.access(program, os.X_OK) for program in programs):
         return []  # no scheduler within reach: its modules are not even imported
 
-    from orchestrator.backends.base import BACKENDS, get_backend
+    from orchestrator.backends.base import Queueing, get_backend
 
-    backend = get_backend(config.backend.name) if config.backend.name in BACKENDS else None
-    if not hasattr(backend, "starts"):
+    try:
+        backend = get_backend(config.backend.name)
+    except OrchError:
+        return []
+    if not isinstance(backend, Queueing):
         return []
     from orchestrator.cli.verbs import submit
     from orchestrator.run.folder import home_folder
@@ -105,8 +108,8 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
     here = argparse.Namespace(command=None, env=[], run_id="plan", in_place=True)
     try:
         home = home_folder(os.environ)  # nothing is put together before the scheduler has answered
-        parcels = (submit.make_parcel(here, at, plan, backend, home) for _, at, plan in sizes.legal)
-        return backend.starts(parcels, os.environ)
+        bundles = (submit.make_bundle(here, at, plan, backend, home) for _, at, plan in sizes.legal)
+        return backend.starts(bundles, os.environ)
     except OrchError:
         return []
 

@@ -24,27 +24,28 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import sys
     from pathlib import Path
 
+    from orchestrator.backends.base import Rendering
     from orchestrator.run.folder import RunFolder, home_folder
     from orchestrator.run.registry import register
     from orchestrator.submit.candidates import preview
 
     home = home_folder(os.environ)
     backend, offers = submit.prepare(args, overrides, home)
-    if not hasattr(backend, "render"):
+    if not isinstance(backend, Rendering):
         raise OrchError(f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE)
     offer, said = preview(offers, backend, os.environ) if len(offers) > 1 else (offers[0], [])
-    parcel = offer.parcel
+    bundle = offer.bundle
     os.umask(0o077)
-    text = backend.render(parcel)
-    register(home, RunFolder(Path(parcel.request.run_dir)))
+    text = backend.render(bundle)
+    register(home, RunFolder(Path(bundle.request.run_dir)))
     if args.json:
         import json
 
-        found = {"handle": parcel.request.handle, "run_dir": parcel.request.run_dir, "script": text}
+        found = {"handle": bundle.request.handle, "run_dir": bundle.request.run_dir, "script": text}
         print(json.dumps(found))
         return Exit.DONE
     print(text, end="")
     for line in said:
         print(f"orch: {line}", file=sys.stderr)
-    print(f"run folder {parcel.request.run_dir}; follow it: orch status {parcel.request.run_id}", file=sys.stderr)
+    print(f"run folder {bundle.request.run_dir}; follow it: orch status {bundle.request.run_id}", file=sys.stderr)
     return Exit.DONE

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
-    from orchestrator.backends.base import get_backend
+    from orchestrator.backends.base import Resizing, get_backend
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
     from orchestrator.run.request import from_bytes
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
-    if not hasattr(backend, "resize"):
+    if not isinstance(backend, Resizing):
         text = f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its nodes by itself"
         raise OrchError(text, Exit.USAGE)
     if backend.state(folder).state == "done":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
     from orchestrator.config.schema import Config
     from orchestrator.plan import Plan
-    from orchestrator.run.request import Parcel
+    from orchestrator.run.request import SubmissionBundle
     from orchestrator.submit.candidates import Offer
 
 HELP = "plan a job and start it; prints its handle"
@@ -53,16 +53,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.dry_run:
         offer, said = preview(offers, backend, os.environ)
-        return show(offer.parcel, offer.plan, backend, args.json, said)
+        return show(offer.bundle, offer.plan, backend, args.json, said)
     check_memory(args, offers[0])
     offer, said = choose(offers, backend, os.environ)
-    handle = send(offer.parcel, backend, home)
+    handle = send(offer.bundle, backend, home)
     for line in said:
         print(f"orch: {line}", file=sys.stderr)
     if not args.follow:
-        _say_handle(handle, offer.parcel, args.json)
+        _say_handle(handle, offer.bundle, args.json)
         return Exit.DONE
-    return follow_run(handle, offer.parcel, backend, args.json)
+    return follow_run(handle, offer.bundle, backend, args.json)
 
 
 def prepare(
@@ -76,7 +76,7 @@ def prepare(
 
     from msgspec import structs
 
-    from orchestrator.backends.base import get_backend
+    from orchestrator.backends.base import NodeExclusion, Prefetching, Queueing, get_backend
     from orchestrator.config.compose import load
     from orchestrator.run.folder import new_run_id
 
@@ -86,14 +86,14 @@ def prepare(
         from orchestrator.submit.candidates import parse_after
 
         wishes = parse_after(args.after, home)
-        if not hasattr(backend, "after"):
+        if not isinstance(backend, Queueing):
             raise OrchError(f"--after: the backend {backend.name} has no queue in which a run could wait", Exit.USAGE)
         options = backend.after(config.backend.options, wishes)
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
-    if hasattr(backend, "without") and (bad := _remembered(config, home)):
+    if isinstance(backend, NodeExclusion) and (bad := _remembered(config, home)):
         options = backend.without(config.backend.options, bad)
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
-    if hasattr(backend, "look_ahead") and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
+    if isinstance(backend, Prefetching) and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
         backend.look_ahead(config)
     from orchestrator.submit.candidates import make_offers  # while the cluster answers
 
@@ -103,7 +103,7 @@ def prepare(
         run_id = args.run_id if args.run_id is not None else new_run_id(_name(config), time.time())
     args = argparse.Namespace(**{**vars(args), "run_id": run_id})
     return backend, make_offers(
-        config, bool(args.command), lambda at, plan, sizes: make_parcel(args, at, plan, backend, home, sizes)
+        config, bool(args.command), lambda at, plan, sizes: make_bundle(args, at, plan, backend, home, sizes)
     )
 
 
@@ -130,14 +130,14 @@ def _name(config: Config) -> str:
     return config.run.name or "-".join(filter(None, (config.model.name, config.choices.get("parallel"))))
 
 
-def make_parcel(
+def make_bundle(
     args: argparse.Namespace,
     config: Config,
     plan: Plan,
     backend: Backend,
     home: Path,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
-) -> Parcel:
+) -> SubmissionBundle:
     """Gather the facts of this shell and render the request."""
     import os
     import sys
@@ -169,52 +169,53 @@ def _too_large(plan: Plan) -> str:
     return f"the plan does not fit: {where}; `orch plan` shows what takes it, run.allow_oom=true submits it anyway"
 
 
-def show(parcel: Parcel, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()) -> int:
+def show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()) -> int:
+    from orchestrator.backends.base import Rendering
     from orchestrator.run.request import to_bytes
 
     if as_json:
-        print(to_bytes(parcel.request).decode(), end="")
+        print(to_bytes(bundle.request).decode(), end="")
         return Exit.DONE
     from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.plan_page import render
     from orchestrator.observe.run_pages import request_page
 
     look = style()
-    print(render(plan, look), request_page(parcel.request, look), sep="\n\n")
+    print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
     print("", *said, sep="\n")
     print("Nothing was started or written. `--dry-run --json` prints the request as it would be sent.")
     try:
-        backend.check(parcel.request)
-        if script := getattr(backend, "script", None):  # of a scheduler: what it would be given
-            print("", script(parcel.request, plan), sep="\n", end="")
+        backend.check(bundle.request)
+        if isinstance(backend, Rendering):  # what its scheduler would be given
+            print("", backend.script(bundle.request, plan), sep="\n", end="")
     except OrchError as error:
         print(f"Submitting it here would be refused: {error.message}")
     return Exit.DONE
 
 
-def send(parcel: Parcel, backend: Backend, home: Path) -> str:
+def send(bundle: SubmissionBundle, backend: Backend, home: Path) -> str:
     import os
 
     from orchestrator.run.folder import RunFolder
     from orchestrator.run.registry import register
 
     os.umask(0o077)
-    handle = backend.submit(parcel, os.environ)
-    register(home, RunFolder(Path(parcel.request.run_dir)))
+    handle = backend.submit(bundle, os.environ)
+    register(home, RunFolder(Path(bundle.request.run_dir)))
     return handle
 
 
-def _say_handle(handle: str, parcel: Parcel, as_json: bool) -> None:
+def _say_handle(handle: str, bundle: SubmissionBundle, as_json: bool) -> None:
     if as_json:
         from msgspec import json
 
-        said = {"handle": handle, "run_id": parcel.request.run_id, "run_dir": parcel.request.run_dir}
+        said = {"handle": handle, "run_id": bundle.request.run_id, "run_dir": bundle.request.run_dir}
         print(json.format(json.encode(said), indent=0).decode())
     else:
         print(handle)
 
 
-def follow_run(handle: str, parcel: Parcel, backend: Backend, as_json: bool) -> int:
+def follow_run(handle: str, bundle: SubmissionBundle, backend: Backend, as_json: bool) -> int:
     import sys
 
     from orchestrator.cli.terminal import style
@@ -224,7 +225,7 @@ def follow_run(handle: str, parcel: Parcel, backend: Backend, as_json: bool) -> 
     out = sys.stderr if as_json else sys.stdout
     print(handle, file=out, flush=True)
     try:
-        state = follow(RunFolder(Path(parcel.request.run_dir)), backend, out, style())
+        state = follow(RunFolder(Path(bundle.request.run_dir)), backend, out, style())
     except KeyboardInterrupt:
         print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out)
         raise

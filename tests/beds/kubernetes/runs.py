@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.run.state import RunState
-from tests.beds.parcels import reports
+from tests.beds.bundles import reports
 
 from . import image, nodes
 from .bed import Bed

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.run.state import RunState
-from tests.beds.parcels import reports
+from tests.beds.bundles import reports
 
 from .cluster import Cluster
 

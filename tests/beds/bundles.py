@@ -21,7 +21,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, send_signal
-from orchestrator.run.request import Code, Parcel, Site, make_request
+from orchestrator.run.request import Code, Site, SubmissionBundle, make_request
 from orchestrator.run.state import RunState, true_state
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -36,7 +36,7 @@ class SmallConfig(msgspec.Struct, frozen=True):
     choices: dict[str, str] = {}
 
 
-def make_parcel(
+def make_bundle(
     plan: Plan,
     runs: Path,
     *,
@@ -48,7 +48,7 @@ def make_parcel(
     join_timeout_s: float = 30.0,
     env: dict[str, str] | None = None,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
-) -> Parcel:
+) -> SubmissionBundle:
     fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0, "min_nodes_grace_s": 0}
     fields |= backend or {}
     site = Site(
@@ -67,9 +67,9 @@ def make_parcel(
 
 def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
     """Start a run of the stand-in worker; `env` tells it what to do (see worker.py)."""
-    parcel = make_parcel(plan, runs, **options)
-    LocalBackend().submit(parcel, os.environ)
-    return RunFolder(Path(parcel.request.run_dir))
+    bundle = make_bundle(plan, runs, **options)
+    LocalBackend().submit(bundle, os.environ)
+    return RunFolder(Path(bundle.request.run_dir))
 
 
 def kill_runs(runs: Path) -> None:
