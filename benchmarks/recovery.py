@@ -94,15 +94,15 @@ class Trial:
 
     @staticmethod
     def worker(agent: int) -> int:
-        """The one worker below an agent: the warden's child that is not the nursery."""
+        """The one worker below an agent: the worker supervisor's child that is not the fork server."""
 
         def children(pid: int) -> list[int]:
             return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-        warden = children(agent)[0]
-        nursery = "orchestrator.agent.node.fork_server"
-        found = [pid for pid in children(warden) if nursery not in Path(f"/proc/{pid}/cmdline").read_text()]
-        forked = [pid for pid in children(warden) if Path(f"/proc/{pid}/comm").read_text().startswith("orch-rank-")]
+        supervisor = children(agent)[0]
+        fork_server = "orchestrator.agent.node.fork_server"
+        found = [pid for pid in children(supervisor) if fork_server not in Path(f"/proc/{pid}/cmdline").read_text()]
+        forked = [pid for pid in children(supervisor) if Path(f"/proc/{pid}/comm").read_text().startswith("orch-rank-")]
         return (forked or found)[0]
 
     def run(self, fault: str) -> dict:

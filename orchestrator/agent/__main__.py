@@ -23,8 +23,8 @@ from orchestrator.run.folder import RunFolder, read_secret
 from orchestrator.run.request import from_bytes, used_nodes
 
 from .leader.coordinator import Coordinator
-from .leader.state_writer import RunRecord
-from .node.agent import Agent, Place
+from .leader.state_writer import StateWriter
+from .node.agent import Agent, NodeFacts
 from .node.host import Host
 from .node.metrics import serve
 from .node.recorder import Recorder
@@ -98,19 +98,20 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     bound = server.sockets[0].getsockname()
     address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
-    place = Place(platform.node(), args.address, os.getpid(), _gpus(plan) if args.gpus is None else args.gpus, _nics())
+    gpus = _gpus(plan) if args.gpus is None else args.gpus
+    facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics())
     discovery = Discovery(folder, request.discovery_dir)
     host = None
     if args.elastic:
         host = Host(folder, request, args.node, key, recorder, discovery, args.grow_after_s)
         host.listens_at(args.address, args.coordinator_port)
-    agent = Agent(folder, plan, request, args.node, place, key, recorder, address, host and host.succession)
+    agent = Agent(folder, plan, request, args.node, facts, key, recorder, address, host and host.election)
     _listen_to_signals(agent)
     if args.lifeline:
         _watch_lifeline(agent)
     coordinator = None
     if first and not host:
-        record = RunRecord(folder, plan, args.node, discovery)
+        record = StateWriter(folder, plan, args.node, discovery)
         coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
     try:
         if host:

@@ -1,7 +1,8 @@
 """Processes of this machine: who is who, who descends from whom, and how to end a whole tree. Linux.
 
-The supervisor, the agent and the warden are each a *subreaper* (prctl(2)): a process whose parent dies becomes the
-child of the nearest one, so nothing started in a run can leave the tree, not even by a double fork and `setsid`.
+The supervisor, the agent and the worker supervisor are each a *subreaper* (prctl(2)): a process whose parent dies
+becomes the child of the nearest one, so nothing started in a run can leave the tree, not even by a double fork and
+`setsid`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from orchestrator.agent.leader.coordinator import Coordinator
-from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.channel import Refused, connect
 from orchestrator.agent.protocol.messages import (
@@ -24,12 +24,12 @@ from orchestrator.agent.protocol.messages import (
     Fenced,
     FromCoordinator,
     Join,
-    Notice,
     Prepare,
     Ready,
     Started,
     Stop,
     Stopped,
+    TerminationSignal,
     WorkerExit,
 )
 from orchestrator.plan import to_json
@@ -132,7 +132,7 @@ async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1
     folder = make_folder(tmp_path, epoch)
     rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
     recorder = Recorder(folder, "node0", PLAN)
-    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
+    record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
     async with coordinating(
         folder, Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record), recorder
     ) as found:
@@ -193,7 +193,7 @@ def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(tmp_path):
 
 
 def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
-    """Found with a killed warden: Stopped came twice, and the second one ended the next epoch at once."""
+    """Found with a killed worker supervisor: Stopped came twice, and the second one ended the next epoch at once."""
 
     async def scenario(w):
         a, b = await w.join("node0"), await w.join("node1")
@@ -364,7 +364,7 @@ def test_missing_nodes_are_named(tmp_path):
 def test_a_notice_before_the_start_ends_the_run(tmp_path):
     async def scenario(w):
         agent = await w.join("node0")
-        agent.say(Notice(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
+        agent.say(TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
         assert (await agent.hear())[1].code == 75
         assert w.state().state == "stopped"
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.agent.faults.attribution import Past, blame
-from orchestrator.agent.faults.detector import Lookout
-from orchestrator.agent.faults.diagnosis import diagnose, patience_s, peers_usual, slowdown
+from orchestrator.agent.faults.attribution import FaultHistory, attribute
+from orchestrator.agent.faults.detector import HangDetector
+from orchestrator.agent.faults.diagnosis import diagnose, hang_timeout_s, peers_usual, slowdown
 from orchestrator.agent.faults.policy import Budget, EpochEnd, WorkerEnd, decide
-from orchestrator.agent.node.progress import NodeWatch, is_frozen
-from orchestrator.agent.protocol.messages import Seen
+from orchestrator.agent.node.progress import ProgressMonitor, is_frozen
+from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan.worker import PulseReport, StepReport
 from orchestrator.run.processes import Load
 from orchestrator.run.request import Policy
@@ -28,12 +28,12 @@ RULES = Policy(max_restarts=3, grace_s=5, heartbeat_timeout_s=10, join_timeout_s
 USUAL = {"usual_step_s": 0.5, "silent_s": 0.5, "step_s": 40.0, "still_s": 40.0, "state": "S"}
 
 
-def waits(rank: int, **more) -> Seen:
-    return Seen(rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **more})
+def waits(rank: int, **more) -> WorkerStatus:
+    return WorkerStatus(rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **more})
 
 
-def works(rank: int, **more) -> Seen:
-    return Seen(rank=rank, **{"step": 9, "phase": "backward", **USUAL, **more})
+def works(rank: int, **more) -> WorkerStatus:
+    return WorkerStatus(rank=rank, **{"step": 9, "phase": "backward", **USUAL, **more})
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_no_rank_is_judged_while_one_of_them_gets_on(ages, usual, phase):
 
 
 def test_patience_grows_with_the_step_and_with_what_has_no_usual_length():
-    assert patience_s([works(0)], RULES) == 30.0
-    assert patience_s([works(0, usual_step_s=60.0)], RULES) == 600.0
-    assert patience_s([works(0, usual_step_s=None), works(1)], RULES) == 1800.0
-    assert patience_s([works(0), works(1, phase="checkpoint")], RULES) == 1800.0
+    assert hang_timeout_s([works(0)], RULES) == 30.0
+    assert hang_timeout_s([works(0, usual_step_s=60.0)], RULES) == 600.0
+    assert hang_timeout_s([works(0, usual_step_s=None), works(1)], RULES) == 1800.0
+    assert hang_timeout_s([works(0), works(1, phase="checkpoint")], RULES) == 1800.0
 
 
 def test_programs_without_a_pulse_are_not_judged():
@@ -95,7 +95,7 @@ def slow_nodes(plan, seen, ratio=1.5):
 def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_stage(data):
     plan = data.draw(st.sampled_from([make_plan(dp=4, nodes=2), make_plan(pp=2, dp=4, nodes=4), make_plan(tp=2, dp=4)]))
     times = st.none() | st.sampled_from([0.1, 0.2, 0.2, 0.3, 0.5, 0.7])
-    seen = [Seen(rank=rank.rank, usual_step_s=1.0, usual_own_s=data.draw(times)) for rank in plan.ranks]
+    seen = [WorkerStatus(rank=rank.rank, usual_step_s=1.0, usual_own_s=data.draw(times)) for rank in plan.ranks]
     peers = {}
     for node, stage in {(rank.node, rank.coord.pp) for rank in plan.ranks}:
         others = [
@@ -115,7 +115,7 @@ def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
     plan = make_plan(pp=2, dp=2, nodes=4)
     stage = {rank.rank: rank.coord.pp for rank in plan.ranks}
     own = {rank: 0.2 + 0.3 * stage[rank] for rank in range(4)}  # the last stage has more to do, and nobody is slow
-    seen = [Seen(rank=rank, usual_step_s=1.0, usual_own_s=own[rank]) for rank in range(4)]
+    seen = [WorkerStatus(rank=rank, usual_step_s=1.0, usual_own_s=own[rank]) for rank in range(4)]
     assert slow_nodes(plan, seen) == {}
     slow = structs.replace(seen[0], usual_own_s=0.4)
     assert slow_nodes(plan, [slow, *seen[1:]]) == {plan.ranks[0].node: 2.0}
@@ -132,25 +132,25 @@ def test_who_takes_more_micro_batches_is_not_slow():
 
 
 def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
-    lookout, told, lasting = Lookout(RULES), [], []
+    lookout, told, lasting = HangDetector(RULES), [], []
     lookout.begin_epoch(PLAN)
     for second in range(30):
         slow = 0.9 if second < 12 or second == 14 else 0.3  # and once more, which is no news
         for node, ranks in (("node0", (0, 1)), ("node1", (2, 3))):
-            seen = [Seen(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3) for r in ranks]
+            seen = [WorkerStatus(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3) for r in ranks]
             lookout.hear(node, seen, float(second))
-        lookout.verdict(float(second))
+        lookout.diagnosis(float(second))
         if (news := lookout.slow()) is not None:
             told.append((second, news))
         lasting.append(lookout.lastingly_slow())
     assert told == [(2, {"node1": 3.0}), (18, {})]
     assert lasting == [{}] * 10 + [{"node1": 3.0}] * 8 + [{}] * 12
-    lookout.hear("node1", [Seen(rank=3, usual_step_s=1.0, usual_own_s=0.9)], 30.0)
+    lookout.hear("node1", [WorkerStatus(rank=3, usual_step_s=1.0, usual_own_s=0.9)], 30.0)
     assert lookout.slow() is None, "one slow word is none"
 
 
 def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
-    watch, pids = NodeWatch(), {3: os.getpid()}
+    watch, pids = ProgressMonitor(), {3: os.getpid()}
     pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
     watch.on_pulse(pulse)
     for _ in range(4):
@@ -172,7 +172,7 @@ def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, s
     monkeypatch.setattr(
         "orchestrator.agent.node.progress.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
     )
-    watch = NodeWatch()
+    watch = ProgressMonitor()
     pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
     watch.on_pulse(pulse)
     for _ in range(8):
@@ -190,7 +190,7 @@ def failed(node: str, step: int | None, kind: str = "worker_exit", code: int = 1
 
 
 @pytest.mark.parametrize(
-    ("past", "last", "guilty"),
+    ("past", "last", "at_fault"),
     [
         ([failed("a", 7)], failed("b", 7), "data"),
         ([failed("a", 7), failed("b", 3)], failed("c", 7), "data"),
@@ -210,11 +210,14 @@ def failed(node: str, step: int | None, kind: str = "worker_exit", code: int = 1
         ([failed("a", 1), failed("a", 2, "node_lost")], failed("a", 3), ""),
     ],
 )
-def test_what_repeats(past, last, guilty):
-    assert blame(last, Past(tuple(past), nodes=3, bad_node_after=3)).guilty == guilty
-    assert blame(last, Past(tuple(past), nodes=1, bad_node_after=3)).guilty in ("", guilty if guilty == "data" else "")
-    if guilty == "node":
-        assert not blame(last, Past(tuple(past), nodes=3, bad_node_after=0)).guilty
+def test_what_repeats(past, last, at_fault):
+    def found(**rules: int) -> str:
+        return attribute(last, FaultHistory(tuple(past), **rules)).at_fault
+
+    assert found(nodes=3, bad_node_after=3) == at_fault
+    assert found(nodes=1, bad_node_after=3) in ("", at_fault if at_fault == "data" else "")
+    if at_fault == "node":
+        assert not found(nodes=3, bad_node_after=0)
 
 
 def test_a_cause_with_a_budget_of_its_own_uses_up_no_other():

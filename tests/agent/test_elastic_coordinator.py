@@ -9,13 +9,13 @@ import time
 import pytest
 
 from orchestrator.agent.leader.elastic import ElasticCoordinator
-from orchestrator.agent.leader.state_writer import RunRecord
-from orchestrator.agent.leader.world_sizes import Growth, Sizes
+from orchestrator.agent.leader.state_writer import StateWriter
+from orchestrator.agent.leader.world_sizes import ScaleUpPolicy, Sizes
 from orchestrator.agent.node.recorder import Recorder
-from orchestrator.agent.protocol.messages import Assign, Notice, Prepare, Ready, Started, Stop, Stopped, Warm
+from orchestrator.agent.protocol.messages import Assign, Prepare, Ready, Started, Stop, Stopped, TerminationSignal, Warm
 from orchestrator.plan import Exit, load_plan, to_json
-from orchestrator.run.claims import Claims
 from orchestrator.run.discovery import Discovery
+from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import write_private
 from orchestrator.run.request import Policy
 from orchestrator.run.state import read_state
@@ -34,11 +34,11 @@ async def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     write_private(folder.plan, to_json(PLAN))
     request = make_bundle(PLAN, tmp_path / "elsewhere", sizes=sizes).request
     rules = Policy(max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0, **more)
-    claims = Claims(folder, "node0")
+    claims = EpochLease(folder, "node0")
     claims.take(0)
     recorder = Recorder(folder, "node0", PLAN)
-    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
-    parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, Growth())
+    record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
+    parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, ScaleUpPolicy())
     async with coordinating(folder, ElasticCoordinator(*parts), recorder) as found:
         yield found
 
@@ -75,7 +75,7 @@ def test_a_run_whose_seated_nodes_must_all_leave_goes_on_where_others_stand_by(t
                 c = await world.join("node2", epoch=0)
                 assert await c.hear() == (0, Prepare())
             for agent in (a, b):
-                agent.say(Notice(reason=f"{agent.node} is drained", signal="SIGTERM", force=False))
+                agent.say(TerminationSignal(reason=f"{agent.node} is drained", signal="SIGTERM", force=False))
             for agent in (a, b):
                 assert isinstance((await agent.hear())[1], Stop)
                 agent.say(Stopped())
@@ -192,7 +192,7 @@ def test_too_few_nodes_wait_for_those_that_may_be_on_their_way_back(tmp_path, th
                     assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash
                 return
             if then == "told to end":
-                a.say(Notice(reason="drained", signal="SIGTERM", force=False))
+                a.say(TerminationSignal(reason="drained", signal="SIGTERM", force=False))
             assert (await a.hear())[1].code == code
             a.channel.abort()
             over = await world.task

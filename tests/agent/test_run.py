@@ -1,4 +1,4 @@
-"""Whole local runs: supervisor, agents, wardens and stand-in workers as real processes; faults as real signals."""
+"""Whole local runs: supervisors, agents and stand-in workers as real processes; faults as real signals."""
 
 from __future__ import annotations
 
@@ -282,17 +282,17 @@ def test_a_frozen_agent_is_a_lost_node(runs):
     assert not any(is_alive(one) for one in alive.values())
 
 
-def test_a_killed_warden_takes_the_workers_with_it_and_the_run_restarts(runs):
+def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs):
     env = {"ORCH_TEST_STEPS": "20", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1"}
     folder = submit(plan(nodes=1), runs, env=env, backend={"max_restarts": 1})
     wait_step(folder, 2)
     alive = processes(folder)
     worker = alive["pid-0-0"].pid
     with open(f"/proc/{worker}/stat") as file:
-        warden = int(file.read().rpartition(")")[2].split()[1])
+        supervisor = int(file.read().rpartition(")")[2].split()[1])
     for path in folder.path.glob("grandchild-*"):
         path.unlink()
-    os.kill(warden, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     wait_for(lambda: not any(is_alive(one) for one in alive.values()), 2.0, "end of workers and grandchildren")
     state = wait_end(folder)
     assert (state.state, state.reason, state.epoch) == ("done", "all workers are done", 1)

@@ -1,4 +1,4 @@
-"""The agent's side of its workers, with a real warden and small real programs."""
+"""The agent's side of its workers, with a real worker supervisor and small real programs."""
 
 from __future__ import annotations
 
@@ -278,12 +278,12 @@ def test_an_environment_that_is_too_large_is_an_error_not_a_hang(run, tmp_path):
     run(scenario, tmp_path)
 
 
-def test_an_agent_that_dies_without_listening_is_no_error_of_the_warden():
+def test_an_agent_that_dies_without_listening_is_no_error_of_the_supervisor():
     """Seen when an agent was killed while workers started: the socket is reset, not closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         theirs.send(b"never read")
         ours.close()
         argv = [sys.executable, "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
-        warden = subprocess.run(argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
-    assert (warden.returncode, warden.stderr) == (0, "")
+        supervisor = subprocess.run(argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
+    assert (supervisor.returncode, supervisor.stderr) == (0, "")

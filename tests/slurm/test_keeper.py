@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.node.agent import Agent, Place
+from orchestrator.agent.node.agent import Agent, NodeFacts
 from orchestrator.agent.node.recorder import Recorder
-from orchestrator.agent.protocol.messages import Notice
+from orchestrator.agent.protocol.messages import TerminationSignal
 from orchestrator.plan import Exit
 from tests.agent.test_coordinator import KEY, PLAN, make_folder
 from tests.beds.bundles import make_bundle, wait_for
@@ -92,14 +92,14 @@ def test_an_agent_that_hears_a_notice_from_its_keeper_and_from_slurm_takes_both_
     said = []
 
     class Channel:
-        def send(self, epoch: int, notice: Notice) -> None:
+        def send(self, epoch: int, notice: TerminationSignal) -> None:
             said.append(notice.force)
 
     async def main() -> None:
         folder = make_folder(tmp_path)
         request = make_bundle(PLAN, tmp_path / "elsewhere").request
-        place, recorder = Place("host", "127.0.0.1", 1, 2, 0), Recorder(folder, "node0", PLAN)
-        agent = Agent(folder, PLAN, request, "node0", place, KEY, recorder, None)
+        facts, recorder = NodeFacts("host", "127.0.0.1", 1, 2, 0), Recorder(folder, "node0", PLAN)
+        agent = Agent(folder, PLAN, request, "node0", facts, KEY, recorder, None)
         agent._channel = Channel()
         agent.notice("got SIGTERM", insists=False)
         agent.notice("got SIGTERM", insists=False)

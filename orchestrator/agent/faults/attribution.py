@@ -1,8 +1,8 @@
-"""What a fault says beside those before it: whether it is the data's or the code's, or a node's. Pure.
+"""Fault attribution: whether a failure is due to the data or the code, or to a node. Pure.
 
-The same step failing on different nodes does not depend on where it runs; one node failing at different steps, while
-the others do not, does not depend on what runs. A gradient that is not finite is everybody's at once: when it comes
-again after a restart at the same step it was no passing error of a machine.
+A step that fails on different nodes does not depend on where it runs. A node that fails at different steps, while the
+others do not, does not depend on what runs. A gradient that is not finite is the same on all ranks: if it comes again
+at the same step after a restart, it was no transient error of a machine.
 """
 
 from __future__ import annotations
@@ -21,42 +21,45 @@ _OF_NODE = ("worker_exit", "worker_spinning", "worker_stuck")
 
 
 @dataclass(frozen=True)
-class Past:
-    """What went wrong before in this attempt, oldest first; `nodes` of this epoch; when a node counts as bad."""
+class FaultHistory:
+    """`causes`: of the failures of this attempt so far, oldest first. `nodes`: of the epoch that has ended."""
 
     causes: tuple[Cause, ...] = ()
     nodes: int = 1
     bad_node_after: int = 0  # failures in a row; 0: never
 
 
-NOTHING = Past()
+NO_FAULTS = FaultHistory()
 
 
 @dataclass(frozen=True)
-class Blame:
-    guilty: Literal["data", "node", ""] = ""
+class Attribution:
+    """`at_fault`: "data" stands for the data or the code; "" where nothing can be said."""
+
+    at_fault: Literal["data", "node", ""] = ""
     text: str = ""
 
 
-def blame(cause: Cause, past: Past) -> Blame:
-    """`guilty` "data" stands for data or code."""
+def attribute(cause: Cause, history: FaultHistory) -> Attribution:
+    """What a failure is due to, by the failures before it in this attempt."""
+    text = cause.text
     if _of_code(cause):
-        same = [one for one in past.causes if _of_code(one) and (one.kind, one.step) == (cause.kind, cause.step)]
+        same = [one for one in history.causes if _of_code(one) and (one.kind, one.step) == (cause.kind, cause.step)]
         if cause.kind == "non_finite" and same:
-            return Blame("data", f"{cause.text}; so it was after the last restart: the data or the code")
+            return Attribution("data", f"{text}; so it was after the last restart: the data or the code")
         other = next((one for one in same if one.node != cause.node), None)
         if other:
-            return Blame("data", f"{cause.text}; the same step failed on {other.node} before: the data or the code")
-    if past.bad_node_after and past.nodes > 1 and _of_node(cause):
+            return Attribution("data", f"{text}; the same step failed on {other.node} before: the data or the code")
+    if history.bad_node_after and history.nodes > 1 and _of_node(cause):
         row = [cause]
-        for one in reversed([one for one in past.causes if _of_node(one)]):
+        for one in reversed([one for one in history.causes if _of_node(one)]):
             if one.node != cause.node:
                 break
             row.append(one)
         steps = {one.step for one in row}
-        if len(row) >= past.bad_node_after and len(steps) >= min(len(row), past.bad_node_after):
-            return Blame("node", f"{cause.text}; {len(row)} failures in a row on {cause.node}, at different steps")
-    return Blame()
+        if len(row) >= history.bad_node_after and len(steps) >= min(len(row), history.bad_node_after):
+            return Attribution("node", f"{text}; {len(row)} failures in a row on {cause.node}, at different steps")
+    return Attribution()
 
 
 def _of_code(cause: Cause) -> bool:

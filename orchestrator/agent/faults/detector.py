@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.agent.node.progress import is_frozen
-from orchestrator.agent.protocol.messages import Seen
+from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.run.request import Policy
 
-from .diagnosis import Verdict, diagnose, gathered, peers_usual, slowdown
+from .diagnosis import Diagnosis, diagnose, gathered, peers_usual, slowdown
 
 _EVERY_S, _COMPARE_S = 0.9, 0.4  # of 16,384 ranks: 50 ms each
 #: Words of an agent, one or two a second, each about the last eight steps. To say that a node is slow costs nothing; to
@@ -25,11 +25,11 @@ class _Slow:
     against: int = 0  # the last ones, that do not
 
 
-class Lookout:
+class HangDetector:
     def __init__(self, rules: Policy):
         self._rules = rules
         self._plan: Plan | None = None
-        self._seen: dict[str, Sequence[Seen]] = {}  # by node, what its agent said last
+        self._seen: dict[str, Sequence[WorkerStatus]] = {}  # by node, what its agent said last
         self._peers: Mapping[tuple[str, int], float] = {}
         self._looked = self._compared = float("-inf")  # loop times
         self._urgent = False
@@ -44,7 +44,7 @@ class Lookout:
         self._looked = self._compared = float("-inf")
         self._urgent = False
 
-    def hear(self, node: str, seen: Sequence[Seen], now: float) -> None:
+    def hear(self, node: str, seen: Sequence[WorkerStatus], now: float) -> None:
         """`now`: loop time."""
         self._seen[node] = seen
         self._urgent = any(map(is_frozen, seen))
@@ -53,7 +53,7 @@ class Lookout:
         theirs = gathered({node: seen}, self._plan)
         self._count(node, slowdown(self._plan, theirs, self._peers, self._rules.straggler_ratio))
 
-    def verdict(self, now: float) -> Verdict | None:
+    def diagnosis(self, now: float) -> Diagnosis | None:
         """What is wrong, if anything. Most calls return at once, for agents by the thousand speak."""
         if now - self._looked < _EVERY_S and not self._urgent:
             return None

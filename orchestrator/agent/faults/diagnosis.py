@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from orchestrator.agent.node.progress import is_frozen
-from orchestrator.agent.protocol.messages import Seen
+from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of
 from orchestrator.run.request import Policy
@@ -26,7 +26,7 @@ _SHARE = 0.1  # of the step that a slow rank must cost the others
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """`kind`: of `launch.state.WORKER_CAUSES`. Rank and node are None where nobody's own fault is seen."""
 
     kind: str
@@ -36,15 +36,15 @@ class Verdict:
     step: int | None = None  # the last one that was completed
 
 
-def diagnose(plan: Plan, seen: Collection[Seen], rules: Policy) -> Verdict | None:
+def diagnose(plan: Plan, seen: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
     """`seen`: the ranks that live. None while nothing is wrong."""
     frozen = [one for one in seen if is_frozen(one)]
     if frozen:
         first = max(frozen, key=lambda one: (one.stopped_s, -one.rank))
         how = f"stopped by a signal (state T) for {first.stopped_s:g} s"
-        return _verdict("worker_frozen", plan, first, seen, how)
+        return _diagnosis("worker_frozen", plan, first, seen, how)
     watched = [one for one in seen if one.silent_s is not None]
-    if not watched or len(watched) < len(seen) or min(one.step_s for one in watched) < patience_s(watched, rules):
+    if not watched or len(watched) < len(seen) or min(one.step_s for one in watched) < hang_timeout_s(watched, rules):
         return None
     free = [one for one in watched if one.waiting is None or one.silent_s > _MUTE_S]
     if not free:
@@ -52,13 +52,13 @@ def diagnose(plan: Plan, seen: Collection[Seen], rules: Policy) -> Verdict | Non
     first = min(free, key=lambda one: (one.step, -one.still_s, one.rank))
     if first.busy >= _SPINS or first.state == "R":  # a busy machine may give it little
         how = f"it computes ({first.busy:.0%} of a core), and does not get on for {first.still_s:g} s"
-        return _verdict("worker_spinning", plan, first, seen, how)
+        return _diagnosis("worker_spinning", plan, first, seen, how)
     held = f"without a pulse for {first.silent_s:g} s" if first.silent_s > _MUTE_S else "neither computing nor waiting"
     how = f"{held}, state {first.state}, for {first.still_s:g} s"
-    return _verdict("worker_stuck", plan, first, seen, how)
+    return _diagnosis("worker_stuck", plan, first, seen, how)
 
 
-def patience_s(watched: Collection[Seen], rules: Policy) -> float:
+def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
     """How long no rank may make a step before something is wrong, seconds."""
     usual = [one.usual_step_s for one in watched if one.usual_step_s is not None]
     if len(usual) < len(watched) or any(one.phase in ("start", "checkpoint") for one in watched):
@@ -67,7 +67,7 @@ def patience_s(watched: Collection[Seen], rules: Policy) -> float:
 
 
 def slowdown(
-    plan: Plan, theirs: Collection[Seen], peers: Mapping[tuple[str, int], float], least_ratio: float
+    plan: Plan, theirs: Collection[WorkerStatus], peers: Mapping[tuple[str, int], float], least_ratio: float
 ) -> float | None:
     """Of one node: own compute time of its slowest rank over what is usual for its `peers`; None: it is not slow.
 
@@ -83,7 +83,7 @@ def slowdown(
     return max(found, default=None)
 
 
-def peers_usual(plan: Plan, seen: Collection[Seen]) -> dict[tuple[str, int], float]:
+def peers_usual(plan: Plan, seen: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
     """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
 
     One sort a stage: a node's own ranks are stepped over where they stand in the order, for there may be 16,384 ranks.
@@ -112,18 +112,18 @@ def _without(left_out: Collection[int], at: int) -> int:
     return at
 
 
-def _is_timed(one: Seen) -> bool:
+def _is_timed(one: WorkerStatus) -> bool:
     return one.usual_own_s is not None and bool(one.usual_step_s)
 
 
-def _of_the_most(plan: Plan, one: Seen) -> float:
+def _of_the_most(plan: Plan, one: WorkerStatus) -> float:
     """A rank's own time as it would be with the most micro-batches that a replica computes: who takes more is not
     slow."""
     par = plan.parallel
     return one.usual_own_s * par.micro_batches / computed(par, replica_of(par, plan.ranks[one.rank].coord))
 
 
-def _verdict(kind: str, plan: Plan, one: Seen, seen: Collection[Seen], how: str) -> Verdict:
+def _diagnosis(kind: str, plan: Plan, one: WorkerStatus, seen: Collection[WorkerStatus], how: str) -> Diagnosis:
     place = plan.ranks[one.rank]
     others = Counter(other.waiting for other in seen if other.rank != one.rank and other.waiting)
     waits = f"did not enter {others.most_common(1)[0][0]}" if others and not one.waiting else None
@@ -133,17 +133,17 @@ def _verdict(kind: str, plan: Plan, one: Seen, seen: Collection[Seen], how: str)
         did = "had not begun to train"
     else:
         did = f"{waits or f'is {phase}'} of step {one.step}" + (f", {phase}" if waits and phase != "at work" else "")
-    return Verdict(kind, f"{where} {did}: {how}", one.rank, place.node, one.step - 1 if one.step else None)
+    return Diagnosis(kind, f"{where} {did}: {how}", one.rank, place.node, one.step - 1 if one.step else None)
 
 
-def _nobody(watched: Collection[Seen]) -> Verdict:
+def _nobody(watched: Collection[WorkerStatus]) -> Diagnosis:
     by_place: dict[str, list[int]] = {}
     for one in sorted(watched, key=lambda one: one.rank):
         by_place.setdefault(f"{one.waiting} of step {one.step}", []).append(one.rank)
     where = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in list(by_place.items())[:4])
     still, step = min(one.still_s for one in watched), min(one.step for one in watched)
     text = f"every rank waits for another for {still:g} s ({where}): none is missing, what carries the exchange is"
-    return Verdict("collective_hung", text, step=step - 1 if step else None)
+    return Diagnosis("collective_hung", text, step=step - 1 if step else None)
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -151,7 +151,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def gathered(by_node: Mapping[str, Collection[Seen]], plan: Plan) -> list[Seen]:
+def gathered(by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan) -> list[WorkerStatus]:
     """What the agents have seen last, of ranks that are theirs."""
     return [one for node, seen in by_node.items() for one in seen if _is_of(plan, one.rank, node)]
 

@@ -13,7 +13,7 @@ from typing import Literal
 from orchestrator.plan.exits import FATAL, Exit, meaning
 from orchestrator.run.state import WORKER_CAUSES, Cause
 
-from .attribution import NOTHING, Past, blame
+from .attribution import NO_FAULTS, FaultHistory, attribute
 
 #: Saved-and-wants-restart exits in a row without one new step, after which starting again is pointless.
 MOST_FRUITLESS = 5
@@ -137,7 +137,7 @@ def cause_of(end: WorkerEnd, epoch: int) -> Cause:
     )
 
 
-def decide(end: EpochEnd, budget: Budget, past: Past = NOTHING) -> Decision:
+def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> Decision:
     """What to do now. The contract's table, in the order in which the rows apply."""
     complete = len(end.ends) == end.world_size
     if complete and all(worker.code == 0 for worker in end.ends):
@@ -188,10 +188,10 @@ def decide(end: EpochEnd, budget: Budget, past: Past = NOTHING) -> Decision:
             return _end("stopped", Exit.RESTART, text, budget, cause)
         return Decision(again=True, state="restarting", reason=cause.text, budget=budget, cause=cause)
 
-    found = blame(cause, past)
-    if found.guilty == "data":
+    found = attribute(cause, history)
+    if found.at_fault == "data":
         return _end("failed", Exit.CONFIG, found.text, budget, cause)
-    if found.guilty == "node":
+    if found.at_fault == "node":
         if end.elastic:
             return _without(cause, found.text, budget)
         return _end("failed", Exit.NODE, found.text, budget, cause)

@@ -16,21 +16,21 @@ from dataclasses import replace
 import msgspec
 
 from orchestrator.agent.faults import policy
-from orchestrator.agent.faults.attribution import Past
-from orchestrator.agent.faults.detector import Lookout
-from orchestrator.agent.faults.diagnosis import Verdict
+from orchestrator.agent.faults.attribution import FaultHistory
+from orchestrator.agent.faults.detector import HangDetector
+from orchestrator.agent.faults.diagnosis import Diagnosis
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.channel import LONGEST_LINE
 from orchestrator.agent.protocol.messages import (
     AgentAlive,
     Done,
     Examine,
-    Notice,
     Prepare,
     Ready,
     Started,
     Stop,
     Stopped,
+    TerminationSignal,
     WorkerExit,
 )
 from orchestrator.plan import Exit, Plan
@@ -40,9 +40,9 @@ from orchestrator.run.request import Policy, used_nodes
 from orchestrator.run.state import Cause
 
 from .epoch import Epoch, assignment, some
-from .final_checkpoint import Flush, is_due
-from .membership import Lost, Member, Membership, Unfit
-from .state_writer import NO_ROOM, RunRecord
+from .final_checkpoint import FinalCheckpoint, is_due
+from .membership import Member, MemberLost, Membership, MemberUnfit
+from .state_writer import NO_ROOM, StateWriter
 
 _FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they have nothing to save together any more
 _UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
@@ -54,7 +54,14 @@ class Coordinator:
     _elastic = False
 
     def __init__(
-        self, folder: RunFolder, plan: Plan, rules: Policy, key: bytes, node: str, recorder: Recorder, record: RunRecord
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        rules: Policy,
+        key: bytes,
+        node: str,
+        recorder: Recorder,
+        record: StateWriter,
     ):
         self._folder, self._plan, self._rules, self._key = folder, plan, rules, key
         self._node, self._recorder, self._record = node, recorder, record
@@ -76,7 +83,7 @@ class Coordinator:
             rules.max_restarts, record.restarts, 0, rules.max_restarts_by_cause, record.restarts_by_cause
         )
         self._group.excluded.update(record.excluded)
-        self._lookout = Lookout(rules)
+        self._detector = HangDetector(rules)
         self._furthest = -1  # last step completed in any epoch
 
     @property
@@ -93,7 +100,7 @@ class Coordinator:
             decision = await self._gather()
             while decision is None or decision.again:
                 ended = await self._live()
-                past = Past(tuple(self._record.causes), len(self._seats), self._rules.bad_node_after)
+                past = FaultHistory(tuple(self._record.causes), len(self._seats), self._rules.bad_node_after)
                 decision = policy.decide(ended, self._budget, past)
                 self._remember_bad(decision)
                 decision = await self._replanned(decision)
@@ -122,7 +129,7 @@ class Coordinator:
         """The decision, with what became of the state that only the nodes' memories held."""
         if not is_due(self._folder, self._plan, decision):
             return decision
-        flush = Flush(self._plan, self._rules, self._group, self._record, self._next, self._note)
+        flush = FinalCheckpoint(self._plan, self._rules, self._group, self._record, self._next, self._note)
         told = await flush.run()
         return replace(decision, reason="; ".join(filter(None, (decision.reason, told))))
 
@@ -155,7 +162,7 @@ class Coordinator:
     def host_left(self) -> None:
         """The agent beside this coordinator is gone. While nodes gather, no lost connection may tell."""
         if self._group.gathering:
-            notice = Notice(
+            notice = TerminationSignal(
                 reason=f"{self._node}: its agent left before all nodes had come", signal="SIGTERM", force=False
             )
             self._queue.put_nowait((self.epoch, self._node, notice))
@@ -172,11 +179,11 @@ class Coordinator:
                 text = f"{some(missing)} did not join within {self._rules.join_timeout_s:g} s"
                 return self._over("failed", Exit.CAPACITY, "join_timeout", text)
             node, what = event
-            if isinstance(what, Lost):
+            if isinstance(what, MemberLost):
                 return self._over("failed", Exit.CAPACITY, "node_lost", f"{node}: {what.text}", node)
-            if isinstance(what, Unfit):
+            if isinstance(what, MemberUnfit):
                 return self._over("failed", what.code, "node_unfit", what.text, node)
-            if isinstance(what, Notice):
+            if isinstance(what, TerminationSignal):
                 self._ask(what)
                 return self._over(self._request.kind, Exit.RESTART, "", f"{self._request.reason}; nothing had started")
         self._group.gathering = False
@@ -188,7 +195,7 @@ class Coordinator:
         """One life of the workers, from the new epoch to the last of them gone."""
         now = Epoch()
         before = self._furthest
-        self._lookout.begin_epoch(self._plan)
+        self._detector.begin_epoch(self._plan)
         self._record.begin_epoch()  # on disk before anybody hears of it
         self._note("epoch_began", epoch=self.epoch)
         self._recorder.metrics.set("orch_wanted_nodes", len(self._seats))
@@ -199,7 +206,7 @@ class Coordinator:
         end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
         while (late := [node for node, member in self._seated() if member.ready is None]) and not now.stopping:
             event = await self._next(end)
-            self._take(now, *(event or (late[0], Lost("no answer to a new epoch"))))
+            self._take(now, *(event or (late[0], MemberLost("no answer to a new epoch"))))
         if not now.stopping:
             self._assign()
         while not self._is_over(now):
@@ -227,7 +234,7 @@ class Coordinator:
 
     def _woken(self, now: Epoch) -> None:
         late = self._busy(now)
-        self._take(now, late[0], Lost("its workers cannot be killed"))
+        self._take(now, late[0], MemberLost("its workers cannot be killed"))
 
     @property
     def _seats(self) -> list[str]:
@@ -261,7 +268,7 @@ class Coordinator:
             event = await self._next(end)
             if event is None:
                 break
-            if isinstance(event[1], Lost):
+            if isinstance(event[1], MemberLost):
                 self._group.drop(event[0], "node_left", event[1].text)
 
     # ---------------------------------------------------------------------------------- events
@@ -269,7 +276,7 @@ class Coordinator:
     def _take(self, now: Epoch, node: str, what: object) -> None:
         """One event of an epoch."""
         member = self._group.members.get(node)
-        if isinstance(what, Lost):
+        if isinstance(what, MemberLost):
             if member is None or what.member not in (None, member):
                 return
             if node in self._seats:
@@ -294,7 +301,7 @@ class Coordinator:
             now.stopped.add(node)
         elif isinstance(what, AgentAlive):
             self._look(now, node, what)
-        elif isinstance(what, Notice):
+        elif isinstance(what, TerminationSignal):
             self._ask(what)
             grace = 0.0 if what.force else self._rules.grace_s
             self._stop_all(now, self._request.reason, what.signal, grace, force=what.force)
@@ -304,16 +311,16 @@ class Coordinator:
         if now.stopping or now.fault or not now.started.issuperset(self._seats):
             return
         clock = asyncio.get_running_loop().time()
-        self._lookout.hear(node, what.seen, clock)
-        verdict = self._lookout.verdict(clock)
-        if verdict is not None:
-            self._condemn(now, verdict)
-        elif (slow := self._lookout.slow()) is not None:
+        self._detector.hear(node, what.seen, clock)
+        diagnosis = self._detector.diagnosis(clock)
+        if diagnosis is not None:
+            self._fail(now, diagnosis)
+        elif (slow := self._detector.slow()) is not None:
             self._slow(now, slow)
 
-    def _condemn(self, now: Epoch, found: Verdict) -> None:
+    def _fail(self, now: Epoch, found: Diagnosis) -> None:
         """Save where all are, end the one that holds them up, and with it the epoch."""
-        now.condemn(found, self._folder, self.epoch)
+        now.fail(found, self._folder, self.epoch)
         self._note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
         for node, member in self._seated():
             end = [found.rank] if node == found.node else []
@@ -370,7 +377,7 @@ class Coordinator:
         for member in self._group.members.values():
             member.channel.send(self.epoch, Stop(reason=reason, signal=signum, grace_s=grace_s))
 
-    def _ask(self, notice: Notice) -> None:
+    def _ask(self, notice: TerminationSignal) -> None:
         if self._request is None:
             kind = "cancelled" if self._folder.cancel.exists() else "stopped"
             self._request = policy.Request(kind, "cancelled by the user" if kind == "cancelled" else notice.reason)
@@ -385,7 +392,7 @@ class Coordinator:
             except TimeoutError:
                 return None
             # an answer that was still in the queue when its epoch ended must not count for the next one
-            if epoch == self.epoch or isinstance(what, Lost | Notice):
+            if epoch == self.epoch or isinstance(what, MemberLost | TerminationSignal):
                 return node, what
 
     def _over(self, state: str, code: int, kind: str, text: str, node: str | None = None) -> policy.Decision:

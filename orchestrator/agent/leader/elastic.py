@@ -13,20 +13,20 @@ import time
 from msgspec import json, structs
 
 from orchestrator.agent.faults import policy
-from orchestrator.agent.protocol.messages import AgentAlive, Done, Join, Notice, Prepare, Started, Warm
-from orchestrator.agent.protocol.self_stall import Pace
+from orchestrator.agent.protocol.heartbeat import SelfStallDetector
+from orchestrator.agent.protocol.messages import AgentAlive, Done, Join, Prepare, Started, TerminationSignal, Warm
 from orchestrator.plan import Exit, Plan
 from orchestrator.planner.elastic.choose import horizon_s
 from orchestrator.run.bad_nodes import remembered
-from orchestrator.run.claims import Deposed
+from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import write_private
 from orchestrator.run.request import used_nodes
 from orchestrator.run.state import Cause
 
 from .coordinator import Coordinator
-from .election import TICK_S, TURN_TICKS, Whereabouts
+from .election import TICK_S, TURN_TICKS, CoordinatorAddress
 from .epoch import Epoch
-from .membership import Lost, Unfit
+from .membership import MemberLost, MemberUnfit
 from .state_writer import NO_ROOM
 from .world_sizes import Sizes
 
@@ -35,7 +35,7 @@ _LOOK_AGAIN_S = 1.0  # whether growing pays by now: the longer nothing happens, 
 _LOSS_GRACE_S = 1.5  # workers notice a dead peer by themselves; those of a frozen one have nothing to wait for
 
 
-class _Resigned(Deposed):
+class _Resigned(LeaseLost):
     """This node has to leave a run that goes on."""
 
 
@@ -48,11 +48,11 @@ class ElasticCoordinator(Coordinator):
         super().__init__(folder, plan, rules, key, node, recorder, record)
         self._sizes = sizes
         self._leaving: dict[str, str] = {}  # node -> why it will leave
-        self._where: Whereabouts | None = None
+        self._where: CoordinatorAddress | None = None
         self._silent = False  # a node was lost that may live: perhaps it is this one that is cut off, or was frozen
         self._beating = True
         now = asyncio.get_running_loop().time()
-        self._pace = Pace()
+        self._stalls = SelfStallDetector()
         self._began, self._changed = now, now  # loop times: of this coordinator, of the last change of nodes
         self._stopped_at: float | None = None
         self._cost_s: float | None = None  # of the last restart, from the request to stop to the workers' start
@@ -63,7 +63,7 @@ class ElasticCoordinator(Coordinator):
         """As in every run. Exit.FENCED when a newer coordinator was found: nothing was written after that."""
         try:
             return await super().run(host, port)
-        except Deposed as error:
+        except LeaseLost as error:
             self._note("deposed", reason=str(error))
             code = Exit.RESTART if isinstance(error, _Resigned) else Exit.FENCED
             return policy.Decision(False, "failed", str(error), self._budget, int(code))
@@ -79,16 +79,16 @@ class ElasticCoordinator(Coordinator):
     # ---------------------------------------------------------------------------------- the right to write
 
     def _say_where(self, host: str, port: int) -> None:
-        self._where = Whereabouts(host=host, port=port, node=self._node)
+        self._where = CoordinatorAddress(host=host, port=port, node=self._node)
         self._beat()
 
     def _tick(self) -> None:
-        if missed_s := self._pace.missed_s():  # we were frozen: nodes that have hung up meanwhile may well live
+        if missed_s := self._stalls.missed_s():  # we were frozen: nodes that have hung up meanwhile may well live
             self._note("was_away", seconds=round(missed_s, 1))
             self._silent = True
         try:
             self._beat()
-        except Deposed as error:
+        except LeaseLost as error:
             self._queue.put_nowait((self.epoch, self._node, error))
         except OSError as error:
             if error.errno not in NO_ROOM:
@@ -103,7 +103,7 @@ class ElasticCoordinator(Coordinator):
 
     async def _next(self, end: float | None) -> tuple[str, object] | None:
         event = await super()._next(end)
-        if event and isinstance(event[1], Deposed):
+        if event and isinstance(event[1], LeaseLost):
             raise event[1]
         return event
 
@@ -131,15 +131,20 @@ class ElasticCoordinator(Coordinator):
                 end = last
                 continue
             node, what = event
-            if isinstance(what, Lost | Unfit):
+            if isinstance(what, MemberLost | MemberUnfit):
                 awaited.discard(node)
-                if isinstance(what, Lost):
+                if isinstance(what, MemberLost):
                     self._group.drop(node, "node_lost", what.text)
                 self._note("not_awaited", on=node, reason=what.text)
-            elif isinstance(what, Notice) and moved and node != self._node and not self._folder.cancel.exists():
+            elif (
+                isinstance(what, TerminationSignal)
+                and moved
+                and node != self._node
+                and not self._folder.cancel.exists()
+            ):
                 awaited.discard(node)
                 self._send_away(node, Exit.RESTART, what.reason)
-            elif isinstance(what, Notice):
+            elif isinstance(what, TerminationSignal):
                 self._ask(what)
                 return self._over(self._request.kind, Exit.RESTART, "", f"{self._request.reason}; nothing had started")
         self._group.gathering = False
@@ -226,7 +231,7 @@ class ElasticCoordinator(Coordinator):
     async def _step_back(self) -> Plan | None:
         """Too few are heard, but more may live on the other side of a cut: leave the run to whoever claims it there.
 
-        Raises Deposed when somebody has. Else the plan for those who have come back, if they suffice by now.
+        Raises LeaseLost when somebody has. Else the plan for those who have come back, if they suffice by now.
         """
         self._note("stepped_back", nodes=len(self._group.members))
         self._beating = False
@@ -255,12 +260,12 @@ class ElasticCoordinator(Coordinator):
             if event is None:
                 return None
             node, what = event
-            if isinstance(what, Notice) and (node == self._node or self._folder.cancel.exists()):
+            if isinstance(what, TerminationSignal) and (node == self._node or self._folder.cancel.exists()):
                 self._ask(what)
                 return None
-            if isinstance(what, Notice):
+            if isinstance(what, TerminationSignal):
                 self._send_away(node, Exit.RESTART, what.reason)
-            elif isinstance(what, Lost) and what.member in (None, self._group.members.get(node)):
+            elif isinstance(what, MemberLost) and what.member in (None, self._group.members.get(node)):
                 self._group.drop(node, "node_lost", what.text)
                 self._record.lost(node)
         return await self._sizes.next(self._plan, self._able())
@@ -299,15 +304,15 @@ class ElasticCoordinator(Coordinator):
                 self._consider(now)
         elif isinstance(what, Warm):
             self._consider(now)
-        elif isinstance(what, Notice) and not self._folder.cancel.exists():
+        elif isinstance(what, TerminationSignal) and not self._folder.cancel.exists():
             self._leave(now, node, what)
         else:
             super()._take(now, node, what)
-            self._silent = self._silent or (isinstance(what, Lost) and what.silent)
+            self._silent = self._silent or (isinstance(what, MemberLost) and what.silent)
             if isinstance(what, Started) and now.started.issuperset(self._seats):
                 self._now_running(now)
 
-    def _leave(self, now: Epoch, node: str, notice: Notice) -> None:
+    def _leave(self, now: Epoch, node: str, notice: TerminationSignal) -> None:
         """One node is told to end: the others save with it, and go on without it. The run ends when too few stay."""
         if node not in self._group.members:
             return
@@ -324,7 +329,7 @@ class ElasticCoordinator(Coordinator):
 
     def _look(self, now: Epoch, node: str, what: AgentAlive) -> None:
         super()._look(now, node, what)
-        nodes = self._lookout.lastingly_slow()
+        nodes = self._detector.lastingly_slow()
         if not nodes or self._rules.on_straggler != "exclude" or now.stopping or now.fault:
             return
         if len(self._able()) > len(self._seats):
@@ -374,7 +379,7 @@ class ElasticCoordinator(Coordinator):
             self._note("growing", nodes=len(used_nodes(larger)), horizon_s=round(horizon, 1), cost_s=self._cost_s)
             self._stop_all(now, now.resize, "SIGTERM", self._rules.grace_s)
         elif self._sizes.larger(self._plan, warm):
-            self._grow_at = time + max(_LOOK_AGAIN_S, self._sizes.growth.dwell_s - stable)
+            self._grow_at = time + max(_LOOK_AGAIN_S, self._sizes.scale_up.dwell_s - stable)
 
     @property
     def _reported(self) -> int:

@@ -20,7 +20,7 @@ import msgspec
 from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, connect
 from orchestrator.agent.protocol.messages import FromCoordinator
 from orchestrator.plan.document import Frozen
-from orchestrator.run.claims import Claims, Deposed
+from orchestrator.run.epoch_lease import EpochLease, LeaseLost
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy
 from orchestrator.run.state import read_state
@@ -34,7 +34,7 @@ _CONNECT_S = 5.0
 _PREPARE_S = 5.0  # after the workers' start, which has the processor first
 
 
-class Whereabouts(Frozen):
+class CoordinatorAddress(Frozen):
     """coordinator.json. The last three only in elastic runs."""
 
     host: str
@@ -44,9 +44,9 @@ class Whereabouts(Frozen):
     beat: int = 0
 
 
-def find(folder: RunFolder) -> Whereabouts | None:
+def find(folder: RunFolder) -> CoordinatorAddress | None:
     try:
-        return msgspec.json.decode(folder.coordinator.read_bytes(), type=Whereabouts)
+        return msgspec.json.decode(folder.coordinator.read_bytes(), type=CoordinatorAddress)
     except (OSError, *UNREADABLE):
         return None
 
@@ -61,11 +61,11 @@ class Watch:
     """What one agent sees of the coordinator's life, tick by tick. Pure."""
 
     def __init__(self, patience_ticks: int):
-        self._patience = patience_ticks
+        self._timeout_ticks = patience_ticks
         self._seen: tuple[int, int, int] | None = None
         self._still = 0  # ticks since anything has changed
 
-    def tick(self, newest: int, seen: Whereabouts | None, refused: bool, fresh: bool, turn: int) -> bool:
+    def tick(self, newest: int, seen: CoordinatorAddress | None, refused: bool, fresh: bool, turn: int) -> bool:
         """Whether to claim the next epoch now.
 
         `newest`: the newest claim. `refused`: nobody listens at `seen`. `fresh`: this attempt of the run has never had
@@ -75,14 +75,14 @@ class Watch:
         self._still = self._still + 1 if now == self._seen else 0
         self._seen = now
         dead = refused and seen is not None and seen.epoch == newest
-        wait = 0 if dead or (fresh and turn == 0) else self._patience
+        wait = 0 if dead or (fresh and turn == 0) else self._timeout_ticks
         return self._still >= wait + turn * TURN_TICKS
 
 
-class Succession:
+class LeaderElection:
     """One agent's part in it. `lead(claims)` makes this process the coordinator, by right of those claims."""
 
-    def __init__(self, folder: RunFolder, node: str, key: bytes, rules: Policy, lead: Callable[[Claims], None]):
+    def __init__(self, folder: RunFolder, node: str, key: bytes, rules: Policy, lead: Callable[[EpochLease], None]):
         self._folder, self._node, self._key, self._rules, self._lead = folder, node, key, rules, lead
         self._preparing: asyncio.Task | None = None
 
@@ -103,13 +103,13 @@ class Succession:
 
         `epoch`: the newest that this agent has followed; `order`: of the nodes, as its plan has them. Raises WrongKey.
         """
-        loop, patience_s = asyncio.get_running_loop(), max(2.0, self._rules.heartbeat_timeout_s)
-        watch = Watch(round(patience_s / TICK_S))
-        end = loop.time() + max(self._rules.join_timeout_s, 4 * patience_s)
+        loop, hang_timeout_s = asyncio.get_running_loop(), max(2.0, self._rules.heartbeat_timeout_s)
+        watch = Watch(round(hang_timeout_s / TICK_S))
+        end = loop.time() + max(self._rules.join_timeout_s, 4 * hang_timeout_s)
         call: asyncio.Task[Channel] | None = None  # a frozen coordinator takes the call and never answers
         try:
             while loop.time() < end and not over.done():
-                claims = Claims(self._folder, self._node)
+                claims = EpochLease(self._folder, self._node)
                 seen, newest = find(self._folder), claims.newest
                 if call is None and seen is not None and seen.epoch == newest:
                     call = asyncio.create_task(self._call(seen))
@@ -128,7 +128,7 @@ class Succession:
                 fresh = seen is None and state.state == "pending" and newest <= state.epoch
                 turn = turn_of(self._node, order, seen.node if seen else "")
                 if watch.tick(newest, seen, refused, fresh, turn):
-                    with contextlib.suppress(Deposed):
+                    with contextlib.suppress(LeaseLost):
                         claims.take(max(newest, state.epoch, epoch) + 1)
                         self._lead(claims)
                         call = _hang_up(call)
@@ -138,7 +138,7 @@ class Succession:
             _hang_up(call)
         return None
 
-    async def _call(self, seen: Whereabouts) -> Channel:
+    async def _call(self, seen: CoordinatorAddress) -> Channel:
         arguments = self._folder.run_id, self._node, self._key, FromCoordinator
         return await asyncio.wait_for(connect(seen.host, seen.port, *arguments), _CONNECT_S)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from orchestrator.agent.faults import policy
-from orchestrator.agent.faults.diagnosis import Verdict
-from orchestrator.agent.protocol.messages import Assign, Seat
+from orchestrator.agent.faults.diagnosis import Diagnosis
+from orchestrator.agent.protocol.messages import Assign, RankAssignment
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import Cause
@@ -28,7 +28,7 @@ class Epoch:
     fault: Cause | None = None  # seen from outside: what the workers are ended for
     deadline: float | None = None  # loop time at which even killed workers must be gone
 
-    def condemn(self, found: Verdict, folder: RunFolder, number: int) -> None:
+    def fail(self, found: Diagnosis, folder: RunFolder, number: int) -> None:
         """What was found is why this epoch ends."""
         files = {}
         if found.rank is not None:
@@ -47,7 +47,7 @@ def assignment(plan: Plan, node: str, index: int, first: Member) -> Assign:
     """A node's slice of the rank map, and where rank 0 will listen. `first`: the member of rank 0's node."""
     return Assign(
         plan_hash=plan.hash,
-        seats=[Seat(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
+        seats=[RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
         node_rank=index,
         world_size=len(plan.ranks),
         master_address=first.join.address,

@@ -14,14 +14,22 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from orchestrator.agent.faults.policy import Decision
-from orchestrator.agent.protocol.messages import Notice, Prepare, Ready, Seat, Stop, Stopped, WorkerExit
+from orchestrator.agent.protocol.messages import (
+    Prepare,
+    RankAssignment,
+    Ready,
+    Stop,
+    Stopped,
+    TerminationSignal,
+    WorkerExit,
+)
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy, from_bytes
 
 from .epoch import assignment
-from .membership import Lost, Membership
-from .state_writer import RunRecord
+from .membership import MemberLost, Membership
+from .state_writer import StateWriter
 
 _KILL_S = 5.0  # for processes that are told to end at once
 
@@ -64,15 +72,15 @@ class _Attempt:
         return next((end.error or f"exit code {end.code}" for end in failed), "")
 
 
-class Flush:
-    """`listen(until)`: the next thing that a node says, None at that loop time; raises Deposed as `RunRecord` does."""
+class FinalCheckpoint:
+    """`listen(until)`: the next thing that a node says, None at that loop time; raises LeaseLost."""
 
     def __init__(
         self,
         plan: Plan,
         rules: Policy,
         group: Membership,
-        record: RunRecord,
+        record: StateWriter,
         listen: Callable[[float], Awaitable[tuple[str, object] | None]],
         note: Callable[..., None],
     ):
@@ -81,7 +89,7 @@ class Flush:
         self._end = 0.0  # loop time at which it must be done
 
     async def run(self) -> str:
-        """One clause for the reason of the run's end; "" if the disk had it all. At most `grace_s`. Raises Deposed."""
+        """One clause for the reason of the run's end; "" if the disk had it all. In `grace_s`. Raises LeaseLost."""
         loop = asyncio.get_running_loop()
         self._end = loop.time() + self._rules.grace_s
         text = ""
@@ -95,7 +103,9 @@ class Flush:
             elif attempt.error:
                 text = f"what the nodes' memories hold was not saved: {attempt.error}"
             again = attempt.step is None and bool(attempt.gone) and loop.time() < self._end
-            self._record.end_flush("saved" if attempt.step is not None else "not saved" if text else "nothing to save")
+            self._record.end_final_checkpoint(
+                "saved" if attempt.step is not None else "not saved" if text else "nothing to save"
+            )
             self._note("flush_ended", step=attempt.step, reason=text, again=again)
             if not again:  # else a node was lost meanwhile: the others may have all that is needed
                 break
@@ -125,7 +135,7 @@ class Flush:
         first = self._group.members[nodes[0]]
         for index, node in enumerate(nodes):
             trains = assignment(self._plan, node, index, first)
-            saves = {"seats": [Seat(index, 0)], "world_size": len(nodes), "flush": True}
+            saves = {"seats": [RankAssignment(index, 0)], "world_size": len(nodes), "flush": True}
             self._tell(node, structs.replace(trains, **saves))
 
     def _tell(self, node: str, message: object) -> None:
@@ -139,7 +149,7 @@ class Flush:
             return False
         node, what = event
         member = self._group.members.get(node)
-        if isinstance(what, Lost):
+        if isinstance(what, MemberLost):
             if member is not None and what.member in (None, member):
                 self._group.drop(node, "node_lost", what.text)
                 self._record.lost(node)
@@ -150,7 +160,7 @@ class Flush:
             attempt.ends.append(what)
         elif isinstance(what, Stopped):
             attempt.stopped.add(node)
-        elif isinstance(what, Notice) and what.force:
+        elif isinstance(what, TerminationSignal) and what.force:
             self._end = min(self._end, asyncio.get_running_loop().time())
             return False
         return True

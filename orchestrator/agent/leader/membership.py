@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.agent.protocol.channel import Channel, Refused, accept
+from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.agent.protocol.messages import (
     AgentAlive,
     CoordinatorAlive,
@@ -19,11 +20,10 @@ from orchestrator.agent.protocol.messages import (
     Fenced,
     FromAgent,
     Join,
-    Notice,
     Ready,
+    TerminationSignal,
     Warm,
 )
-from orchestrator.agent.protocol.self_stall import Beat, patience
 from orchestrator.plan import Exit, Plan
 
 _TICK_S = 0.25
@@ -47,7 +47,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Lost:
+class MemberLost:
     """A member went away. `member`: which, where another may have come for the node since."""
 
     text: str
@@ -56,7 +56,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Unfit:
+class MemberUnfit:
     """A node of the plan came, and cannot be used."""
 
     code: int
@@ -121,7 +121,7 @@ class Membership:
             else:
                 writer.close()
             if member and self.members.get(member.join.node) is member:
-                self._tell(member.join.node, Lost(text, member))
+                self._tell(member.join.node, MemberLost(text, member))
             self._tasks.discard(asyncio.current_task())
 
     def _admit(self, channel: Channel, first: tuple[int, object] | None) -> Member | None:
@@ -147,7 +147,7 @@ class Membership:
             channel.send(self._epoch(), Done(code=int(code), reason=reason))
             self._note("join_refused", on=join.node, reason=reason)
             if join.node in self._expected and self.gathering:
-                self._tell(join.node, Unfit(int(code), reason))
+                self._tell(join.node, MemberUnfit(int(code), reason))
             return None
         if self._elastic:
             self._make_room(join.node, epoch)
@@ -173,7 +173,7 @@ class Membership:
         node = member.join.node
         if epoch > self._epoch() or isinstance(message, Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
-        if isinstance(message, Notice | Warm):  # hold for the run, whatever the epoch
+        if isinstance(message, TerminationSignal | Warm):  # hold for the run, whatever the epoch
             member.warm = member.warm or isinstance(message, Warm)
             self._tell(node, message)
         elif epoch < self._epoch():
@@ -189,7 +189,7 @@ class Membership:
         """Out of the run: told so, so that it kills its workers even if it wakes up much later."""
         member = self.members[node]
         member.channel.send(self._epoch(), Fenced(reason=reason))
-        self._tell(node, Lost(reason, member, silent))
+        self._tell(node, MemberLost(reason, member, silent))
 
     def drop(self, node: str, event: str, text: str) -> None:
         """Out of the members; its connection is closed, and whatever it says is no longer heard."""
@@ -202,9 +202,9 @@ class Membership:
 
     async def tick(self, each: Callable[[], None] = lambda: None) -> None:
         """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
-        most = patience(self._silence_s, _TICK_S)
+        most = timeout_ticks(self._silence_s, _TICK_S)
         clock = asyncio.get_running_loop().time
-        beat = Beat(_TICK_S, clock())
+        beat = HeartbeatTimer(_TICK_S, clock())
         while True:
             began = clock()
             await asyncio.sleep(_TICK_S)

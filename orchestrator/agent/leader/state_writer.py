@@ -13,8 +13,8 @@ from orchestrator.agent.faults.policy import Decision
 from orchestrator.agent.protocol.messages import Join
 from orchestrator.observe.report import write_report
 from orchestrator.plan import Plan
-from orchestrator.run.claims import Claims
 from orchestrator.run.discovery import Discovery
+from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import Cause, EpochState, NodeState, RunState, read_state, write_state
 
@@ -24,10 +24,10 @@ _MOST_EPOCHS = 64  # kept in the state; events/ has them all
 _replace = msgspec.structs.replace
 
 
-class RunRecord:
+class StateWriter:
     """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow.
 
-    With `claims`, which must hold the newest epoch, every write is one that nobody else may do, or raises Deposed.
+    With `claims`, which must hold the newest epoch, every write is one that nobody else may do, or raises LeaseLost.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RunRecord:
         plan: Plan,
         node: str,
         discovery: Discovery,
-        claims: Claims | None = None,
+        claims: EpochLease | None = None,
         clock: Callable[[], float] = time.time,
     ):
         self._folder, self._plan, self._node = folder, plan, node
@@ -85,7 +85,7 @@ class RunRecord:
         return self._state.nodes
 
     def check(self) -> None:
-        """Raises Deposed when somebody else has become the writer."""
+        """Raises LeaseLost when somebody else has become the writer."""
         if self._claims:
             self._claims.check()
 
@@ -208,7 +208,7 @@ class RunRecord:
             spent = {"restarts": decision.budget.used, "restarts_by_cause": dict(decision.budget.by_cause)}
             self.update(state="restarting", reason=decision.reason, **spent)
 
-    def end_flush(self, outcome: str) -> None:
+    def end_final_checkpoint(self, outcome: str) -> None:
         """An epoch that only saved is over; no fault."""
         self._last_epoch(ended_at=self._clock(), outcome=outcome)
         self.update()

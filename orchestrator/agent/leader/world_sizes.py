@@ -16,7 +16,7 @@ PLANNER = "orchestrator.planner.elastic.replan"  # with what it needs, half a se
 
 
 @dataclass(frozen=True)
-class Growth:
+class ScaleUpPolicy:
     """When a run that nothing ails stops to go on larger."""
 
     dwell_s: float = 60.0  # not before it has been as it is for this long
@@ -24,8 +24,8 @@ class Growth:
 
 
 class Sizes:
-    def __init__(self, folder: RunFolder, request: LaunchRequest, growth: Growth):
-        self._folder, self.growth = folder, growth
+    def __init__(self, folder: RunFolder, request: LaunchRequest, scale_up: ScaleUpPolicy):
+        self._folder, self.scale_up = folder, scale_up
         self._loading: asyncio.Task | None = None
         self.nodes = [agent.node for agent in request.agents]  # those that are started with the run
         self.plans = {nodes: load_plan(folder.sized_plan(nodes)) for nodes in request.sizes}
@@ -58,8 +58,8 @@ class Sizes:
     ) -> Plan | None:
         """The larger plan that it pays to stop for, by `planner.elastic.pays`; None for none."""
         larger = self.larger(current, nodes)
-        times = {"stable_s": stable_s, "dwell_s": self.growth.dwell_s, "horizon_s": horizon_s}
-        cost_s = self.growth.cost_s if cost_s is None else cost_s
+        times = {"stable_s": stable_s, "dwell_s": self.scale_up.dwell_s, "horizon_s": horizon_s}
+        cost_s = self.scale_up.cost_s if cost_s is None else cost_s
         return larger if larger is not None and pays(current, larger, **times, cost_s=cost_s) else None
 
     def put_in_force(self, plan: Plan) -> None:

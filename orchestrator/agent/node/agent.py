@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from orchestrator.agent.leader.election import Succession
+from orchestrator.agent.leader.election import LeaderElection
 from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, connect, free_port
+from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.agent.protocol.messages import (
     AgentAlive,
     Assign,
@@ -22,16 +23,15 @@ from orchestrator.agent.protocol.messages import (
     Fenced,
     FromCoordinator,
     Join,
-    Notice,
     Prepare,
     Ready,
     Started,
     Stop,
     Stopped,
+    TerminationSignal,
     Warm,
     WorkerExit,
 )
-from orchestrator.agent.protocol.self_stall import Beat, patience
 from orchestrator.plan import Exit, Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.folder import RunFolder
@@ -53,7 +53,7 @@ log = logging.getLogger("orch.agent")
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeFacts:
     """Facts about this node that only its machine knows."""
 
     host: str
@@ -70,14 +70,14 @@ class Agent:
         plan: Plan,
         request: LaunchRequest,
         node: str,
-        place: Place,
+        place: NodeFacts,
         key: bytes,
         recorder: Recorder,
         metrics_address: str | None,
-        succession: Succession | None = None,
+        election: LeaderElection | None = None,
     ):
         """`succession`: in elastic runs, whose coordinator moves."""
-        self._succession = succession
+        self._election = election
         self._folder, self._plan, self._request = folder, plan, request
         self._node, self._place, self._key = node, place, key
         self._recorder, self._metrics_address = recorder, metrics_address
@@ -99,12 +99,12 @@ class Agent:
         try:
             self._workers.open()
             while True:
-                self._channel = await (self._succeed() if self._succession else self._join())
+                self._channel = await (self._elect() if self._election else self._join())
                 tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._tick())]
                 done, _ = await asyncio.wait([self._result, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {self._result}:
                     task.result()  # a bug: let it be seen
-                if self._result.done() or not self._succession:
+                if self._result.done() or not self._election:
                     return await self._result
                 await self._part(tasks)
         except _Ended:
@@ -133,7 +133,9 @@ class Agent:
         if self._channel is None:
             self._finish(Exit.RESTART, reason)
             return
-        self._channel.send(self._epoch, Notice(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
+        self._channel.send(
+            self._epoch, TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force)
+        )
         if force:
             self._workers.kill()
 
@@ -177,9 +179,9 @@ class Agent:
         )
         channel.send(self._epoch, join)
 
-    async def _succeed(self) -> Channel:
+    async def _elect(self) -> Channel:
         """In an elastic run: to the coordinator, wherever it is by now, and be it in this very process."""
-        channel = await self._succession.join(self._epoch, used_nodes(self._plan), self._result)
+        channel = await self._election.join(self._epoch, used_nodes(self._plan), self._result)
         if channel is None:
             over = read_state(self._folder)
             if over.is_final:  # this agent was frozen or cut off, or came too late
@@ -211,9 +213,9 @@ class Agent:
 
     async def _tick(self) -> None:
         """Heartbeats. As on the other side ticks are counted, so that a pause of our own is not blamed on the peer."""
-        most = patience(self._request.policy.heartbeat_timeout_s, LOOK_S)
+        most = timeout_ticks(self._request.policy.heartbeat_timeout_s, LOOK_S)
         clock = asyncio.get_running_loop().time
-        beat, few = Beat(LOOK_S, clock()), len(self._request.agents) <= _FEW_NODES
+        beat, few = HeartbeatTimer(LOOK_S, clock()), len(self._request.agents) <= _FEW_NODES
         while True:
             began = clock()
             await asyncio.sleep(LOOK_S)
@@ -246,11 +248,11 @@ class Agent:
             return
         log.error("%s", reason)
         self._recorder.event("coordinator_lost", reason=reason)
-        grace = _ELASTIC_ORPHAN_GRACE_S if self._succession else _ORPHAN_GRACE_S
+        grace = _ELASTIC_ORPHAN_GRACE_S if self._election else _ORPHAN_GRACE_S
         self._workers.stop(signal.SIGTERM, min(grace, self._request.policy.grace_s))
         while self._workers.pids and not self._result.done():
             await asyncio.sleep(0.05)
-        if not self._succession:
+        if not self._election:
             self._finish(Exit.CAPACITY, reason)
 
     def dismiss(self, code: int, reason: str) -> None:
@@ -309,7 +311,7 @@ class Agent:
 
     def _start(self, assign: Assign) -> None:
         """Start this node's slice of the rank map, if it is what our own copy of the plan says."""
-        if self._succession and assign.plan_hash != self._plan.hash:
+        if self._election and assign.plan_hash != self._plan.hash:
             self._read_plan()
         ours = sorted((rank.rank, rank.gpu) for rank in self._plan.ranks if rank.node == self._node)
         told = sorted((seat.rank, seat.gpu) for seat in assign.seats)
@@ -337,8 +339,8 @@ class Agent:
             self._workers.start(seat.rank, argv, variables, worker.cwd, path, banner)
         what = "flush_started" if assign.flush else "workers_started"
         self._recorder.event(what, ranks=[seat.rank for seat in by_gpu])
-        if self._succession:
-            self._succession.prepare(used_nodes(self._plan))
+        if self._election:
+            self._election.prepare(used_nodes(self._plan))
         self._channel.send(self._epoch, Started())
 
     def _read_plan(self) -> None:

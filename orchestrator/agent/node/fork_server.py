@@ -1,17 +1,18 @@
-"""The nursery: a process of a node that has imported the program once, and forks workers which start in milliseconds.
+"""The fork server: imports the program once per node and forks workers that start in milliseconds.
 
-Importing torch costs seconds and hundreds of MiB a process. The workers of a node, and those of every later life of the
-run, share one import and its memory: a restart waits for nothing.
+Importing torch costs seconds and hundreds of MiB a process. All workers of a node, in every epoch of the run, share one
+import and its memory, so a restart does not wait for it.
 
-The warden starts the nursery and keeps all that it promises, because a worker becomes the warden's own child: it is
-forked twice, the process between leaves, and the kernel gives the orphan to the nearest subreaper, the warden. It waits
-for the warden's word before it runs, so that the warden knows every worker that lives. Where the nursery is gone the
-warden starts workers the plain way.
+The worker supervisor starts the fork server. A worker becomes the supervisor's own child: it is forked twice, the
+process in between exits, and the kernel gives the orphan to the nearest subreaper, which is the supervisor. The worker
+waits for the supervisor's go-ahead before it runs, so the supervisor knows every worker that runs. If the fork server
+is gone, the supervisor starts workers by fork and exec.
 
 The program is a package with two modules: `<package>.preload`, imported here, whose `prepare(arguments, environment)`
 runs here before a worker is forked (more to import for this worker) and `after_fork()` first in every worker; and
-`<package>.__main__` with `main(arguments)`. Forking is safe because this process has one thread and
-computes nothing.
+`<package>.__main__` with `main(arguments)`. Forking is safe because this process has one thread and computes nothing.
+
+Agent, supervisor and fork server talk by packets: one JSON object each, over a Unix socketpair of type SEQPACKET.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NoReturn
 
 from orchestrator.plan.exits import Exit
 from orchestrator.run.processes import die_with_parent, name_process
 
-from .packets import LARGEST_PACKET
-
+LARGEST_PACKET = 1 << 17  # bytes
 REPORT_FD = 3  # where a worker finds its report pipe
-#: What warden and nursery ignore and a worker takes as usual.
+#: Signals that the worker supervisor and the fork server ignore; workers get their default handlers.
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -49,13 +50,31 @@ SIGNALS = (
 _ADOPTION_S = 10.0  # the kernel's part of it takes microseconds
 
 
-def settle(warden: int, log: int, report: int) -> None:
-    """In a new worker: own session, usual signals, output to the log, pipe on descriptor 3, dead when the warden is."""
+def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
+    """Packets that can be read without waiting, in order; None, always last, if the peer is gone."""
+    while True:
+        try:
+            packet = peer.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            yield None
+            return
+        yield json.loads(packet)
+
+
+def settle(supervisor: int, log: int, report: int) -> None:
+    """Sets up a new worker: own session, default signals, output to the log, report pipe on descriptor 3.
+
+    It dies with its supervisor.
+    """
     os.setsid()
     signal.set_wakeup_fd(-1)
     for signum in (*SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
-    die_with_parent(warden)
+    die_with_parent(supervisor)
     report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)  # out of the way of the numbers below
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for source, number in ((nothing, 0), (log, 1), (log, 2), (report, REPORT_FD)):
@@ -65,19 +84,19 @@ def settle(warden: int, log: int, report: int) -> None:
             os.close(left)
 
 
-class Nursery:
-    """Serves one warden. One packet a worker: JSON, and the descriptors of its log, reports and word."""
+class ForkServer:
+    """Serves one worker supervisor. One packet per worker: JSON, and descriptors of log, reports and go-ahead pipe."""
 
-    def __init__(self, orders: socket.socket, warden: int, program: ModuleType, preload: ModuleType):
-        self._orders, self._warden = orders, warden
+    def __init__(self, orders: socket.socket, supervisor: int, program: ModuleType, preload: ModuleType):
+        self._orders, self._supervisor = orders, supervisor
         self._program, self._preload = program, preload
 
     def serve(self) -> None:
-        """Until the warden is gone."""
+        """Forks workers on request until the supervisor is gone."""
         with contextlib.suppress(Exception):  # as below; no worker has been asked for, its program is known
             self._preload.prepare([], os.environ)
         gc.collect()
-        with contextlib.suppress(OSError):  # the warden is gone: the next packet says so
+        with contextlib.suppress(OSError):  # the supervisor is gone: the next packet says so
             self._orders.send(json.dumps({"warm": True}).encode())
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST_PACKET, 3)
@@ -89,39 +108,39 @@ class Nursery:
             gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares with this process
             between = os.fork()
             if between == 0:
-                self._bear(order, *descriptors)
+                self._fork_worker(order, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
             os.waitpid(between, 0)
 
-    def _bear(self, order: dict, log: int, report: int, word: int) -> NoReturn:
-        """In the process between: fork the worker, say its number, leave."""
+    def _fork_worker(self, order: dict, log: int, report: int, go_ahead: int) -> NoReturn:
+        """In the intermediate process: fork the worker, send its pid, exit."""
         try:
             pid = os.fork()
             if pid == 0:
-                self._live(order, log, report, word)
+                self._run_worker(order, log, report, go_ahead)
             self._orders.send(json.dumps({"ticket": order["ticket"], "pid": pid}).encode())
         finally:
             os._exit(0)
 
-    def _live(self, order: dict, log: int, report: int, word: int) -> NoReturn:
+    def _run_worker(self, order: dict, log: int, report: int, go_ahead: int) -> NoReturn:
         """In the worker."""
-        code = int(Exit.FENCED)  # not wanted
+        code = int(Exit.FENCED)  # cancelled
         try:
             end = time.monotonic() + _ADOPTION_S
-            while os.getppid() != self._warden and time.monotonic() < end:
+            while os.getppid() != self._supervisor and time.monotonic() < end:
                 time.sleep(0.0005)
-            settle(self._warden, log, report)
+            settle(self._supervisor, log, report)
             for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # as in every Python program
                 signal.signal(signum, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if os.read(word, 1):  # nothing: the warden does not want this worker any more
-                for inherited in (word, report, self._orders.fileno()):
+            if os.read(go_ahead, 1):  # nothing: the supervisor has cancelled this worker
+                for inherited in (go_ahead, report, self._orders.fileno()):
                     os.close(inherited)
                 os.environ.update(order["environment"])
                 os.chdir(order["cwd"])
                 sys.argv = [self._program.__name__, *order["arguments"]]
-                name_process(order["name"])  # its command line is still the nursery's
+                name_process(order["name"])  # its command line is still the fork server's
                 self._preload.after_fork()
                 self._program.main(order["arguments"])
                 code = int(Exit.DONE)
@@ -140,9 +159,9 @@ class Nursery:
 
 
 def main() -> int:
-    """`python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`, started by the warden."""
-    orders, package, warden = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], os.getppid()
-    die_with_parent(warden)
+    """`python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`, started by the worker supervisor."""
+    orders, package, supervisor = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], os.getppid()
+    die_with_parent(supervisor)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # so that no descriptor that arrives later has a worker's report number
@@ -152,7 +171,7 @@ def main() -> int:
     preload = importlib.import_module(f"{package}.preload")
     program = importlib.import_module(f"{package}.__main__")
     with orders:
-        Nursery(orders, warden, program, preload).serve()
+        ForkServer(orders, supervisor, program, preload).serve()
     return 0
 
 

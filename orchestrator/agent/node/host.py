@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from orchestrator.agent.leader.elastic import ElasticCoordinator
-from orchestrator.agent.leader.election import Succession
-from orchestrator.agent.leader.state_writer import RunRecord
-from orchestrator.agent.leader.world_sizes import Growth, Sizes
+from orchestrator.agent.leader.election import LeaderElection
+from orchestrator.agent.leader.state_writer import StateWriter
+from orchestrator.agent.leader.world_sizes import ScaleUpPolicy, Sizes
 from orchestrator.plan import Exit, load_plan
-from orchestrator.run.claims import Claims
 from orchestrator.run.discovery import Discovery
+from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import read_state
@@ -31,21 +31,21 @@ class Host:
         grow_after_s: float,
     ):
         self._folder, self._request, self._node, self._key = folder, request, node, key
-        self._recorder, self._discovery, self._growth = recorder, discovery, Growth(dwell_s=grow_after_s)
+        self._recorder, self._discovery, self._scale_up = recorder, discovery, ScaleUpPolicy(dwell_s=grow_after_s)
         self._address: tuple[str, int] = "127.0.0.1", 0
         self._lead: asyncio.Task | None = None
         self._called = asyncio.Event()
-        self.succession = Succession(folder, node, key, request.policy, self._coordinate)
+        self.election = LeaderElection(folder, node, key, request.policy, self._coordinate)
 
     def listens_at(self, address: str, port: int) -> None:
         """Where a coordinator of this process is to listen; port 0: any free one."""
         self._address = address, port
 
-    def _coordinate(self, claims: Claims) -> None:
+    def _coordinate(self, claims: EpochLease) -> None:
         """From now on, by right of `claims`, with the plan that was in force last."""
         self._recorder.event("coordinates", epoch_claimed=claims.held)
-        plan, sizes = load_plan(self._folder.plan), Sizes(self._folder, self._request, self._growth)
-        record = RunRecord(self._folder, plan, self._node, self._discovery, claims)
+        plan, sizes = load_plan(self._folder.plan), Sizes(self._folder, self._request, self._scale_up)
+        record = StateWriter(self._folder, plan, self._node, self._discovery, claims)
         coordinator = ElasticCoordinator(
             self._folder,
             plan,

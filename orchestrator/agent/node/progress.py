@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.agent.protocol.messages import Seen
+from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan.worker import PulseReport, StepReport
 from orchestrator.run.processes import Identity, Load, identity, load_of
 
@@ -38,7 +38,7 @@ class _Rank:
     own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_STEPS))
 
 
-class NodeWatch:
+class ProgressMonitor:
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
 
@@ -61,11 +61,11 @@ class NodeWatch:
         if before is None or _place(before) != _place(pulse):
             one.still = 0
 
-    def look(self, pids: Mapping[int, int]) -> list[Seen]:
+    def look(self, pids: Mapping[int, int]) -> list[WorkerStatus]:
         """Once every LOOK_S, at the workers that live: rank -> pid, 0 for one that is just being born."""
         return [self._look(rank, pid) for rank, pid in sorted(pids.items()) if pid]
 
-    def _look(self, rank: int, pid: int) -> Seen:
+    def _look(self, rank: int, pid: int) -> WorkerStatus:
         one = self._ranks.setdefault(rank, _Rank())
         process = identity(pid)
         if process != one.process:
@@ -79,7 +79,7 @@ class NodeWatch:
         one.stopped = (1 if ran else one.stopped + 1) if stopped else 0  # who is stopped and let go in turn is slow
         pulse = one.pulse
         told = pulse if pulse and pulse.step >= one.making else None
-        return Seen(
+        return WorkerStatus(
             rank=rank,
             step=told.step if told else one.making,
             phase=_shown(told.phase) if told else "",
@@ -100,7 +100,7 @@ def _shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_WORD])
 
 
-def is_frozen(seen: Seen) -> bool:
+def is_frozen(seen: WorkerStatus) -> bool:
     return seen.stopped_s >= FROZEN_AFTER_S
 
 

@@ -12,7 +12,7 @@ from orchestrator.plan.worker import EventReport, PulseReport, StepReport
 from orchestrator.run.folder import RunFolder
 
 from .metrics import NodeMetrics
-from .progress import NodeWatch
+from .progress import ProgressMonitor
 from .worker_reports import JsonLines, parse, stamped
 
 #: Events of this node that say what its time goes to from then on.
@@ -38,7 +38,7 @@ class Recorder:
         self._unreadable = 0
         self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
         self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
-        self.watch = NodeWatch()
+        self.watch = ProgressMonitor()
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch

@@ -1,14 +1,14 @@
-"""The warden: a small process between an agent and its workers. It starts them, waits for them, and outlives the agent.
+"""The worker supervisor: a small process between an agent and its workers. It starts, signals and reaps them.
 
 Workers are its children, and it is a subreaper, so everything that a worker starts stays below it, forks and `setsid`
-included. When the agent goes away in whatever manner, the socket between them closes, and the warden kills all that is
-below it before it leaves too. If the warden itself is killed, the kernel kills the workers (PR_SET_PDEATHSIG), and what
-they had started falls to the agent, which is a subreaper as well.
+included. When the agent goes away in whatever manner, the socket between them closes; the supervisor then kills all
+that is below it and exits. If the supervisor itself is killed, the kernel kills the workers (PR_SET_PDEATHSIG), and
+what they had started falls to the agent, which is a subreaper as well.
 
 It is single-threaded on purpose (code between fork and exec is only safe there) and imports only the standard library.
-Workers of a program that can be preloaded come from its nursery (nursery.py), everything else by fork and exec.
-Requests and answers are JSON, one a packet, over a Unix socketpair of type SEQPACKET: message borders and an end of
-file come with it, and descriptors can travel along.
+Workers of a program that can be preloaded come from its fork server (fork_server.py), all others from fork and exec.
+Requests and answers are JSON, one a packet, over a Unix socketpair of type SEQPACKET: it keeps message borders, shows
+an end of file, and carries descriptors.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from dataclasses import dataclass
 from orchestrator.plan.exits import Exit
 from orchestrator.run.processes import become_subreaper, descendants, kill_descendants, reap_children
 
-from .fork_server import SIGNALS, settle
-from .packets import LARGEST_PACKET, waiting_packets
+from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
 
 
 @dataclass
-class Unborn:
-    """A worker that the nursery was asked for. Descriptors of its log, its reports, and the word that lets it run."""
+class PendingFork:
+    """A worker that the fork server was asked for. Descriptors of its log, its reports, and its go-ahead pipe."""
 
     order: dict
     log: int
     report: int
-    word: int
+    go_ahead: int
 
     def close(self) -> None:
-        for descriptor in (self.log, self.report, self.word):
+        for descriptor in (self.log, self.report, self.go_ahead):
             os.close(descriptor)
 
 
-class Warden:
+class WorkerSupervisor:
     def __init__(self, agent: socket.socket, program: Sequence[str] = ()):
         self._agent = agent
         self._program = list(program)  # interpreter, flags, "-m", package: what can be preloaded
-        self._nursery: socket.socket | None = None
-        self._nurse = 0  # the nursery's pid
-        self._unborn: dict[int, Unborn] = {}  # by ticket: a rank may be asked for again before the nursery has answered
+        self._fork_server: socket.socket | None = None
+        self._fork_server_pid = 0  # the fork server's pid
+        self._pending: dict[
+            int, PendingFork
+        ] = {}  # by ticket: a rank may be asked for again before the fork server has answered
         self._tickets = itertools.count()
         self._ranks: dict[int, int] = {}  # pid -> rank of the workers that live
         self._sweep = False  # workers have lived; what they left behind must go
@@ -68,7 +69,7 @@ class Warden:
         signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         if self._program:
-            self._open_nursery()
+            self._start_fork_server()
         try:
             while self._serve(wake):
                 pass
@@ -76,10 +77,10 @@ class Warden:
             kill_descendants()
 
     def _serve(self, wake: int) -> bool:
-        heard = [self._agent, wake] + ([self._nursery] if self._nursery else [])
+        heard = [self._agent, wake] + ([self._fork_server] if self._fork_server else [])
         readable, _, _ = select.select(heard, [], [])
-        if self._nursery in readable:
-            self._hear_nursery()  # before the dead are counted: one may just have been born
+        if self._fork_server in readable:
+            self._on_fork_server()  # before reaping: a worker may just have been forked
         if wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
@@ -108,13 +109,13 @@ class Warden:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, order["signal"])
             if order["signal"] != signal.SIGCONT:
-                self._forget_unborn(order["signal"])
+                self._cancel_pending(order["signal"])
         elif what == "kill":
             for pid in descendants(os.getpid()):
-                if pid != self._nurse:
+                if pid != self._fork_server_pid:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            self._forget_unborn(signal.SIGKILL)
+            self._cancel_pending(signal.SIGKILL)
 
     def _tell(self, **answer: object) -> None:
         with contextlib.suppress(OSError):  # the agent is gone: the next recv says so
@@ -141,82 +142,84 @@ class Warden:
                 self._reap()  # says "empty" where nothing else lives
                 return
             self._sweep = True
-            if self._nursery and argv[: len(self._program)] == self._program:
-                self._ask_nursery(order, log, report)
+            if self._fork_server and argv[: len(self._program)] == self._program:
+                self._request_fork(order, log, report)
             else:
                 self._exec(rank, argv, environment, log, report)
         finally:
             os.close(log)
 
     def _exec(self, rank: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
-        warden = os.getpid()
+        supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(warden, argv, environment, log, report)
-        self._born(rank, pid)
+            _become_worker(supervisor, argv, environment, log, report)
+        self._worker_started(rank, pid)
 
-    def _born(self, rank: int, pid: int) -> None:
+    def _worker_started(self, rank: int, pid: int) -> None:
         self._ranks[pid] = rank
         self._tell(started=rank, pid=pid)
 
-    # ---------------------------------------------------------------------------------- the nursery
+    # ---------------------------------------------------------------------------------- fork server
 
-    def _open_nursery(self) -> None:
-        self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _start_fork_server(self) -> None:
+        self._fork_server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         *interpreter, package = self._program
         argv = [*interpreter, "orchestrator.agent.node.fork_server", str(theirs.fileno()), package]
         with theirs:
-            self._nurse = subprocess.Popen(
+            self._fork_server_pid = subprocess.Popen(
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             ).pid
 
-    def _ask_nursery(self, order: dict, log: int, report: int) -> None:
-        theirs, word = os.pipe2(os.O_CLOEXEC)
-        unborn = Unborn(order, os.dup(log), os.dup(report), word)
+    def _request_fork(self, order: dict, log: int, report: int) -> None:
+        theirs, go_ahead = os.pipe2(os.O_CLOEXEC)
+        pending = PendingFork(order, os.dup(log), os.dup(report), go_ahead)
         ticket = next(self._tickets)
-        self._unborn[ticket] = unborn
+        self._pending[ticket] = pending
         wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
         wanted |= {"arguments": order["argv"][len(self._program) :], "environment": order["environment"]}
         try:
-            socket.send_fds(self._nursery, [json.dumps(wanted).encode()], [log, report, theirs])
+            socket.send_fds(self._fork_server, [json.dumps(wanted).encode()], [log, report, theirs])
         except OSError:
-            self._lose_nursery()
+            self._fork_server_lost()
         finally:
             os.close(theirs)
 
-    def _hear_nursery(self) -> None:
-        for born in waiting_packets(self._nursery):
-            if born is None:
-                self._lose_nursery()
+    def _on_fork_server(self) -> None:
+        for answer in waiting_packets(self._fork_server):
+            if answer is None:
+                self._fork_server_lost()
                 return
-            if "warm" in born:
+            if "warm" in answer:
                 self._tell(warm=True)
                 continue
-            unborn = self._unborn.pop(born["ticket"], None)
-            if unborn is not None:  # else it was not wanted any more, and finds its word's pipe closed
-                self._born(unborn.order["rank"], born["pid"])
+            pending = self._pending.pop(answer["ticket"], None)
+            if pending is not None:  # else it was cancelled, and finds its go-ahead pipe closed
+                self._worker_started(pending.order["rank"], answer["pid"])
                 with contextlib.suppress(BrokenPipeError):  # it has died already: the next reaping tells
-                    os.write(unborn.word, b"!")
-                unborn.close()
+                    os.write(pending.go_ahead, b"!")
+                pending.close()
 
-    def _lose_nursery(self) -> None:
-        """It could not import the program, or somebody killed it: workers start the plain way from now on."""
-        self._nursery.close()
-        self._nursery, self._nurse = None, 0
+    def _fork_server_lost(self) -> None:
+        """It could not import the program, or was killed: from now on workers start by fork and exec."""
+        self._fork_server.close()
+        self._fork_server, self._fork_server_pid = None, 0
         self._tell(warm=True)  # as warm as it will ever be
-        waiting, self._unborn = self._unborn, {}
-        for unborn in waiting.values():
-            order = unborn.order
+        waiting, self._pending = self._pending, {}
+        for pending in waiting.values():
+            order = pending.order
             os.chdir(order["cwd"])
-            self._exec(order["rank"], order["argv"], {**os.environ, **order["environment"]}, unborn.log, unborn.report)
-            unborn.close()
+            self._exec(
+                order["rank"], order["argv"], {**os.environ, **order["environment"]}, pending.log, pending.report
+            )
+            pending.close()
 
-    def _forget_unborn(self, signum: int) -> None:
-        """Told to end before they began: that is how they ended."""
-        gone, self._unborn = self._unborn, {}
-        for unborn in gone.values():
-            unborn.close()
-            self._tell(exit=unborn.order["rank"], code=-signum)
+    def _cancel_pending(self, signum: int) -> None:
+        """Workers that are told to end before they were forked count as ended by that signal."""
+        gone, self._pending = self._pending, {}
+        for pending in gone.values():
+            pending.close()
+            self._tell(exit=pending.order["rank"], code=-signum)
         if gone:
             self._reap()
 
@@ -225,8 +228,8 @@ class Warden:
             rank = self._ranks.pop(pid, None)
             if rank is not None:  # the others are orphans that fell to this process
                 self._tell(exit=rank, code=code)
-        if self._sweep and not self._ranks and not self._unborn:
-            left = kill_descendants(spare=self._nurse)
+        if self._sweep and not self._ranks and not self._pending:
+            left = kill_descendants(spare=self._fork_server_pid)
             self._sweep = False
             self._tell(empty=True, survivors=left)
 
@@ -241,10 +244,10 @@ def _open_log(path: str) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _become_worker(warden: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
+def _become_worker(supervisor: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
     """In the child. Never returns."""
     try:
-        settle(warden, log, report)
+        settle(supervisor, log, report)
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         os.write(2, f"orch: cannot start {argv[0]!r}: {error}\n".encode(errors="replace"))
@@ -254,7 +257,7 @@ def _become_worker(warden: int, argv: list[str], environment: dict[str, str], lo
 
 def main() -> int:
     with socket.socket(fileno=int(sys.argv[1])) as agent:
-        Warden(agent, sys.argv[2:]).run()
+        WorkerSupervisor(agent, sys.argv[2:]).run()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The workers of one node, as the agent sees them: started, signalled and waited for through the warden."""
+"""The workers of one node, as the agent sees them. The worker supervisor starts, signals and reaps them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from types import MappingProxyType
 
 from orchestrator.run.processes import become_subreaper, kill_descendants
 
-from .packets import LARGEST_PACKET, waiting_packets
+from .fork_server import LARGEST_PACKET, waiting_packets
 from .worker_reports import ReportPipe
 
 _PIPE_BYTES = 1 << 20
 
 
 class Workers:
-    """At most one life of workers at a time. Callbacks run in the event loop.
+    """Workers of at most one epoch at a time. Callbacks run in the event loop.
 
     `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had been told to stop).
     `on_empty()`: all have, and nothing that they started is left. `on_line(rank, line)`: one report, unread.
@@ -41,12 +41,12 @@ class Workers:
     ):
         """`environment`: what all workers will be told alike, as far as it is known before there are any."""
         self._environment = dict(environment)
-        self._program = program  # a command that begins so is forked from a preloaded process (nursery.py)
+        self._program = program  # a command that begins so is forked from a preloaded process (fork server.py)
         self._on_exit, self._on_empty, self._on_line, self._on_warm = on_exit, on_empty, on_line, on_warm
         self.warm = not program  # what they import has been imported, or is not known
-        self._warden: subprocess.Popen | None = None
+        self._supervisor: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
-        self._alive: dict[int, int] = {}  # rank -> pid, 0 until the warden has said it
+        self._alive: dict[int, int] = {}  # rank -> pid, 0 until the worker supervisor has said it
         self._pipes: dict[int, ReportPipe] = {}
         self._asked = False
         self._kill_timer: asyncio.TimerHandle | None = None
@@ -56,18 +56,18 @@ class Workers:
         return dict(self._alive)
 
     @property
-    def warden_pid(self) -> int | None:
-        return self._warden.pid if self._warden else None
+    def supervisor_pid(self) -> int | None:
+        return self._supervisor.pid if self._supervisor else None
 
     def open(self) -> None:
-        """Start the warden. Its environment, this process's own, is what the workers inherit."""
+        """Start the worker supervisor. Its environment, this process's own, is what the workers inherit."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = [sys.executable, "-P", "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
             argv += self._program
             self.warm = not self._program
-            self._warden = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 argv,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -126,16 +126,16 @@ class Workers:
             self._order({"do": "kill"})
 
     def close(self) -> None:
-        """Kill everything and let the warden go. Blocks for the milliseconds that takes."""
+        """Kill everything and let the worker supervisor go. Blocks for the milliseconds that takes."""
         self._cancel_timer()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()  # the warden's sign to clear up and leave
+            self._socket.close()  # the worker supervisor's sign to clear up and leave
             self._socket = None
-        if self._warden is not None:
+        if self._supervisor is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._warden.wait(15)
-        kill_descendants(reap=False)  # nothing, unless the warden was killed
+                self._supervisor.wait(15)
+        kill_descendants(reap=False)  # nothing, unless the worker supervisor was killed
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes.clear()
@@ -146,14 +146,14 @@ class Workers:
         packet = json.dumps(order).encode()
         if len(packet) > LARGEST_PACKET:
             raise ValueError(f"the command and environment of a worker take {len(packet)} bytes, over {LARGEST_PACKET}")
-        with contextlib.suppress(OSError):  # the warden is gone: _heard tells
+        with contextlib.suppress(OSError):  # the worker supervisor is gone: _heard tells
             socket.send_fds(self._socket, [packet], list(descriptors))
 
     def _heard(self) -> None:
         assert self._socket is not None
         for answer in waiting_packets(self._socket):
             if answer is None:
-                self._warden_lost()
+                self._supervisor_lost()
                 return
             if "started" in answer:
                 self._alive[answer["started"]] = answer["pid"]
@@ -181,13 +181,13 @@ class Workers:
         self._asked = False
         self._on_empty()
 
-    def _warden_lost(self) -> None:
-        """Somebody killed the warden: the kernel has killed the workers, the rest is ours now."""
-        assert self._socket is not None and self._warden is not None
+    def _supervisor_lost(self) -> None:
+        """Somebody killed the worker supervisor: the kernel has killed the workers, the rest is ours now."""
+        assert self._socket is not None and self._supervisor is not None
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket = None
-        self._warden.wait()
+        self._supervisor.wait()
         kill_descendants()
         had = list(self._alive)
         for rank in had:

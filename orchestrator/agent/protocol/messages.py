@@ -57,7 +57,7 @@ class Stopped(_Message, tag="stopped"):
     """All workers of this epoch on this node have ended, with everything that they had started."""
 
 
-class Notice(_Message, tag="notice"):
+class TerminationSignal(_Message, tag="notice"):
     """Somebody outside wants the run to end: a signal of the scheduler, or the supervisor went away."""
 
     reason: str
@@ -65,7 +65,7 @@ class Notice(_Message, tag="notice"):
     force: bool  # it is not the first time that this agent is told: do not wait
 
 
-class Seen(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One worker, as its agent sees it. Seconds are the agent's own heartbeats: no clock is compared with another."""
 
     rank: int
@@ -84,7 +84,7 @@ class Seen(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 class AgentAlive(_Message, tag="agent_alive"):
     step: int | None  # furthest step any worker of this node has reported
-    seen: list[Seen] = []
+    seen: list[WorkerStatus] = []
 
 
 # ------------------------------------------------------------------------------------------ coordinator -> agent
@@ -94,7 +94,7 @@ class Prepare(_Message, tag="prepare"):
     """Leave what you do and follow this epoch; answer with Ready."""
 
 
-class Seat(Struct, frozen=True, forbid_unknown_fields=True):
+class RankAssignment(Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     gpu: int
 
@@ -103,7 +103,7 @@ class Assign(_Message, tag="assign"):
     """This node's slice of the rank map."""
 
     plan_hash: str
-    seats: list[Seat]
+    seats: list[RankAssignment]
     node_rank: int
     world_size: int
     master_address: str
@@ -143,5 +143,5 @@ class Fenced(_Message, tag="fenced"):
     reason: str
 
 
-FromAgent = Join | Warm | Ready | Started | WorkerExit | Stopped | Notice | AgentAlive
+FromAgent = Join | Warm | Ready | Started | WorkerExit | Stopped | TerminationSignal | AgentAlive
 FromCoordinator = Prepare | Assign | Stop | Examine | CoordinatorAlive | Done | Fenced

@@ -172,7 +172,7 @@ class Supervisor:
     def _kill(self) -> None:
         for node, agent in self._agents.items():
             if node not in self._codes:
-                agent.kill()  # its warden kills the workers
+                agent.kill()  # its worker supervisor kills the workers
 
     def _remember(self) -> None:
         me = identity(os.getpid())

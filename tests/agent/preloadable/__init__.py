@@ -1,1 +1,1 @@
-"""A small program that a nursery can preload; tests of orchestrator/agent/node/fork_server.py run it."""
+"""A small program that a fork server can preload; tests of orchestrator/agent/node/fork_server.py run it."""

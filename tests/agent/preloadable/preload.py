@@ -1,4 +1,4 @@
-"""What is imported once, in the nursery."""
+"""What is imported once, in the fork server."""
 
 import os
 import time

@@ -1,7 +1,8 @@
-"""The right to write, epoch by epoch: one file an epoch in the run folder, which exactly one process can make.
+"""Epoch leases: the right to write a run's state, one file per epoch in the run folder (`claims/<epoch>`).
 
-A coordinator of an elastic run is who has claimed the newest epoch. Whoever holds an older one, frozen meanwhile or cut
-off, finds that out before it writes. `link(2)` is atomic and exclusive, also on NFS, and shows a claim only when whole.
+The coordinator of an elastic run is the process that has claimed the newest epoch; the epoch is its fencing token. A
+process that holds an older one, because it was paused or cut off, finds the newer claim before it writes. Claims are
+made by `link(2)`, which is atomic and exclusive, also on NFS, and shows a claim only when it is whole.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from orchestrator.plan.worker import claims_folder, newest_claim
 from .folder import RunFolder, make_private_folder, sync_folder, write_private
 
 
-class Deposed(Exception):
-    """A newer epoch has been claimed by somebody else: nothing more may be written for an older one."""
+class LeaseLost(Exception):
+    """Another process has claimed a newer epoch: the holder of an older one is fenced and must not write."""
 
 
 class Claim(Frozen):
@@ -28,8 +29,8 @@ class Claim(Frozen):
     pid: int
 
 
-class Claims:
-    """One process's rights in one run."""
+class EpochLease:
+    """One process's lease on the epochs of one run. `held`: the newest epoch that it has claimed, -1 for none."""
 
     def __init__(self, folder: RunFolder, node: str):
         self._folder, self._node = claims_folder(folder.path), node
@@ -40,7 +41,7 @@ class Claims:
         return newest_claim(self._folder)
 
     def take(self, epoch: int) -> None:
-        """Claim `epoch`, durably. Deposed: it, or a newer one, is somebody else's."""
+        """Claims `epoch`, durably. Raises LeaseLost if another process has claimed it or a newer one."""
         make_private_folder(self._folder)
         path = self._folder / str(epoch)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -49,7 +50,7 @@ class Claims:
         try:
             os.link(draft, path)
         except FileExistsError:
-            raise Deposed(f"epoch {epoch} was claimed by another node") from None
+            raise LeaseLost(f"epoch {epoch} was claimed by another node") from None
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
@@ -58,6 +59,6 @@ class Claims:
         self.check()
 
     def check(self) -> None:
-        """Before every write. Deposed: the right is gone."""
+        """To be called before every write. Raises LeaseLost if another process has claimed a newer epoch."""
         if (newest := self.newest) > self.held:
-            raise Deposed(f"epoch {newest} was claimed by another node, this is {self.held}")
+            raise LeaseLost(f"epoch {newest} was claimed by another node, this is {self.held}")

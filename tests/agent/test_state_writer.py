@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.protocol.messages import Join
-from orchestrator.run.claims import Claims, Deposed
 from orchestrator.run.discovery import Discovery
+from orchestrator.run.epoch_lease import EpochLease, LeaseLost
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, NodeState, RunState, read_state, write_state
 from tests.beds.plans import make_plan
@@ -26,10 +26,10 @@ def folder(tmp_path):
     return folder
 
 
-def record(folder, node, epoch) -> RunRecord:
-    claims = Claims(folder, node)
+def record(folder, node, epoch) -> StateWriter:
+    claims = EpochLease(folder, node)
     claims.take(epoch)
-    return RunRecord(folder, PLAN, node, Discovery(folder, str(folder.path / "sd")), claims)
+    return StateWriter(folder, PLAN, node, Discovery(folder, str(folder.path / "sd")), claims)
 
 
 def test_the_claim_that_made_it_coordinator_is_its_first_epoch(folder):
@@ -57,7 +57,7 @@ def test_nothing_is_written_after_a_newer_claim(folder):
         lambda: old.lost("node1"),
         lambda: old.update(reason="x"),
     ):
-        with pytest.raises(Deposed):
+        with pytest.raises(LeaseLost):
             write()
     assert folder.state.read_bytes() == before
     assert new.take_over() == {"node0"}

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from orchestrator.agent.protocol.self_stall import HEARTBEAT_S, Beat, patience
+from orchestrator.agent.protocol.heartbeat import HEARTBEAT_S, HeartbeatTimer, timeout_ticks
 
 
 class Loop:
     """One side: sleeps, ticks, sends; `heard` resets its count. Its own work takes `work_s` a tick."""
 
     def __init__(self, tick_s: float, silence_s: float, work_s: float = 0.0):
-        self.tick_s, self.work_s, self.most = tick_s, work_s, patience(silence_s, tick_s)
-        self.beat, self.began, self.wakes, self.silent, self.sent = Beat(tick_s, 0.0), 0.0, tick_s, 0, []
+        self.tick_s, self.work_s, self.most = tick_s, work_s, timeout_ticks(silence_s, tick_s)
+        self.beat, self.began, self.wakes, self.silent, self.sent = HeartbeatTimer(tick_s, 0.0), 0.0, tick_s, 0, []
 
     def wake(self, now: float) -> bool:
         """Whether the peer is lost now."""

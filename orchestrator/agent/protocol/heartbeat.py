@@ -14,7 +14,7 @@ PAUSE_S = 2.0 * HEARTBEAT_S  # between two heartbeats
 _LATE = 2.0  # times as long as a tick should take
 
 
-class Pace:
+class SelfStallDetector:
     """Of what is done once a heartbeat."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Pace:
         return since if (since := self._last - before) > PAUSE_S else 0.0
 
 
-class Beat:
+class HeartbeatTimer:
     """The ticks of one loop, some to a heartbeat. Pure: it is told the time."""
 
     def __init__(self, tick_s: float, now: float):
@@ -43,7 +43,7 @@ class Beat:
         return due, in_time
 
 
-def patience(silence_s: float, tick_s: float) -> int:
+def timeout_ticks(silence_s: float, tick_s: float) -> int:
     """Ticks in time without a word, after which a peer is lost: at least two heartbeats.
 
     Half a heartbeat less than `silence_s`: who dies has, on average, been silent for that long already.

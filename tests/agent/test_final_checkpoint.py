@@ -11,9 +11,18 @@ import pytest
 from orchestrator.agent.faults.policy import Budget, Decision
 from orchestrator.agent.leader.coordinator import Coordinator
 from orchestrator.agent.leader.final_checkpoint import is_due
-from orchestrator.agent.leader.state_writer import RunRecord
+from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.node.recorder import Recorder
-from orchestrator.agent.protocol.messages import Assign, Done, Notice, Prepare, Ready, Stop, Stopped, WorkerExit
+from orchestrator.agent.protocol.messages import (
+    Assign,
+    Done,
+    Prepare,
+    Ready,
+    Stop,
+    Stopped,
+    TerminationSignal,
+    WorkerExit,
+)
 from orchestrator.plan import Exit
 from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import write_private
@@ -38,7 +47,7 @@ async def two_left(tmp_path, grace_s=30.0):
     folder = prepared(tmp_path)
     rules = Policy(max_restarts=0, grace_s=grace_s, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
     recorder = Recorder(folder, "node0", PLAN)
-    record = RunRecord(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")))
+    record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")))
     coordinator = Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record)
     async with coordinating(folder, coordinator, recorder) as world:
         agents = [await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)]
@@ -132,7 +141,7 @@ def test_saving_is_bounded_by_the_grace_and_by_whoever_will_not_wait(tmp_path, h
         async with two_left(tmp_path, grace_s=60.0 if hurry else 0.5) as (world, (a, b)):
             if hurry:
                 await assigned((a, b), 1)
-                b.say(Notice(reason="out", signal="SIGTERM", force=True))
+                b.say(TerminationSignal(reason="out", signal="SIGTERM", force=True))
             else:  # they do not even answer
                 for agent in (a, b):
                     assert await agent.hear() == (1, Prepare())

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.agent.leader.election import Succession, Watch, Whereabouts, turn_of
-from orchestrator.run.claims import Claims
+from orchestrator.agent.leader.election import CoordinatorAddress, LeaderElection, Watch, turn_of
+from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
 from orchestrator.run.state import SCHEMA, RunState, write_state
@@ -23,7 +23,7 @@ def ticks(turn: int, sights, fresh: bool = False) -> int | None:
     """The first tick at which an agent claims. A sight: (newest claim, epoch of who is seen, beat, refused)."""
     watch = Watch(PATIENCE)
     for index, (newest, epoch, beat, refused) in enumerate(sights):
-        seen = None if epoch is None else Whereabouts(host="h", port=1, node="node0", epoch=epoch, beat=beat)
+        seen = None if epoch is None else CoordinatorAddress(host="h", port=1, node="node0", epoch=epoch, beat=beat)
         if watch.tick(newest, seen, refused, fresh, turn):
             return index
     return None
@@ -81,26 +81,26 @@ RULES = Policy(max_restarts=0, grace_s=1.0, heartbeat_timeout_s=60.0, join_timeo
 def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
     """Its coordinator is gone and nobody listens, which would otherwise be the reason to claim."""
     folder = folder_of(tmp_path, state="done", epoch=2)
-    Claims(folder, "node1").take(2)
+    EpochLease(folder, "node1").take(2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    gone = Whereabouts(host="127.0.0.1", port=port, node="node1", epoch=2)
+    gone = CoordinatorAddress(host="127.0.0.1", port=port, node="node1", epoch=2)
     write_private(folder.coordinator, msgspec.json.encode(gone))
 
     async def main():
-        part = Succession(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
+        part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
         return await asyncio.wait_for(part.join(2, ["node0"], asyncio.get_running_loop().create_future()), 60)
 
     assert asyncio.run(main()) is None
-    assert Claims(folder, "node0").newest == 2
+    assert EpochLease(folder, "node0").newest == 2
 
 
 def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
     folder = folder_of(tmp_path, state="running", epoch=2)
-    Claims(folder, "node1").take(2)
+    EpochLease(folder, "node1").take(2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    gone = Whereabouts(host="127.0.0.1", port=port, node="node1", epoch=2)
+    gone = CoordinatorAddress(host="127.0.0.1", port=port, node="node1", epoch=2)
     write_private(folder.coordinator, msgspec.json.encode(gone))
     led = []
 
@@ -111,8 +111,8 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
             led.append(claims.held)
             over.set_result(0)
 
-        part = Succession(folder, "node0", b"k" * 32, RULES, lead)
+        part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead)
         return await asyncio.wait_for(part.join(2, ["node1", "node0"], over), 60)
 
     assert asyncio.run(main()) is None
-    assert led == [3] == [Claims(folder, "node0").newest]
+    assert led == [3] == [EpochLease(folder, "node0").newest]

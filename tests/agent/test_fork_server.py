@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.node.worker_supervisor import Unborn, Warden
+from orchestrator.agent.node.worker_supervisor import PendingFork, WorkerSupervisor
 from orchestrator.run.processes import descendants, identity, is_alive
 
 from .test_workers import ROOT, Harness
@@ -46,9 +46,9 @@ def children_of(pid: int) -> list[int]:
     return descendants(pid)
 
 
-def test_every_life_comes_from_one_import_and_is_the_wardens_child(tmp_path, monkeypatch):
+def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(tmp_path, monkeypatch):
     async def scenario(h):
-        nurses = set()
+        fork_server_pids = set()
         for life in range(2):
             for rank in (0, 1):
                 h.start(WHO + "import time; time.sleep(0.5)", rank, {"MINE": f"{life}-{rank}"})
@@ -57,22 +57,22 @@ def test_every_life_comes_from_one_import_and_is_the_wardens_child(tmp_path, mon
             for rank, pid in h.workers.pids.items():
                 await h.until_logged(f"{life}-{rank}", rank)
                 assert Path(f"/proc/{pid}/comm").read_text() == f"orch-rank-{rank}\n"
-                assert f"\nPPid:\t{h.workers.warden_pid}\n" in Path(f"/proc/{pid}/status").read_text()
+                assert f"\nPPid:\t{h.workers.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
             await h.until_empty()
             for rank in (0, 1):
                 by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
                 assert (forked, mine, cwd) == ("yes", f"{life}-{rank}", str(tmp_path))
-                nurses.add(by)
+                fork_server_pids.add(by)
             assert h.ended == {0: (0, False), 1: (0, False)}
             h.ended.clear()
-        assert len(nurses) == 1 and h.workers.warm
-        assert children_of(h.workers.warden_pid) == [int(nurses.pop())]  # the nursery alone outlives a life
+        assert len(fork_server_pids) == 1 and h.workers.warm
+        assert children_of(h.workers.supervisor_pid) == [int(fork_server_pids.pop())]
 
     run(scenario, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_without_a_nursery_workers_start_the_plain_way(tmp_path, monkeypatch, when):
+def test_without_a_fork_server_workers_start_the_plain_way(tmp_path, monkeypatch, when):
     """It cannot import the program, or somebody killed it: before a worker was asked of it, or while one waits."""
     waits = tmp_path / "waits"
     if when == "between":
@@ -80,15 +80,15 @@ def test_without_a_nursery_workers_start_the_plain_way(tmp_path, monkeypatch, wh
 
     async def scenario(h):
         h.workers.open()
-        while not (nurse := children_of(h.workers.warden_pid)):
+        while not (fork_server_pid := children_of(h.workers.supervisor_pid)):
             await asyncio.sleep(0.01)
         if when == "between":
             h.start(WHO, 0, {"MINE": "x", "PRELOAD_WAITS": ""})
             await asyncio.sleep(0.2)
-            os.kill(nurse[0], signal.SIGKILL)
+            os.kill(fork_server_pid[0], signal.SIGKILL)
         else:
-            os.kill(nurse[0], signal.SIGKILL)
-            while children_of(h.workers.warden_pid):
+            os.kill(fork_server_pid[0], signal.SIGKILL)
+            while children_of(h.workers.supervisor_pid):
                 await asyncio.sleep(0.01)
             h.start(WHO, 0, {"MINE": "x"})
         await h.until_empty()
@@ -102,15 +102,15 @@ def test_a_worker_is_prepared_before_it_is_forked(tmp_path, monkeypatch):
     async def scenario(h):
         h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
         await h.until_empty()
-        (nurse,) = children_of(h.workers.warden_pid)
+        (fork_server_pid,) = children_of(h.workers.supervisor_pid)
         where, prepared_by, own = h.log().read_text().split()
-        assert (where, prepared_by) == ("in", str(nurse)) and own != prepared_by
+        assert (where, prepared_by) == ("in", str(fork_server_pid)) and own != prepared_by
 
     run(scenario, tmp_path, monkeypatch)
 
 
 def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(tmp_path, monkeypatch):
-    """The plain start fails as it would have without a nursery, with the program's own words."""
+    """The plain start fails as it would have without a fork server, with the program's own words."""
     (tmp_path / "broken").touch()
 
     async def scenario(h):
@@ -140,7 +140,7 @@ def test_a_worker_told_to_end_before_it_is_born_has_ended(tmp_path, monkeypatch,
         assert not h.workers.warm
         waits.unlink()
         h.ended.clear()
-        h.start("print('next life')", 0)  # from the same nursery, which has meanwhile borne two that nobody wants
+        h.start("print('next life')", 0)  # from the same fork server, which has meanwhile borne two that nobody wants
         await h.until_empty()
         assert h.ended == {0: (0, False)}
         assert h.log(0).read_text() == "next life\n" and h.log(1).read_text() == ""
@@ -148,17 +148,17 @@ def test_a_worker_told_to_end_before_it_is_born_has_ended(tmp_path, monkeypatch,
     run(scenario, tmp_path, monkeypatch, PRELOAD_WAITS=waits)
 
 
-@pytest.mark.parametrize("victim", ["warden", "nursery"])
-def test_nothing_is_left_when_a_warden_dies_and_workers_outlive_a_nursery(tmp_path, monkeypatch, victim):
+@pytest.mark.parametrize("victim", ["worker supervisor", "fork server"])
+def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(tmp_path, monkeypatch, victim):
     async def scenario(h):
-        h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'nursery' else 600})")
+        h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'fork server' else 600})")
         await h.until_logged("up")
         worker = h.workers.pids[0]
-        (nurse,) = [pid for pid in children_of(h.workers.warden_pid) if pid != worker]
-        seen = [identity(worker), identity(nurse)]
-        os.kill(h.workers.warden_pid if victim == "warden" else nurse, signal.SIGKILL)
+        (fork_server_pid,) = [pid for pid in children_of(h.workers.supervisor_pid) if pid != worker]
+        seen = [identity(worker), identity(fork_server_pid)]
+        os.kill(h.workers.supervisor_pid if victim == "worker supervisor" else fork_server_pid, signal.SIGKILL)
         await h.until_empty()
-        if victim == "warden":
+        if victim == "worker supervisor":
             assert h.ended == {0: (-9, False)}
         else:
             assert h.ended == {0: (0, False)}
@@ -179,16 +179,16 @@ def test_a_traceback_and_an_exit_code_are_the_programs_own(tmp_path, monkeypatch
     run(scenario, tmp_path, monkeypatch)
 
 
-def test_a_worker_that_died_before_its_word_does_not_end_the_warden(tmp_path):
+def test_a_worker_that_died_before_its_go_ahead_does_not_end_the_supervisor(tmp_path):
     ours, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fork_server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     read, word = os.pipe2(os.O_CLOEXEC)
     os.close(read)  # the worker held it
-    warden = Warden(ours)
-    warden._nursery = nursery
+    supervisor = WorkerSupervisor(ours)
+    supervisor._fork_server = fork_server
     log, report = os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY)
-    warden._unborn[7] = Unborn({"rank": 3}, log, report, word)
-    with ours, agents, nursery, theirs:
+    supervisor._pending[7] = PendingFork({"rank": 3}, log, report, word)
+    with ours, agents, fork_server, theirs:
         theirs.send(json.dumps({"ticket": 7, "pid": 12345}).encode())
-        warden._hear_nursery()
+        supervisor._on_fork_server()
         assert json.loads(agents.recv(1024)) == {"started": 3, "pid": 12345}

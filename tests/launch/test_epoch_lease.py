@@ -7,7 +7,7 @@ import multiprocessing
 import msgspec
 import pytest
 
-from orchestrator.run.claims import Claim, Claims, Deposed
+from orchestrator.run.epoch_lease import Claim, EpochLease, LeaseLost
 from orchestrator.run.folder import RunFolder
 
 
@@ -19,16 +19,16 @@ def folder(tmp_path):
 
 
 def test_the_newest_claim_holds(folder):
-    old, new = Claims(folder, "node0"), Claims(folder, "node1")
+    old, new = EpochLease(folder, "node0"), EpochLease(folder, "node1")
     assert new.newest == -1
     old.take(0)
     old.check()
-    with pytest.raises(Deposed):
+    with pytest.raises(LeaseLost):
         new.take(0)
     new.take(1)
-    with pytest.raises(Deposed, match="epoch 1 was claimed by another node, this is 0"):
+    with pytest.raises(LeaseLost, match="epoch 1 was claimed by another node, this is 0"):
         old.check()
-    with pytest.raises(Deposed):
+    with pytest.raises(LeaseLost):
         old.take(1)
     claim = msgspec.json.decode((folder.path / "claims" / "1").read_bytes(), type=Claim)
     assert (claim.epoch, claim.node) == (1, "node1")
@@ -36,22 +36,22 @@ def test_the_newest_claim_holds(folder):
 
 
 def test_a_claim_below_the_newest_is_worthless(folder):
-    Claims(folder, "node0").take(5)
-    late = Claims(folder, "node1")
-    with pytest.raises(Deposed):
+    EpochLease(folder, "node0").take(5)
+    late = EpochLease(folder, "node1")
+    with pytest.raises(LeaseLost):
         late.take(4)
-    with pytest.raises(Deposed):
+    with pytest.raises(LeaseLost):
         late.check()
 
 
 def _race(path, node, start):
     """Claim a hundred epochs in a row against the others; leave the list of those that were won."""
-    claims, won = Claims(RunFolder(path), node), []
+    claims, won = EpochLease(RunFolder(path), node), []
     start.wait(300)
     for epoch in range(100):
         try:
             claims.take(epoch)
-        except Deposed:
+        except LeaseLost:
             if claims.held != epoch:  # else it was won, and somebody has claimed the next one since
                 continue
         won.append(epoch)
