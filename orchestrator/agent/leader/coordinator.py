@@ -53,16 +53,7 @@ log = logging.getLogger("orch.coordinator")
 class Coordinator:
     _elastic = False
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        plan: Plan,
-        rules: Policy,
-        key: bytes,
-        node: str,
-        recorder: Recorder,
-        record: StateWriter,
-    ):
+    def __init__(self, folder: RunFolder, plan: Plan, rules: Policy, key: bytes, node: str, recorder: Recorder, record):
         self._folder, self._plan, self._rules, self._key = folder, plan, rules, key
         self._node, self._recorder, self._record = node, recorder, record
         self._expected = used_nodes(plan)
