@@ -42,7 +42,7 @@ from orchestrator.run.state import Cause
 from .epoch import Epoch, assignment, some
 from .final_checkpoint import FinalCheckpoint, is_due
 from .membership import Member, MemberLost, Membership, MemberUnfit
-from .state_writer import NO_ROOM, StateWriter
+from .state_writer import NO_ROOM
 
 _FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they have nothing to save together any more
 _UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
