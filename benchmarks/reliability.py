@@ -38,7 +38,7 @@ from orchestrator.drill.local import LocalTargets  # noqa: E402
 from orchestrator.drill.trial import Range, Trial  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
 from orchestrator.observe.goodput.ledger import ledger  # noqa: E402
-from orchestrator.observe.goodput.run_timeline import read_marks  # noqa: E402
+from orchestrator.observe.timeline import read_events  # noqa: E402
 from orchestrator.run.folder import RunFolder  # noqa: E402
 from orchestrator.run.request import from_bytes  # noqa: E402
 
@@ -112,7 +112,7 @@ class OrchRun:
         if self.kind not in ("trainer", "buddy"):
             return True
         # trials begin when all have imported torch: that is not what is measured
-        marks = read_marks(self.range.folder, state.nodes)
+        marks = read_events(self.range.folder, state.nodes)
         warm = {mark.node: mark.at for mark in marks if mark.name == "workers_warm"}
         return all(warm.get(mark.node, 0.0) >= mark.at for mark in marks if mark.name == "agent_started")
 
@@ -126,7 +126,7 @@ class OrchRun:
     def witnesses(self, since: float) -> dict:
         """What else must hold: one writer an epoch, each sample once; and whether a damaged checkpoint was found."""
         state = self.range.state()
-        marks = read_marks(self.range.folder, state.nodes)
+        marks = read_events(self.range.folder, state.nodes)
         began = Counter(mark.epoch for mark in marks if mark.name == "epoch_began")
         book = ledger(self.range.steps(state))
         return {

@@ -15,13 +15,11 @@ from orchestrator.cluster.measured import SCHEMA, Record, key_of, path_of
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.config.validate import said
 from orchestrator.errors import OrchError
-from orchestrator.observe.live import tail_lines
+from orchestrator.observe.timeline import last_events
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Measured
 from orchestrator.plan.exits import Exit
-from orchestrator.plan.worker import EventReport
 from orchestrator.run.folder import RunFolder, make_private_folder, write_private
-from orchestrator.run.untrusted import UNREADABLE
 
 from .fit import Row, fit
 
@@ -53,7 +51,8 @@ def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[d
     seen = 0
     while True:
         state = backend.state(folder)  # before the file: what a final state says is then complete
-        found = [event for event in map(_event, tail_lines(path, _EVENTS_BYTES)) if event is not None]
+        events = (event for event in last_events(path, _EVENTS_BYTES) if event.name.startswith("bench_"))
+        found: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
         total = next((int(event["total"]) for event in found if event["name"] == "bench_total"), 0)
         steps = [event for event in found if event["name"] != "bench_total"]
         for done in range(seen, len(steps)):
@@ -67,14 +66,6 @@ def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[d
     if not total or seen < total:
         raise OrchError(f"{folder.run_id}: {seen} of {total} measurements were reported", Exit.INTERNAL)
     return steps
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = msgspec.json.decode(line, type=EventReport)
-    except UNREADABLE:
-        return None
-    return {"name": event.name, **event.fields} if event.name.startswith("bench_") else None
 
 
 def _words(event: dict[str, Any]) -> str:

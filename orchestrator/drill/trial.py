@@ -11,7 +11,8 @@ import msgspec
 
 from orchestrator.backends.base import Backend
 from orchestrator.errors import OrchError
-from orchestrator.observe.goodput.run_timeline import NOTICED, LeadReader, Mark, Step, read_marks
+from orchestrator.observe.goodput.run_timeline import NOTICED
+from orchestrator.observe.timeline import Event, Step, StepFollower, read_events
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest
@@ -65,7 +66,7 @@ class Range:
     def __init__(self, folder: RunFolder, backend: Backend, request: LaunchRequest, limit_s: float):
         self.folder, self.request, self.limit_s = folder, request, limit_s
         self._backend = backend
-        self._lead = LeadReader(folder)
+        self._lead = StepFollower(folder)
 
     @property
     def pods_come_back(self) -> bool:
@@ -79,10 +80,10 @@ class Range:
     def state(self) -> RunState:
         return self._backend.state(self.folder)
 
-    def marks(self, state: RunState) -> list[Mark]:
+    def marks(self, state: RunState) -> list[Event]:
         """What the run's agents noted. Where only its state comes out of the cluster, the ends of its epochs."""
-        ends = [Mark("epoch_stops", epoch.ended_at, epoch.epoch) for epoch in state.epochs if epoch.ended_at]
-        return read_marks(self.folder, state.nodes) or ends
+        ends = [Event("epoch_stops", epoch.ended_at, epoch.epoch) for epoch in state.epochs if epoch.ended_at]
+        return read_events(self.folder, state.nodes) or ends
 
     def steps(self, state: RunState) -> list[Step]:
         return self._lead.read(state.nodes)
@@ -165,7 +166,7 @@ class Range:
         )
 
 
-def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Mark]) -> None:
+def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None:
     """What the run's own records say about it by now."""
     after = [mark for mark in marks if mark.name in _TOLD and mark.at >= trial.at and not _by_wish(mark)]
     signs = [mark.at for mark in after if mark.name != "straggler" or mark.on == trial.node]
@@ -180,6 +181,6 @@ def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Mark]) -> None:
         trial.lost_steps = 0
 
 
-def _by_wish(mark: Mark) -> bool:
+def _by_wish(mark: Event) -> bool:
     """A worker that ends well, or because it was told to, is no sign of trouble."""
     return mark.name == "worker_ended" and (mark.asked or not mark.code)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TextIO
 
-from orchestrator.backends.base import Backend
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
 from orchestrator.style import Style
 
 from .live import read_live
-from .run_pages import end_lines, progress_line
+from .pages.run_page import end_lines, progress_line
 
 _LOOK_S = 0.25
 _SAY_S = 5.0  # between lines where they cannot be overwritten
 
 
-def follow(folder: RunFolder, backend: Backend, out: TextIO, style: Style) -> RunState:
-    """Show progress on `out` until the run has ended; its final state."""
+def follow(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style) -> RunState:
+    """Show progress on `out` until the run has ended; its final state. `look`: the backend's `state`."""
     terminal = out.isatty()
     said, said_at, known = "", 0.0, ""
     while True:
-        state = backend.state(folder)
+        state = look(folder)
         line = progress_line(state, read_live(folder, state, time.time()), style)
         now = time.monotonic()
         if terminal:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
-
-import msgspec
 
 from orchestrator.plan.document import Frozen
-from orchestrator.plan.worker import EventReport
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
-from orchestrator.run.untrusted import UNREADABLE
 
-from .report import StepLine, decode_step
+from .timeline import Event, StepLine, last_events, last_steps
 
-_TAIL_BYTES = 1 << 18
 _SMOOTH_STEPS = 10
 
 
@@ -51,16 +45,9 @@ class Live(Frozen):
     nodes: dict[str, NodeLive] = {}
 
 
-class _EventLine(EventReport, kw_only=True, tag_field="kind", tag="event"):
-    at: float = 0.0
-
-
-_decode_event = msgspec.json.Decoder(_EventLine).decode
-
-
 def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
-    nodes = {node: [x for x in _steps(folder.metrics(node)) if x.epoch == state.epoch] for node in state.nodes}
-    events = [event for node in state.nodes for event in _events(folder.events(node))]
+    nodes = {node: [x for x in last_steps(folder.metrics(node)) if x.epoch == state.epoch] for node in state.nodes}
+    events = [event for node in state.nodes for event in last_events(folder.events(node)) if event.kind == "event"]
     lines = [line for found in nodes.values() for line in found]
     world, steps = state.summary.get("world_size"), state.summary.get("steps")
     last = max((line.step for line in lines), default=None)
@@ -88,45 +75,18 @@ def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
     )
 
 
-def _steps(path: Path) -> list[StepLine]:
-    return [line for raw in tail_lines(path) if (line := decode_step(raw)) is not None]
-
-
-def _events(path: Path) -> list[_EventLine]:
-    found = []
-    for line in tail_lines(path):
-        try:
-            found.append(_decode_event(line))
-        except UNREADABLE:  # of an agent, or torn
-            continue
-    return found
-
-
-def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[bytes]:
-    """Whole lines from the last `size` bytes."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, 2)
-            start = max(0, end - size)
-            file.seek(start)
-            lines = file.read(size).split(b"\n")
-    except OSError:
-        return []
-    return lines[1 if start else 0 : -1]
-
-
 def _last(lines: list[StepLine], name: str) -> float | None:
     known = [line for line in lines if getattr(line, name) is not None]
     return getattr(max(known, key=lambda line: line.step), name) if known else None
 
 
-def _saved(events: list[_EventLine], now: float) -> Saved | None:
+def _saved(events: list[Event], now: float) -> Saved | None:
     saved = [event for event in events if event.name == "checkpoint_saved"]
     last = max(saved, key=lambda event: event.at, default=None)
     return Saved(step=last.step, at=last.at, age_s=max(0.0, now - last.at)) if last else None
 
 
-def _doing(event: _EventLine) -> str:
+def _doing(event: Event) -> str:
     done, total = event.fields.get("done"), event.fields.get("total")
     share = f" {done / total:.0%}" if isinstance(done, int | float) and isinstance(total, int | float) and total else ""
     phase = event.fields.get("phase")

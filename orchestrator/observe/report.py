@@ -5,65 +5,35 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from orchestrator.plan import Plan
-from orchestrator.plan.worker import StepReport
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.state import RunState
-from orchestrator.run.untrusted import UNREADABLE
 
 from .goodput.account import Account, account
 from .goodput.ledger import ledger
-from .goodput.run_timeline import Mark, gather, lead_steps, read_marks
+from .goodput.run_timeline import run_timeline
+from .timeline import Event, StepLine, lead_steps, nodes_of, read_events, read_steps
 
 SCHEMA = "orch.report/1"
 _MOST_INTERVALS = 5000
 _WARM_UP_STEPS = 2  # of each epoch: first-use costs are not the step time
 
 
-class StepLine(StepReport, kw_only=True, tag_field="kind", tag="step"):
-    """A step report as the agent keeps it."""
-
-    at: float = 0.0
-
-
-_decoder = msgspec.json.Decoder(StepLine)
-
-
-def decode_step(line: bytes) -> StepLine | None:
-    """None for a line that is torn, or no step."""
-    try:
-        return _decoder.decode(line)
-    except UNREADABLE:
-        return None
-
-
-def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[StepLine]:
-    """Every step report of the run, in the order of each node's file. Damaged lines (a full disk) are left out."""
-    found = []
-    for node in nodes:
-        try:
-            lines = folder.metrics(node).read_bytes().splitlines()
-        except OSError:
-            continue
-        found += [step for line in lines if (step := decode_step(line)) is not None]
-    return found
-
-
 def make_report(
-    plan: Plan, state: RunState, lines: list[StepLine], marks: Sequence[Mark] = (), now: float | None = None
+    plan: Plan, state: RunState, lines: list[StepLine], events: Sequence[Event] = (), now: float | None = None
 ) -> dict[str, Any]:
     """Planned and measured side by side. Seconds, bytes, ratios; None where nothing was measured.
 
-    `marks`: the run's events. `now`: Unix seconds, up to which the time of a run that goes on is counted.
+    `events`: the run's. `now`: Unix seconds, up to which the time of a run that goes on is counted.
     """
-    steps_told = lead_steps(lines)
-    spent = account(gather(state, marks, steps_told), time.time() if now is None else now)
-    counted = ledger(steps_told)
+    steps = lead_steps(lines)
+    spent = account(run_timeline(state, events, steps), time.time() if now is None else now)
+    counted = ledger(steps)
     last_epoch_of = {line.step: line.epoch for line in sorted(lines, key=lambda line: line.epoch)}
     kept = [line for line in lines if last_epoch_of[line.step] == line.epoch]  # a replayed step counts once
     first_rank = min((line.rank for line in kept), default=0)
@@ -125,14 +95,9 @@ def _goodput(spent: Account, created: float) -> dict[str, Any]:
     return {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "intervals": listed}
 
 
-def nodes_of(plan: Plan, state: RunState) -> list[str]:
-    """All that may have left files: the plan's, and those that came later."""
-    return list(dict.fromkeys([*plan.cluster.node_names, *state.nodes]))
-
-
 def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
     nodes = nodes_of(plan, state)
-    report = make_report(plan, state, read_steps(folder, nodes), read_marks(folder, nodes))
+    report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
     write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 

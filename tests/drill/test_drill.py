@@ -16,7 +16,7 @@ from orchestrator.cli.main import main
 from orchestrator.drill.session import check_allowed, open_range
 from orchestrator.errors import OrchError
 from orchestrator.observe.goodput.ledger import ledger, uneven
-from orchestrator.observe.goodput.run_timeline import LeadReader
+from orchestrator.observe.timeline import StepFollower
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
@@ -63,7 +63,7 @@ def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
     kinds = [epoch.cause.kind for epoch in read_state(folder).epochs if epoch.cause]
     assert kinds[:2] == ["worker_exit", "worker_frozen"] and {"node_lost", "coordinator_lost"} & set(kinds)
     assert cancel(folder).state == "cancelled"
-    told = ledger(LeadReader(folder).read(read_state(folder).nodes))
+    told = ledger(StepFollower(folder).read(read_state(folder).nodes))
     assert told.problems == [] and uneven(told.entries, 12) == [] and told.samples > 0
     report = json.loads(folder.report.read_bytes())
     assert sum(report["goodput"]["seconds"].values()) == pytest.approx(report["goodput"]["wall_s"])

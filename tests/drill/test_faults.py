@@ -17,7 +17,7 @@ from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refus
 from orchestrator.drill.score import score
 from orchestrator.drill.trial import Trial, fill
 from orchestrator.errors import OrchError
-from orchestrator.observe.goodput.run_timeline import Mark, Step
+from orchestrator.observe.timeline import Event, Step
 
 nodes = st.dictionaries(st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30), max_size=3), max_size=6)
 
@@ -75,10 +75,10 @@ def a_trial(**fields) -> Trial:
 def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():
     trial = a_trial()
     steps = [Step(1, n, 95.0 + n, 1.0) for n in (1, 2, 3, 4)] + [Step(2, n, 103.0 + n, 1.0) for n in (3, 4)]
-    marks = [Mark("worker_ended", 99.0, code=-9), Mark("worker_ended", 100.1, code=-15, asked=True)]
-    fill(trial, steps, [*marks, Mark("worker_ended", 100.25, code=-9)])
+    marks = [Event("worker_ended", 99.0, code=-9), Event("worker_ended", 100.1, code=-15, asked=True)]
+    fill(trial, steps, [*marks, Event("worker_ended", 100.25, code=-9)])
     assert (trial.noticed_s, trial.stepping_s, trial.lost_steps) == (0.25, 5.0, 2)
-    fill(trial, steps, [Mark("straggler", 100.1, on="b"), Mark("straggler", 102.5, on="a")])
+    fill(trial, steps, [Event("straggler", 100.1, on="b"), Event("straggler", 102.5, on="a")])
     assert trial.noticed_s == 2.5, "another node's slowness is not this one's"
 
 

@@ -24,7 +24,7 @@ from orchestrator.drill.faults import Shot
 from orchestrator.drill.local import LocalTargets
 from orchestrator.drill.trial import Range
 from orchestrator.observe.goodput.ledger import Ledger, ledger, uneven
-from orchestrator.observe.goodput.run_timeline import LeadReader
+from orchestrator.observe.timeline import StepFollower
 from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
@@ -88,7 +88,7 @@ def seats(folder: RunFolder) -> int:
 
 
 def ledger_of(folder: RunFolder) -> Ledger:
-    return ledger(LeadReader(folder).read(read_state(folder).nodes))
+    return ledger(StepFollower(folder).read(read_state(folder).nodes))
 
 
 def sizes_seen(folder: RunFolder) -> list[int]:

@@ -38,7 +38,6 @@ UPWARD = {
     ("orchestrator.backends", "orchestrator.submit"),
     ("orchestrator.cluster", "orchestrator.backends"),
     ("orchestrator.cluster", "orchestrator.bench"),
-    ("orchestrator.observe", "orchestrator.backends"),
     ("orchestrator.submit", "orchestrator.cli"),
 }
 

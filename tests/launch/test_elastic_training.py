@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.backends.local.backend import LocalBackend, read_record
 from orchestrator.observe.goodput.ledger import ledger
-from orchestrator.observe.goodput.run_timeline import LeadReader
+from orchestrator.observe.timeline import StepFollower
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
 from orchestrator.run.folder import RunFolder
@@ -88,7 +88,7 @@ def compare(folder: RunFolder, whole: dict[int, float]) -> None:
     assert sorted(losses(folder)) == list(range(1, STEPS + 1))
     for step, loss in whole.items():
         assert losses(folder)[step] == pytest.approx(loss, rel=1e-5), step
-    book = ledger(LeadReader(folder).read(read_state(folder).nodes))
+    book = ledger(StepFollower(folder).read(read_state(folder).nodes))
     assert book.problems == [] and book.samples == STEPS * BATCH
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from orchestrator.errors import OrchError
 from orchestrator.observe.live import read_live
 from orchestrator.observe.logs import LogTail
+from orchestrator.observe.pages.run_page import end_lines, list_page, progress_line, request_page, run_page
 from orchestrator.observe.report import make_report, read_steps
-from orchestrator.observe.run_pages import end_lines, list_page, progress_line, request_page, run_page
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import (
     SCHEMA,

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.observe.goodput.account import account
-from orchestrator.observe.goodput.intervals import STATES, Interval, tile, totals
-from orchestrator.observe.goodput.run_timeline import Facts, Life, Step
+from orchestrator.observe.goodput.intervals import STATES, Interval, partition, totals
+from orchestrator.observe.goodput.run_timeline import EpochSpan, RunTimeline
+from orchestrator.observe.timeline import Step
 from orchestrator.run.state import Cause
 
 times = st.floats(0, 100)
@@ -33,7 +34,7 @@ def tiles_exactly(intervals: list[Interval], start: float, end: float) -> None:
 )
 def test_any_moments_and_pieces_tile_the_time(span, moments, pieces):
     start, end = span
-    found = tile(start, end, moments, pieces)
+    found = partition(start, end, moments, pieces)
     if start == end:
         assert found == []
         return
@@ -44,12 +45,12 @@ def test_any_moments_and_pieces_tile_the_time(span, moments, pieces):
         assert state in said | {one.state for one in pieces if one.start <= middle <= one.end}
 
 
-def a_run(seed: int, faults: int) -> tuple[Facts, dict[str, float]]:
+def a_run(seed: int, faults: int) -> tuple[RunTimeline, dict[str, float]]:
     """A run of steps of one second with faults between; and what it must come to, state by state."""
     draw = random.Random(seed)
     want = dict.fromkeys(STATES, 0.0)
     now = 1000.0
-    lives, steps, pauses, arrivals, saves = [], [], [], [], []
+    epochs, steps, pauses, arrivals, saves = [], [], [], [], []
 
     def spend(state: str, seconds: float) -> None:
         nonlocal now
@@ -85,7 +86,7 @@ def a_run(seed: int, faults: int) -> tuple[Facts, dict[str, float]]:
         cause = Cause(kind="node_lost", text="gone", epoch=epoch) if kind == "fault" else None
         outcome = "done" if kind == "done" else "restart"
         times = {"began": began, "running": running, "noticed": noticed, "ended": now}
-        lives.append(Life(epoch=epoch, **times, cause=cause, outcome=outcome))
+        epochs.append(EpochSpan(epoch=epoch, **times, cause=cause, outcome=outcome))
         if kind == "whole":  # the run ended, and somebody resumed it
             stopped = now
             spend("waiting", draw.uniform(0.5, 20))
@@ -94,19 +95,19 @@ def a_run(seed: int, faults: int) -> tuple[Facts, dict[str, float]]:
             spend("rendezvous", 0.2)
         if kind == "fault":
             done = max(0, done - draw.randint(0, 3))
-    draw.shuffle(lives), draw.shuffle(steps), draw.shuffle(arrivals)
-    facts = Facts(1000.0, now, sorted(lives, key=lambda x: x.epoch), steps, pauses, arrivals, saves)
-    return facts, want
+    draw.shuffle(epochs), draw.shuffle(steps), draw.shuffle(arrivals)
+    run = RunTimeline(1000.0, now, sorted(epochs, key=lambda x: x.epoch), steps, pauses, arrivals, saves)
+    return run, want
 
 
 @given(st.integers(0, 10**6), st.integers(0, 6))
 def test_seconds_of_each_state_are_those_that_were_spent(seed, faults):
-    facts, want = a_run(seed, faults)
-    found = account(facts, now=0.0)
-    tiles_exactly(found.intervals, facts.created, facts.ended)
+    run, want = a_run(seed, faults)
+    found = account(run, now=0.0)
+    tiles_exactly(found.intervals, run.created, run.ended)
     for state in STATES:
         assert found.seconds[state] == pytest.approx(want[state], abs=1e-6), state
-    assert found.ettr == pytest.approx(want["productive"] / (facts.ended - facts.created))
+    assert found.ettr == pytest.approx(want["productive"] / (run.ended - run.created))
     assert math.isclose(sum(found.seconds.values()), found.wall_s, rel_tol=1e-9)
 
 
@@ -118,25 +119,25 @@ def test_seconds_of_each_state_are_those_that_were_spent(seed, faults):
 )
 def test_damaged_records_still_count_each_second_once(seed, strange):
     """Clocks that disagree, epochs that nobody has written down, steps that overlap."""
-    facts, _ = a_run(seed, 2)
-    steps = facts.steps + [step._replace(at=step.at + 990) for step in strange]
-    lives = facts.lives[: seed % 3]
-    for ended in (facts.ended, None):
-        odd = Facts(facts.created, ended, lives, steps, facts.pauses, facts.arrivals, facts.saves)
-        found = account(odd, now=facts.ended + 7)
-        tiles_exactly(found.intervals, odd.created, facts.ended if ended else facts.ended + 7)
-        assert len(found.faults) == sum(1 for life in lives if life.cause or life.outcome == "restart")
+    run, _ = a_run(seed, 2)
+    steps = run.steps + [step._replace(at=step.at + 990) for step in strange]
+    epochs = run.epochs[: seed % 3]
+    for ended in (run.ended, None):
+        odd = RunTimeline(run.created, ended, epochs, steps, run.pauses, run.arrivals, run.saves)
+        found = account(odd, now=run.ended + 7)
+        tiles_exactly(found.intervals, odd.created, run.ended if ended else run.ended + 7)
+        assert len(found.faults) == sum(1 for span in epochs if span.cause or span.outcome == "restart")
 
 
 def test_a_fault_says_what_it_has_cost():
     cause = Cause(kind="worker_exit", text="rank 1 on b: killed by SIGKILL", epoch=0, node="b", rank=1, code=-9)
-    lives = [
-        Life(epoch=0, began=1.0, running=2.0, noticed=9.0, ended=9.5, cause=cause, outcome="restart"),
-        Life(epoch=1, began=9.5, running=10.0),
+    epochs = [
+        EpochSpan(epoch=0, began=1.0, running=2.0, noticed=9.0, ended=9.5, cause=cause, outcome="restart"),
+        EpochSpan(epoch=1, began=9.5, running=10.0),
     ]
     steps = [Step(0, n, 3.0 + n, 1.0, 0.0, n) for n in (1, 2, 3)]  # the last one ends at 6
     steps += [Step(1, n, 10.0 + n, 1.0, 0.0, n) for n in (2, 3, 4)]  # from 11 on
-    found = account(Facts(0.0, None, lives, steps, [], [0.5]), now=14.2)
+    found = account(RunTimeline(0.0, None, epochs, steps, [], [0.5]), now=14.2)
     (fault,) = found.faults
     assert (fault.epoch, fault.kind, fault.node, fault.rank, fault.code) == (0, "worker_exit", "b", 1, -9)
     assert (fault.at, fault.noticed_s, fault.back_s, fault.lost_steps) == (6.0, 3.0, 2.0, 2)
@@ -148,28 +149,28 @@ def test_a_fault_says_what_it_has_cost():
 
 def test_an_epoch_that_only_saves_is_a_stall_and_no_fault():
     cause = Cause(kind="node_lost", text="gone", epoch=0)
-    lives = [
-        Life(epoch=0, began=0.0, running=0.0, noticed=3.0, ended=3.0, cause=cause, outcome="failed"),
-        Life(epoch=1, began=4.0, ended=9.0, outcome="saved"),
+    epochs = [
+        EpochSpan(epoch=0, began=0.0, running=0.0, noticed=3.0, ended=3.0, cause=cause, outcome="failed"),
+        EpochSpan(epoch=1, began=4.0, ended=9.0, outcome="saved"),
     ]
     steps = [Step(0, n, float(n), 1.0) for n in (1, 2, 3)]
-    found = account(Facts(0.0, 10.0, lives, steps, saves=[(8.0, 3.0, 1)]), now=10.0)
+    found = account(RunTimeline(0.0, 10.0, epochs, steps, saves=[(8.0, 3.0, 1)]), now=10.0)
     assert found.seconds["checkpoint_stall"] == pytest.approx(3) and found.seconds["productive"] == pytest.approx(3)
     assert [fault.epoch for fault in found.faults] == [0]
 
 
 def test_a_step_that_takes_far_longer_than_usual_hangs():
-    life = Life(epoch=0, began=0.0, running=0.0)
+    span = EpochSpan(epoch=0, began=0.0, running=0.0)
     steps = [Step(0, 1, 1.0, 1.0), Step(0, 2, 2.0, 1.0), Step(0, 3, 3.0, 1.0), Step(0, 4, 33.0, 30.0)]
-    found = account(Facts(0.0, None, [life], steps), now=34.0)
+    found = account(RunTimeline(0.0, None, [span], steps), now=34.0)
     assert found.seconds["hang"] == pytest.approx(29) and found.seconds["productive"] == pytest.approx(5)
-    silent = account(Facts(0.0, None, [life], steps), now=60.0)
+    silent = account(RunTimeline(0.0, None, [span], steps), now=60.0)
     assert silent.seconds["hang"] == pytest.approx(29 + 26), "and one that does not end hangs by now"
 
 
 def test_a_run_that_was_killed_with_all_it_had_waits_until_somebody_resumes_it():
-    lives = [Life(epoch=0, began=1.0, running=2.0), Life(epoch=1, began=101.0, running=102.0)]
+    epochs = [EpochSpan(epoch=0, began=1.0, running=2.0), EpochSpan(epoch=1, began=101.0, running=102.0)]
     steps = [Step(0, 1, 3.0, 1.0), Step(0, 2, 4.0, 1.0), Step(1, 2, 104.0, 1.0), Step(1, 3, 105.0, 1.0)]
-    facts = Facts(0.0, 105.0, lives, steps, [(2.5, 100.0)], [0.0, 100.5])  # its state was last written at 2.5
-    found = account(facts, 0.0)
+    run = RunTimeline(0.0, 105.0, epochs, steps, [(2.5, 100.0)], [0.0, 100.5])  # its state was last written at 2.5
+    found = account(run, 0.0)
     assert found.seconds["waiting"] == pytest.approx(96.5) and found.seconds["replay"] == pytest.approx(1)

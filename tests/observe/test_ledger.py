@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.observe.goodput.ledger import ledger, uneven
-from orchestrator.observe.goodput.run_timeline import LeadReader, Step
+from orchestrator.observe.timeline import Step, StepFollower
 from orchestrator.run.folder import RunFolder
 
 BATCH = 12
@@ -67,6 +67,6 @@ def test_steps_that_rank_0_could_not_report_any_more_are_known_from_others(tmp_p
     for node, steps in told.items():
         text = [line.format(at=n, rank=r, epoch=e, step=s, samples=4 * s) for n, (r, e, s) in enumerate(steps)]
         folder.metrics(node).write_text("".join(text))
-    found = ledger(LeadReader(folder).read(["a", "b"]))
+    found = ledger(StepFollower(folder).read(["a", "b"]))
     assert found.problems == [] and found.samples == 20 and found.undone == 1
-    assert ledger(LeadReader(folder).read(["a"])).samples == 8
+    assert ledger(StepFollower(folder).read(["a"])).samples == 8

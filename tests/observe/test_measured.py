@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
-from orchestrator.observe.pages.run_page import binary, formulas, render
-from orchestrator.observe.plots.rank_trace import Span, read_timeline, recorded_ranks
+from orchestrator.observe.pages.report_page import binary, formulas, render
+from orchestrator.observe.rank_trace import Span, read_timeline, recorded_ranks
 from orchestrator.observe.report import StepLine, make_report
 from orchestrator.plan import Exit, to_json
 from orchestrator.plan.worker import trace_file

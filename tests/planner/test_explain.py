@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from orchestrator.cli.main import main
-from orchestrator.observe.pages.explain_page import render
+from orchestrator.observe.pages.plan_page import explanation as render
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.explain import CATEGORIES, explain, neighbours
 

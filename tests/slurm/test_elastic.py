@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from orchestrator.backends.slurm.record import submitted_request
-from orchestrator.observe.goodput.run_timeline import read_marks
+from orchestrator.observe.timeline import read_events
 from orchestrator.plan import from_json
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.run.folder import RunFolder
@@ -137,7 +137,7 @@ def test_too_few_nodes_save_what_their_memories_hold_and_slurm_brings_the_job_ba
     orch.cluster.kill_node(lost)
     run.requeued()
     last = max(run.losses())
-    saved = [mark for mark in read_marks(RunFolder(run.folder), run.state().nodes) if mark.name == "flush_ended"]
+    saved = [mark for mark in read_events(RunFolder(run.folder), run.state().nodes) if mark.name == "flush_ended"]
     assert [mark.step for mark in saved] == [pytest.approx(last, abs=1)], run.logs()
     assert run.finish().exit_code == 0 and lost not in run.placement["nodes"]
     assert sorted(run.losses()) == list(range(1, 301))

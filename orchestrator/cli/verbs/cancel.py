@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.backends.base import get_backend
     from orchestrator.cli.terminal import style
-    from orchestrator.observe.run_pages import end_lines
+    from orchestrator.observe.pages.run_page import end_lines
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
     from orchestrator.run.state import read_state

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     print(handle, file=out, flush=True)
     folder = RunFolder(Path(bundle.request.run_dir))
     scraper = Scraper(folder)
-    state = follow(folder, backend, out, look)
+    state = follow(folder, backend.state, out, look)
     pages = scraper.stop()
     losses = read_losses(folder)
     fell = len(losses) > 1 and losses[-1][1] < losses[0][1]
@@ -111,15 +111,10 @@ class Scraper:
 
 def read_losses(folder: RunFolder) -> list[tuple[int, float]]:
     """(step, loss) of every step that a rank reported a loss for."""
-    from orchestrator.observe.report import decode_step
+    from orchestrator.observe.timeline import read_steps
 
-    found = {}
-    for path in sorted(folder.path.glob("metrics/*.jsonl")):
-        for raw in path.read_bytes().splitlines():
-            line = decode_step(raw)
-            if line is not None and line.loss is not None:
-                found[line.step] = line.loss
-    return sorted(found.items())
+    nodes = sorted(path.stem for path in folder.path.glob("metrics/*.jsonl"))
+    return sorted({line.step: line.loss for line in read_steps(folder, nodes) if line.loss is not None}.items())
 
 
 def summary(

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(msgspec.json.encode([{"state": state, "live": live} for state, live in rows]).decode())
         return Exit.DONE
     from orchestrator.cli.terminal import style
-    from orchestrator.observe.run_pages import list_page
+    from orchestrator.observe.pages.run_page import list_page
 
     print(list_page(rows, now, style()) if rows else "no runs" if not args.active else "no active runs")
     hidden = len(found) - len(rows) - damaged

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import msgspec
 
     from orchestrator.cli.terminal import style
-    from orchestrator.observe.run_pages import nodes_page
+    from orchestrator.observe.pages.run_page import nodes_page
     from orchestrator.run.bad_nodes import NodeMemory
     from orchestrator.run.folder import home_folder
     from orchestrator.suggest import did_you_mean

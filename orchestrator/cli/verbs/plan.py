@@ -51,10 +51,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not args.json:
         _print_sizes(sizes, config)
     if args.explain:
-        from orchestrator.observe.pages.explain_page import render as render_why
+        from orchestrator.observe.pages.plan_page import explanation
         from orchestrator.planner.explain import explain
 
-        print(f"\n{render_why(explain(config, plan), plan.time.step_s)}")
+        print(f"\n{explanation(explain(config, plan), plan.time.step_s)}")
     return Exit.DONE
 
 

@@ -10,7 +10,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.observe.plots.rank_trace import Timeline
+    from orchestrator.observe.rank_trace import Timeline
     from orchestrator.plan import Plan
     from orchestrator.run.folder import RunFolder
 
@@ -27,8 +27,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
     from orchestrator.backends.base import get_backend
-    from orchestrator.observe.goodput.run_timeline import read_marks
-    from orchestrator.observe.report import make_report, nodes_of, read_steps
+    from orchestrator.observe.report import make_report
+    from orchestrator.observe.timeline import nodes_of, read_events, read_steps
     from orchestrator.plan import PlanError, load_plan
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
     state = get_backend(read_state(folder).backend).state(folder)
     nodes = nodes_of(plan, state)
-    report = make_report(plan, state, read_steps(folder, nodes), read_marks(folder, nodes))
+    report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
     timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
     if args.plot:
         _plot(args.plot, folder.run_id, plan, timeline)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         _print_json(report, plan, timeline)
     else:
         from orchestrator.cli.terminal import style
-        from orchestrator.observe.pages.run_page import render
+        from orchestrator.observe.pages.report_page import render
 
         print(render(report, plan, style(), timeline))
     return Exit.DONE
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:
     """Of the rank that was asked for; else of the fullest one, or the first that has one."""
-    from orchestrator.observe.plots.rank_trace import read_timeline, recorded_ranks
+    from orchestrator.observe.rank_trace import read_timeline, recorded_ranks
     from orchestrator.plan.worker import trace_file
 
     if rank is not None and not 0 <= rank < len(plan.ranks):
@@ -77,7 +77,7 @@ def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> 
 def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
     import msgspec
 
-    from orchestrator.observe.pages.run_page import formulas
+    from orchestrator.observe.pages.report_page import formulas
 
     found = {**report, "formulas": formulas(report, plan)}
     if timeline is not None:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         out = sys.stderr if args.json else sys.stdout
         print(handle, file=out, flush=True)
-        state = follow(folder, backend, out, style())
+        state = follow(folder, backend.state, out, style())
         if args.json:
             import msgspec
 

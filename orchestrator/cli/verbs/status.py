@@ -22,20 +22,21 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.backends.base import get_backend
     from orchestrator.cli.terminal import style
     from orchestrator.observe.goodput.account import account
-    from orchestrator.observe.goodput.run_timeline import LeadReader, gather, read_marks
+    from orchestrator.observe.goodput.run_timeline import run_timeline
     from orchestrator.observe.live import read_live
+    from orchestrator.observe.timeline import StepFollower, read_events
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
     from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
     backend = get_backend(read_state(folder).backend)
-    look, lead = style(), LeadReader(folder)
+    look, lead = style(), StepFollower(folder)
     while True:
         state = backend.state(folder)
         now = time.time()
         live = read_live(folder, state, now)
-        spent = account(gather(state, read_marks(folder, state.nodes), lead.read(state.nodes)), now)
+        spent = account(run_timeline(state, read_events(folder, state.nodes), lead.read(state.nodes)), now)
         if args.json:
             import msgspec
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             found = {"state": state, "live": live, "goodput": goodput, "run_dir": str(folder.path)}
             print(msgspec.json.encode(found).decode(), flush=True)
         else:
-            from orchestrator.observe.run_pages import run_page
+            from orchestrator.observe.pages.run_page import run_page
 
             clear = "\033[H\033[2J" if args.watch and look.colour else ""
             print(clear + run_page(state, live, look, spent), flush=True)

@@ -178,7 +178,7 @@ def show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool, 
         return Exit.DONE
     from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.plan_page import render
-    from orchestrator.observe.run_pages import request_page
+    from orchestrator.observe.pages.run_page import request_page
 
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
@@ -225,7 +225,7 @@ def follow_run(handle: str, bundle: SubmissionBundle, backend: Backend, as_json:
     out = sys.stderr if as_json else sys.stdout
     print(handle, file=out, flush=True)
     try:
-        state = follow(RunFolder(Path(bundle.request.run_dir)), backend, out, style())
+        state = follow(RunFolder(Path(bundle.request.run_dir)), backend.state, out, style())
     except KeyboardInterrupt:
         print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out)
         raise

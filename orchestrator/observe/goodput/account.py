@@ -1,4 +1,4 @@
-"""A run's time and faults, counted from its facts. Pure.
+"""A run's time and faults, counted from its time line. Pure.
 
 What each state begins and ends with is in docs/reliability.md. Times of different nodes are those nodes' clocks: a skew
 moves a border between two states, and never makes a second count twice.
@@ -11,12 +11,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from .intervals import Interval, WallState, tile, totals
-from .run_timeline import Facts, Step
+from orchestrator.observe.timeline import Step
+
+from .intervals import Interval, WallState, partition, totals
+from .run_timeline import RunTimeline
 
 #: A step that takes longer than this many usual ones, and a second more, hangs for what is beyond one usual step.
 HANG_FACTOR, HANG_S = 5.0, 1.0
-_ENOUGH = 3  # steps of a life that tell what is usual in it
+_ENOUGH = 3  # steps of an epoch that tell what is usual in it
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,16 +46,16 @@ class Account(msgspec.Struct, frozen=True):
     faults: list[Fault]
 
 
-def account(facts: Facts, now: float) -> Account:
+def account(run: RunTimeline, now: float) -> Account:
     """`now`: where a run that goes on is cut off."""
-    end = facts.ended if facts.ended is not None else max(now, facts.created)
-    steps = _by_epoch(facts.steps)
-    over = _ends(facts, steps)
-    intervals = tile(facts.created, end, _moments(facts, steps, over), _pieces(facts, steps, over, end))
+    end = run.ended if run.ended is not None else max(now, run.created)
+    steps = _by_epoch(run.steps)
+    over = _ends(run, steps)
+    intervals = partition(run.created, end, _moments(run, steps, over), _pieces(run, steps, over, end))
     seconds = totals(intervals)
-    wall = end - facts.created
+    wall = end - run.created
     ettr = seconds["productive"] / wall if wall > 0 else None
-    return Account(wall, dict(seconds), ettr, intervals, _faults(facts, steps, over, intervals))
+    return Account(wall, dict(seconds), ettr, intervals, _faults(run, steps, over, intervals))
 
 
 def _by_epoch(steps: list[Step]) -> dict[int, list[Step]]:
@@ -72,53 +74,51 @@ def _usual(steps: dict[int, list[Step]]) -> dict[int, float]:
     return {} if slowest is None else {epoch: medians.get(epoch, slowest) for epoch in steps}
 
 
-def _ends(facts: Facts, steps: dict[int, list[Step]]) -> dict[int, float | None]:
+def _ends(run: RunTimeline, steps: dict[int, list[Step]]) -> dict[int, float | None]:
     """Epoch -> the first sign of its end; None for the one that lives. Who was killed with all that knew of it ended,
     at the latest, when the next one began."""
-    lives = {life.epoch: life for life in facts.lives}
-    epochs = sorted(lives.keys() | steps.keys())
-    borders = [stopped for stopped, _ in facts.pauses] + [life.began for life in facts.lives]
-    borders += [] if facts.ended is None else [facts.ended]
+    spans = {span.epoch: span for span in run.epochs}
+    epochs = sorted(spans.keys() | steps.keys())
+    borders = [stopped for stopped, _ in run.pauses] + [span.began for span in run.epochs]
+    borders += [] if run.ended is None else [run.ended]
     found = {}
     for epoch in epochs:
-        life, mine = lives.get(epoch), steps.get(epoch)
-        begin = life.began if life else mine[0].at
-        signs = [at for at in (life.noticed, life.ended) if at is not None] if life else []
+        span, mine = spans.get(epoch), steps.get(epoch)
+        begin = span.began if span else mine[0].at
+        signs = [at for at in (span.noticed, span.ended) if at is not None] if span else []
         found[epoch] = min(signs or [at for at in borders if at > begin], default=None)
     return found
 
 
 def _moments(
-    facts: Facts, steps: dict[int, list[Step]], over: dict[int, float | None]
+    run: RunTimeline, steps: dict[int, list[Step]], over: dict[int, float | None]
 ) -> Iterator[tuple[float, WallState]]:
     """When which state begins, where no step and no save is under way."""
-    for begin in [facts.created, *(resumed for _, resumed in facts.pauses)]:
-        came = [at for at in facts.arrivals if at >= begin] + [
-            life.began for life in facts.lives if life.began >= begin
-        ]
+    for begin in [run.created, *(resumed for _, resumed in run.pauses)]:
+        came = [at for at in run.arrivals if at >= begin] + [span.began for span in run.epochs if span.began >= begin]
         if came:
             yield min(came), "rendezvous"
-    for life in facts.lives:
-        yield life.began, "rendezvous"
-        if life.running is not None:
-            yield life.running, "startup"
-        end, last = over[life.epoch], steps[life.epoch][-1].at if life.epoch in steps else None
-        if last is not None and (end is None or (life.cause is not None and end > last)):
+    for span in run.epochs:
+        yield span.began, "rendezvous"
+        if span.running is not None:
+            yield span.running, "startup"
+        end, last = over[span.epoch], steps[span.epoch][-1].at if span.epoch in steps else None
+        if last is not None and (end is None or (span.cause is not None and end > last)):
             yield last, "hang"  # where `_pieces` puts no step that was under way
         if end is not None:
-            yield end if last is None or life.cause is not None else max(last, end), "rendezvous"
-    for stopped, resumed in facts.pauses:
-        signs = [step.at for step in facts.steps if step.at < resumed]
+            yield end if last is None or span.cause is not None else max(last, end), "rendezvous"
+    for stopped, resumed in run.pauses:
+        signs = [step.at for step in run.steps if step.at < resumed]
         yield min(max([stopped, *signs]), resumed), "waiting"
 
 
 def _pieces(
-    facts: Facts, steps: dict[int, list[Step]], over: dict[int, float | None], end: float
+    run: RunTimeline, steps: dict[int, list[Step]], over: dict[int, float | None], end: float
 ) -> Iterator[Interval]:
     """Steps and saves, each with its place in time."""
     furthest = 0
     usual = _usual(steps)
-    faults = {life.epoch for life in facts.lives if life.cause is not None}
+    faults = {span.epoch for span in run.epochs if span.cause is not None}
     for epoch, mine in steps.items():
         typical = usual.get(epoch)
         longest = None if typical is None else HANG_FACTOR * typical + HANG_S
@@ -143,10 +143,10 @@ def _pieces(
             yield Interval(before, before + under_way, "productive")
         elif epoch in faults and typical is not None:  # the step that the fault broke off was for nothing
             yield Interval(before, min(before + typical, over[epoch]), "replay")
-        for at, stall, of in facts.saves:
+        for at, stall, of in run.saves:
             if of == epoch and at > before:
                 yield Interval(max(before, at - stall), at, "checkpoint_stall")
-    for at, stall, of in facts.saves:
+    for at, stall, of in run.saves:
         if of not in steps:  # an epoch that only saved what memories held
             yield Interval(at - stall, at, "checkpoint_stall")
 
@@ -155,22 +155,22 @@ def _pieces(
 
 
 def _faults(
-    facts: Facts, steps: dict[int, list[Step]], over: dict[int, float | None], intervals: list[Interval]
+    run: RunTimeline, steps: dict[int, list[Step]], over: dict[int, float | None], intervals: list[Interval]
 ) -> list[Fault]:
-    broken = [life for life in facts.lives if life.cause is not None or life.outcome == "restart"]
-    starts = [steps[life.epoch][-1].at if life.epoch in steps else life.running or life.began for life in broken]
+    broken = [span for span in run.epochs if span.cause is not None or span.outcome == "restart"]
+    starts = [steps[span.epoch][-1].at if span.epoch in steps else span.running or span.began for span in broken]
     result = []
-    for life, start, cost in zip(broken, starts, _costs(starts, intervals), strict=True):
-        cause, end, mine = life.cause, over[life.epoch], steps.get(life.epoch)
-        after = next((steps[epoch][0] for epoch in sorted(steps) if epoch > life.epoch), None)
+    for span, start, cost in zip(broken, starts, _costs(starts, intervals), strict=True):
+        cause, end, mine = span.cause, over[span.epoch], steps.get(span.epoch)
+        after = next((steps[epoch][0] for epoch in sorted(steps) if epoch > span.epoch), None)
         about = {name: getattr(cause, name) if cause else None for name in ("node", "rank", "code")}
         result.append(
             Fault(
-                epoch=life.epoch,
+                epoch=span.epoch,
                 at=start,
                 planned=cause is None,
                 kind=cause.kind if cause else "resize",
-                text=(cause.text if cause else "") or life.reason,
+                text=(cause.text if cause else "") or span.reason,
                 **about,
                 noticed_s=max(0.0, end - start) if end is not None and cause else None,
                 back_s=max(0.0, after.at - after.step_s - end) if after and end is not None else None,

@@ -1,4 +1,4 @@
-"""A stretch of time cut into states, without a gap and without an overlap. Pure.
+"""Interval partition: a stretch of time cut into states, without a gap and without an overlap. Pure.
 
 The states follow the table of effective training time that ETTR is taken from (Kokolis et al., arXiv 2410.21680,
 section 3: productive over available wall time), with what is lost split by who could win it back.
@@ -13,7 +13,7 @@ WallState = Literal["productive", "replay", "startup", "checkpoint_stall", "rend
 STATES: tuple[WallState, ...] = get_args(WallState)
 
 MEANING: dict[WallState, str] = {
-    "productive": "steps that no earlier life of the run had done",
+    "productive": "steps that no earlier epoch of the run had done",
     "replay": "steps done again after a fault, and the step that it broke off",
     "startup": "workers start: imports, connections, reading a checkpoint, first use",
     "checkpoint_stall": "training waits for a save",
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
     state: WallState
 
 
-def tile(
+def partition(
     start: float,
     end: float,
     moments: Iterable[tuple[float, WallState]],

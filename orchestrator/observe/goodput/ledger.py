@@ -1,8 +1,8 @@
 """Which samples a run has trained on, step by step, as it counts in the end: each once, or this says which not.
 
 Every step report says how many samples the run has consumed after it, so a step is the range of places in the data
-order between two such numbers (which sample lies at a place is a pure function, trainer/data/order.py). What a life of
-the run did beyond the step from which the next one went on was undone with its weights; the rest is the ledger.
+order between two such numbers (which sample lies at a place is a pure function, trainer/data/order.py). What an epoch
+did beyond the step from which the next one went on was undone with its weights; the rest is the ledger.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .run_timeline import Step
+from orchestrator.observe.timeline import Step
 
 
 class Entry(NamedTuple):
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 class Ledger(NamedTuple):
     entries: list[Entry]
-    undone: int  # step executions that a later life has replaced
+    undone: int  # step executions that a later epoch has replaced
     problems: list[str]  # empty: each sample was trained on exactly once
 
     @property
@@ -33,11 +33,11 @@ class Ledger(NamedTuple):
 
 
 def ledger(steps: Iterable[Step]) -> Ledger:
-    """From a run's reports, each step of each epoch once (`facts.lead_steps`). Pure.
+    """From a run's reports, each step of each epoch once (`timeline.lead_steps`). Pure.
 
-    A life goes on from the step before its first one, and replaces what earlier lives had done from there on. A report
-    that nobody has made is a gap in the record: inside a life the entry after it spans both steps; between two lives
-    nobody can know, and it is a problem.
+    An epoch goes on from the step before its first one, and replaces what earlier epochs had done from there on. A
+    report that nobody has made is a gap in the record: inside an epoch the entry after it spans both steps; between two
+    epochs nobody can know, and it is a problem.
     """
     kept: list[Step] = []
     undone, problems = 0, []

@@ -1,6 +1,6 @@
 """One node's wall clock by state, while it runs: what its Prometheus counters show.
 
-A node sees its own life only, so this is simpler than `account`, which reads the whole run afterwards: it knows the
+A node sees its own time only, so this is simpler than `account`, which reads the whole run afterwards: it knows the
 epochs that its agent follows and the steps of its first worker. A second is counted once it is known what it was, so
 counters only grow; until then it is pending.
 """

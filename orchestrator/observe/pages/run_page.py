@@ -1,148 +1,211 @@
-"""A run as a readable page: what was planned against what was measured, and how each ratio is counted.
-
-`render` takes the report of `orchestrator.observe.report.make_report`. Pure text; colour and width come with the style.
-"""
+"""Pages for people: a request, a run, a list of runs. Pure text; colour and width come with the style."""
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Callable, Mapping
-from typing import Any
 
-from orchestrator.observe.plots.rank_trace import Timeline
-from orchestrator.plan import Plan
-from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
-from orchestrator.style import CATEGORY_COLOUR, GRAY, Style, percent, seconds, si, three
+from orchestrator.observe.goodput.account import Account
+from orchestrator.observe.live import Live, NodeLive
+from orchestrator.plan.exits import meaning
+from orchestrator.run.bad_nodes import BadNode
+from orchestrator.run.request import LaunchRequest
+from orchestrator.run.state import Cause, RunState
+from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, seconds, si, three
 
-from .goodput_page import goodput
-from .plan_page import CATEGORIES
+from .goodput_page import strip
 
-Pair = Mapping[str, float | None]  # "planned" and "measured"
-
-
-def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None) -> str:
-    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded."""
-    parts = [_run(report, style), goodput(report, style), _speed(report, style), _memory(report["memory"], style)]
-    if timeline is not None and timeline.steps:
-        parts.append(_first_steps(timeline, style))
-    if plan.parallel.world_size > 1:
-        parts.append(_communication(report, style))
-    parts.append(_formulas(report, plan, style))
-    return "\n\n".join(parts)
+COLOUR = {
+    "done": GREEN,
+    "running": GREEN,
+    "failed": RED,
+    "stopping": YELLOW,
+    "restarting": YELLOW,
+    "cancelled": YELLOW,
+    "stopped": YELLOW,
+}
 
 
-def _run(report: dict[str, Any], style: Style) -> str:
-    steps, loss = report["steps"], report["loss"]
-    replayed = f", {steps['replayed']} run twice after a restart" if steps["replayed"] else ""
+def request_page(request: LaunchRequest, style: Style) -> str:
+    """What submitting sends, for reading. The whole of it is `--dry-run --json`."""
+    env, code = request.environment, request.code
+    source = {
+        "git": f"{code.root} at {(code.commit or 'no commit')[:12]}, tracked and uncommitted, copied",
+        "folder": f"{code.root}, copied",
+        "none": "as installed, nothing is copied",
+    }[code.kind]
+    first, *others = request.agents
     rows = [
-        ("run", f"{report['run_id']}: {report['state']}" + (f", {report['reason']}" if report["reason"] else "")),
-        ("plan", report["plan_hash"][:16]),
-        ("steps", f"{steps['completed']} of {steps['planned']}, {si(steps['tokens'])} tokens{replayed}"),
+        ("handle", request.handle),
+        ("run folder", f"{request.run_dir} (0700)"),
+        ("plan", request.plan_hash[:16]),
+        ("code", source),
+        ("agents", f"{request.nodes}, one a node, from {first.node}" + (f" to {others[-1].node}" if others else "")),
+        ("", shlex.join(first.argv)),
+        ("workers", f"{request.summary['world_size']}, one a rank"),
+        ("", shlex.join(request.worker.argv)),
+        ("", f"in {request.worker.cwd}"),
+        ("variables", ", ".join(env.names) or "none of this shell's"),
+        *[("", f"{name}={value}") for name, value in sorted(env.values.items())],
+        ("restarts", f"{request.policy.max_restarts} after failures; {request.policy.grace_s:g} s to save"),
+        ("files", ", ".join(f"{file.path} ({si(file.size, 'B')})" for file in request.files)),
     ]
-    if report["wall_s"] is not None:
-        epochs = len(report["epochs"])
-        rows.append(("wall time", f"{seconds(report['wall_s'])} in {epochs} epoch{'s' * (epochs > 1)}"))
-    if loss["last"] is not None:
-        rows.append(("loss", f"{loss['first']:.4f} at first, {loss['last']:.4f} at last"))
-    return "\n".join([style.title("Report"), *(f"{style.paint(f'{name:<10}', GRAY)} {text}" for name, text in rows)])
+    return "\n".join([style.title("Request"), *_table(rows, style)])
 
 
-def _speed(report: dict[str, Any], style: Style) -> str:
-    step = report["step_s"]
-    rows = [
-        ("step", step, seconds),
-        ("tokens/s a GPU", report["tokens_per_s_per_gpu"], three),
-        ("MFU", report["mfu"], _share),
-        ("HFU", report["hfu"], _share),
-        ("pipeline bubble", report["bubble_ratio"], _share),
-    ]
-    lines = [style.title("Speed: median of the steady steps"), _head(style)]
-    lines += [_row(name, pair, show) for name, pair, show in rows]
-    if step["p95"] is not None:
-        lines.append(f"{'step, 95th percentile':<22}{'':>14}{seconds(step['p95']):>14}")
-    spent = [(name, value) for name, value in step["phases"].items() if value]
-    if spent:
-        longest = max(value for _, value in spent)
-        lines += ["", style.paint("phases of the first rank", GRAY)]
-        lines += [f"{name:<22}{seconds(value):>14}  {style.bar(value / longest, 30, 75)}" for name, value in spent]
+def run_page(state: RunState, live: Live, style: Style, spent: Account | None = None) -> str:
+    """One run: where it is, how fast, what it uses, where its time went, and what went wrong."""
+    s = state.summary
+    where = f"{s.get('model')} on {s.get('cluster')}, {s.get('parallel') or 'one GPU'}, {s.get('world_size')} workers"
+    where += f" on {len(state.nodes)} nodes" if len(state.nodes) > 1 else ""
+    head = style.paint(state.state, COLOUR.get(state.state), bold=True)
+    reason = state.reason if state.reason and state.state != "done" else None
+    rows: list[tuple[str, str]] = [("run", f"{state.backend}://{state.run_id}"), ("job", where), ("state", head)]
+    if sweep := s.get("sweep"):
+        rows.insert(2, ("of a sweep", str(sweep)))
+    if state.exit_code:
+        rows.append(("exit code", f"{state.exit_code} ({meaning(state.exit_code)})"))
+    if reason:
+        rows.append(("reason", reason))
+    elif (last := state.epochs[-2:-1]) and last[0].cause and not state.is_final:
+        rows.append(("last fault", last[0].cause.text))
+    if state.slow and not state.is_final:
+        rows.append(("slow", ", ".join(f"{node} ({ratio:g}x its peers)" for node, ratio in state.slow.items())))
+    if state.excluded:
+        rows.append(("left out", "; ".join(f"{node}: {why}" for node, why in state.excluded.items())))
+    if live.step is not None and live.steps:
+        bar = style.bar(live.step / live.steps, 30, GREEN)
+        left = f", {seconds(live.left_s)} left" if live.left_s and state.state == "running" else ""
+        rows.append(("step", f"{live.step} of {live.steps} {bar}{left}"))
+    elif live.doing and not state.is_final:
+        rows.append(("doing", live.doing))
+    if live.loss is not None:
+        rows.append(("loss", "  ".join([f"{live.loss:.4g}", *_known(norm=live.grad_norm, lr=live.lr)])))
+    if live.tokens_per_s:
+        rows.append(("speed", speed_of(live)))
+    if live.phase_s:
+        rows.append(("phases", "  ".join(f"{name} {seconds(value)}" for name, value in live.phase_s.items() if value)))
+    if live.saved:
+        age = f", {seconds(live.saved.age_s)} ago" if not state.is_final else ""
+        rows.append(("saved", f"step {live.saved.step}{age}"))
+    if spent and spent.ettr is not None:
+        lost = sum(fault.lost_steps or 0 for fault in spent.faults)
+        faults = sum(not fault.planned for fault in spent.faults)
+        many = f"; {faults} fault{'s' * (faults != 1)}, {lost} step{'s' * (lost != 1)} done again" if faults else ""
+        rows.append(("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{many}"))
+        since = [(start - state.created_at, end - state.created_at, what) for start, end, what in spent.intervals]
+        rows.append(("", strip(since, spent.wall_s, style, max(20, style.width - 12))))
+    rows.append(("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"))
+    lines = [style.title("Run"), *_table(rows, style)]
+    if state.nodes:
+        lines += ["", style.title("Nodes"), *_nodes(state, live, style)]
+    earlier = [epoch.cause for epoch in state.epochs if epoch.cause and epoch.outcome == "restart"]
+    for cause in earlier[-3:]:
+        lines += ["", *_cause(f"Restarted after epoch {cause.epoch}", cause, style, tail=3)]
+    if state.cause:
+        lines += ["", *_cause("First cause", state.cause, style, tail=12)]
     return "\n".join(lines)
 
 
-def _memory(memory: Mapping[str, Pair], style: Style) -> str:
-    lines = [style.title("Memory at a step's peak: the most of any rank"), _head(style)]
-    return "\n".join(lines + [_row(name, pair, binary) for name, pair in memory.items()])
+def speed_of(live: Live) -> str:
+    parts = [f"{three(live.tokens_per_s)} tokens/s", f"step {seconds(live.step_s)}"]
+    if live.mfu is not None:
+        parts.append(f"MFU {live.mfu:.1%}")
+    if live.hfu is not None and live.hfu != live.mfu:
+        parts.append(f"HFU {live.hfu:.1%}")
+    return "  ".join(parts)
 
 
-def _first_steps(timeline: Timeline, style: Style) -> str:
-    """The peak of each recorded step by category, as one bar of the largest."""
-    peaks = [(step, timeline.peak(step)) for step in timeline.steps]
-    most = max(sum(found.values()) for _, found in peaks) or 1
-    cells = max(10, style.width - 40)
-    lines = [style.title(f"First steps of rank {timeline.rank}: memory at the peak")]
-    for step, found in peaks:
-        bar = "".join(
-            style.paint((name[0].upper() if not style.colour else "█") * round(found[name] / most * cells), code)
-            for name, code in ((name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in found)
-        )
-        total = sum(found.values())
-        lines.append(f"{step.name:<8}{seconds(step.end - step.start):>9}{binary(total):>10}  {bar}")
-    legend = "  ".join(style.paint(name, CATEGORY_COLOUR[name]) for name in CATEGORIES)
-    return "\n".join([*lines, f"{style.paint('of', GRAY)} {legend}"])
+def progress_line(state: RunState, live: Live, style: Style) -> str:
+    """One line that fits the terminal: what `submit --follow` shows."""
+    name = style.paint(state.state, COLOUR.get(state.state))
+    if live.step is None:
+        return f"{name}  {live.doing or state.reason or ''}"
+    width = 20 if style.width >= 100 else 10
+    bar = style.bar(live.step / live.steps, width, GREEN) if live.steps else ""
+    parts = [f"step {live.step}/{live.steps}", bar, *_known(loss=live.loss)]
+    if live.tokens_per_s:
+        parts.append(f"{three(live.tokens_per_s)} tok/s")
+    if live.mfu is not None and style.width >= 100:
+        parts.append(f"MFU {live.mfu:.1%}")
+    if live.left_s and style.width >= 100:
+        parts.append(f"{seconds(live.left_s)} left")
+    return f"{name}  " + "  ".join(filter(None, parts))
 
 
-def _communication(report: dict[str, Any], style: Style) -> str:
-    lines = [style.title("Communication of a step: bytes that the busiest rank sends"), _head(style)]
-    used = [(axis, pair) for axis, pair in report["comm_bytes_per_step"].items() if any(pair.values())]
-    lines += [_row(axis, pair, binary) for axis, pair in used]
-    waits = {axis: value for axis, value in report["comm_s_per_step"]["measured"].items() if value}
-    if waits:
-        text = ", ".join(f"{axis} {seconds(value)}" for axis, value in waits.items())
-        lines += textwrap.wrap(f"waited for, in the median step: {text}", style.width)
+def end_lines(state: RunState, style: Style) -> list[str]:
+    """What is said when a run has ended."""
+    code = f", exit code {state.exit_code} ({meaning(state.exit_code)})" if state.exit_code else ""
+    lines = [f"{style.paint(state.state, COLOUR.get(state.state), bold=True)}: {state.reason}{code}"]
+    return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])
+
+
+def list_page(rows: list[tuple[RunState, Live]], now: float, style: Style) -> str:
+    table = [("run", "state", "job", "step", "loss", "age")]
+    for state, live in rows:
+        job = f"{state.summary.get('model')} {state.summary.get('parallel', '')} on {state.summary.get('cluster')}"
+        job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
+        step = f"{live.step if live.step is not None else '-'}/{live.steps or '?'}"
+        loss = three(live.loss) if live.loss is not None else "-"
+        table.append((state.run_id, state.state, job, step, loss, seconds(max(0.0, now - state.created_at))))
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = []
+    for index, row in enumerate(table):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        if index == 0:
+            lines.append(style.paint("  ".join(cells).rstrip(), GRAY))
+        else:
+            cells[1] = style.paint(cells[1], COLOUR.get(row[1]))
+            lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
-    """How MFU and HFU of this run are counted, in numbers."""
-    train, gpu = plan.job.train, plan.cluster.gpu
-    shape = plan.model, train.seq_len
-    model, attention = model_flops_per_token(*shape), 3 * attention_core_flops(*shape)
-    hardware = hardware_flops_per_token(*shape, train.recompute, train.recompute_layers)
-    peak = gpu.peak_flops.get(train.precision)
-    known = f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})" if peak else f"not known in {train.precision}"
-    return [
-        f"MFU = tokens/s a GPU x {si(model, 'FLOP')} a token / peak; the peak is {known}",
-        f"a token: 6 x {si((model - attention) / 6)} weights that multiply it, and {si(attention, 'FLOP')} for"
-        " attention scores (3 x 4 x seq_len/2 x heads x head_dim a layer: causal, so half of seq_len)",
-        f"HFU = the same with {si(hardware, 'FLOP')} a token: recompute {train.recompute} runs"
-        f" {si(hardware - model, 'FLOP')} again",
-    ]
+def nodes_page(nodes: list[BadNode], now: float, style: Style) -> str:
+    """What the user's node memory holds."""
+    if not nodes:
+        return "no node is left out"
+    table = [("node", "cluster", "left out for", "run", "why")]
+    table += [(one.node, one.cluster, seconds(one.until - now), one.run, one.why) for one in nodes]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([style.paint(lines[0], GRAY), *lines[1:]])
 
 
-def _formulas(report: dict[str, Any], plan: Plan, style: Style) -> str:
-    lines = [style.title("How it is counted")]
-    for text in formulas(report, plan):
-        lines += textwrap.wrap(text, style.width, subsequent_indent="  ")
-    return "\n".join(lines)
+def _known(**values: float | None) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
 
 
-def _head(style: Style) -> str:
-    return style.paint(f"{'':<22}{'planned':>14}{'measured':>14}{'difference':>12}", GRAY)
+def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
+    table = [("node", "state", "ranks", "step", "memory", "metrics")]
+    for name, node in list(state.nodes.items())[:64]:
+        now = live.nodes.get(name) or NodeLive()
+        total = now.memory_bytes.get("total")
+        metrics = f"http://{node.metrics}/metrics" if node.metrics and not state.is_final else "-"
+        ranks = f"{node.ranks[0]}-{node.ranks[-1]}" if len(node.ranks) > 1 else "".join(map(str, node.ranks))
+        step = "-" if now.step is None else str(now.step)
+        table.append((name, node.state, ranks, step, si(total, "B") if total else "-", metrics))
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    more = [f"... {len(state.nodes) - 64} more"] if len(state.nodes) > 64 else []
+    return [style.paint(lines[0], GRAY), *lines[1:], *more]
 
 
-def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
-    planned, measured = pair.get("planned"), pair.get("measured")
-    cells = [show(value) if value is not None else "-" for value in (planned, measured)]
-    apart = f"{measured / planned - 1:+.0%}" if planned and measured is not None else ""
-    return f"{name:<22}{cells[0]:>14}{cells[1]:>14}{apart:>12}".rstrip()
+def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
+    lines = [style.title(title), style.paint(cause.text, RED)]
+    if cause.stack:
+        lines.append(style.paint(f"where it stood: {cause.stack}", GRAY))
+    if cause.log:
+        lines.append(style.paint(f"{cause.log}:", GRAY))
+    return lines + [f"  {line}" for line in cause.tail[-tail:]]
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}" if value < 0.995 else percent(value)
-
-
-def binary(value: float) -> str:
-    """Bytes of memory at three digits: 1536 -> "1.50 KiB"."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if value >= scale:
-            return f"{three(value / scale)} {unit}"
-    return f"{three(value / 1024)} KiB" if value >= 1024 else f"{value:.0f} B"
+def _table(rows: list[tuple[str, str]], style: Style) -> list[str]:
+    lines = []
+    for name, text in rows:
+        indent = " " * 12
+        first, *rest = textwrap.wrap(
+            text, max(30, style.width - 12), break_on_hyphens=False, break_long_words=False
+        ) or [""]
+        lines.append(f"{style.paint(f'{name:<11}', GRAY)} {first}")
+        lines += [indent + line for line in rest]
+    return lines

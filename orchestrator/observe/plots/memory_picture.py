@@ -6,12 +6,12 @@ import itertools
 from typing import TYPE_CHECKING
 
 from orchestrator.observe.pages.plan_page import CATEGORIES
-from orchestrator.observe.pages.run_page import binary
+from orchestrator.observe.pages.report_page import binary
+from orchestrator.observe.rank_trace import Timeline
 from orchestrator.style import seconds
 
 from .panels import CATEGORY, INK, MUTED, RC
 from .plan_picture import matplotlib
-from .rank_trace import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

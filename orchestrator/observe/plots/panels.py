@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.schedules import Kind
 from orchestrator.planner.cost.timeline import timeline
 from orchestrator.planner.memory.categories import accounts
 from orchestrator.style import seconds
-
-from .placement_grid import label_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

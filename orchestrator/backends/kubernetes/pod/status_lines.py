@@ -15,8 +15,8 @@ from typing import TextIO
 import msgspec
 from msgspec import structs
 
-from orchestrator.observe.live import tail_lines
 from orchestrator.observe.logs import LogTail
+from orchestrator.observe.timeline import tail_lines
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
 from orchestrator.run.untrusted import UNREADABLE

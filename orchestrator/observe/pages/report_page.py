@@ -1,0 +1,148 @@
+"""A run as a readable page: what was planned against what was measured, and how each ratio is counted.
+
+`render` takes the report of `orchestrator.observe.report.make_report`. Pure text; colour and width come with the style.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orchestrator.observe.rank_trace import Timeline
+from orchestrator.plan import Plan
+from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
+from orchestrator.style import CATEGORY_COLOUR, GRAY, Style, percent, seconds, si, three
+
+from .goodput_page import goodput
+from .plan_page import CATEGORIES
+
+Pair = Mapping[str, float | None]  # "planned" and "measured"
+
+
+def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None) -> str:
+    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded."""
+    parts = [_run(report, style), goodput(report, style), _speed(report, style), _memory(report["memory"], style)]
+    if timeline is not None and timeline.steps:
+        parts.append(_first_steps(timeline, style))
+    if plan.parallel.world_size > 1:
+        parts.append(_communication(report, style))
+    parts.append(_formulas(report, plan, style))
+    return "\n\n".join(parts)
+
+
+def _run(report: dict[str, Any], style: Style) -> str:
+    steps, loss = report["steps"], report["loss"]
+    replayed = f", {steps['replayed']} run twice after a restart" if steps["replayed"] else ""
+    rows = [
+        ("run", f"{report['run_id']}: {report['state']}" + (f", {report['reason']}" if report["reason"] else "")),
+        ("plan", report["plan_hash"][:16]),
+        ("steps", f"{steps['completed']} of {steps['planned']}, {si(steps['tokens'])} tokens{replayed}"),
+    ]
+    if report["wall_s"] is not None:
+        epochs = len(report["epochs"])
+        rows.append(("wall time", f"{seconds(report['wall_s'])} in {epochs} epoch{'s' * (epochs > 1)}"))
+    if loss["last"] is not None:
+        rows.append(("loss", f"{loss['first']:.4f} at first, {loss['last']:.4f} at last"))
+    return "\n".join([style.title("Report"), *(f"{style.paint(f'{name:<10}', GRAY)} {text}" for name, text in rows)])
+
+
+def _speed(report: dict[str, Any], style: Style) -> str:
+    step = report["step_s"]
+    rows = [
+        ("step", step, seconds),
+        ("tokens/s a GPU", report["tokens_per_s_per_gpu"], three),
+        ("MFU", report["mfu"], _share),
+        ("HFU", report["hfu"], _share),
+        ("pipeline bubble", report["bubble_ratio"], _share),
+    ]
+    lines = [style.title("Speed: median of the steady steps"), _head(style)]
+    lines += [_row(name, pair, show) for name, pair, show in rows]
+    if step["p95"] is not None:
+        lines.append(f"{'step, 95th percentile':<22}{'':>14}{seconds(step['p95']):>14}")
+    spent = [(name, value) for name, value in step["phases"].items() if value]
+    if spent:
+        longest = max(value for _, value in spent)
+        lines += ["", style.paint("phases of the first rank", GRAY)]
+        lines += [f"{name:<22}{seconds(value):>14}  {style.bar(value / longest, 30, 75)}" for name, value in spent]
+    return "\n".join(lines)
+
+
+def _memory(memory: Mapping[str, Pair], style: Style) -> str:
+    lines = [style.title("Memory at a step's peak: the most of any rank"), _head(style)]
+    return "\n".join(lines + [_row(name, pair, binary) for name, pair in memory.items()])
+
+
+def _first_steps(timeline: Timeline, style: Style) -> str:
+    """The peak of each recorded step by category, as one bar of the largest."""
+    peaks = [(step, timeline.peak(step)) for step in timeline.steps]
+    most = max(sum(found.values()) for _, found in peaks) or 1
+    cells = max(10, style.width - 40)
+    lines = [style.title(f"First steps of rank {timeline.rank}: memory at the peak")]
+    for step, found in peaks:
+        bar = "".join(
+            style.paint((name[0].upper() if not style.colour else "█") * round(found[name] / most * cells), code)
+            for name, code in ((name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in found)
+        )
+        total = sum(found.values())
+        lines.append(f"{step.name:<8}{seconds(step.end - step.start):>9}{binary(total):>10}  {bar}")
+    legend = "  ".join(style.paint(name, CATEGORY_COLOUR[name]) for name in CATEGORIES)
+    return "\n".join([*lines, f"{style.paint('of', GRAY)} {legend}"])
+
+
+def _communication(report: dict[str, Any], style: Style) -> str:
+    lines = [style.title("Communication of a step: bytes that the busiest rank sends"), _head(style)]
+    used = [(axis, pair) for axis, pair in report["comm_bytes_per_step"].items() if any(pair.values())]
+    lines += [_row(axis, pair, binary) for axis, pair in used]
+    waits = {axis: value for axis, value in report["comm_s_per_step"]["measured"].items() if value}
+    if waits:
+        text = ", ".join(f"{axis} {seconds(value)}" for axis, value in waits.items())
+        lines += textwrap.wrap(f"waited for, in the median step: {text}", style.width)
+    return "\n".join(lines)
+
+
+def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
+    """How MFU and HFU of this run are counted, in numbers."""
+    train, gpu = plan.job.train, plan.cluster.gpu
+    shape = plan.model, train.seq_len
+    model, attention = model_flops_per_token(*shape), 3 * attention_core_flops(*shape)
+    hardware = hardware_flops_per_token(*shape, train.recompute, train.recompute_layers)
+    peak = gpu.peak_flops.get(train.precision)
+    known = f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})" if peak else f"not known in {train.precision}"
+    return [
+        f"MFU = tokens/s a GPU x {si(model, 'FLOP')} a token / peak; the peak is {known}",
+        f"a token: 6 x {si((model - attention) / 6)} weights that multiply it, and {si(attention, 'FLOP')} for"
+        " attention scores (3 x 4 x seq_len/2 x heads x head_dim a layer: causal, so half of seq_len)",
+        f"HFU = the same with {si(hardware, 'FLOP')} a token: recompute {train.recompute} runs"
+        f" {si(hardware - model, 'FLOP')} again",
+    ]
+
+
+def _formulas(report: dict[str, Any], plan: Plan, style: Style) -> str:
+    lines = [style.title("How it is counted")]
+    for text in formulas(report, plan):
+        lines += textwrap.wrap(text, style.width, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _head(style: Style) -> str:
+    return style.paint(f"{'':<22}{'planned':>14}{'measured':>14}{'difference':>12}", GRAY)
+
+
+def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
+    planned, measured = pair.get("planned"), pair.get("measured")
+    cells = [show(value) if value is not None else "-" for value in (planned, measured)]
+    apart = f"{measured / planned - 1:+.0%}" if planned and measured is not None else ""
+    return f"{name:<22}{cells[0]:>14}{cells[1]:>14}{apart:>12}".rstrip()
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if value < 0.995 else percent(value)
+
+
+def binary(value: float) -> str:
+    """Bytes of memory at three digits: 1536 -> "1.50 KiB"."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if value >= scale:
+            return f"{three(value / scale)} {unit}"
+    return f"{three(value / 1024)} KiB" if value >= 1024 else f"{value:.0f} B"
