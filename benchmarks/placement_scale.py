@@ -54,7 +54,7 @@ def once(gpus: int) -> dict[str, float]:
     from orchestrator.planner.cost.traffic import step_traffic
     from orchestrator.planner.degrees import make_case, make_parallel
     from orchestrator.planner.job import make_job
-    from orchestrator.planner.placement.nesting import Roads
+    from orchestrator.planner.placement.axis_order import Roads
     from orchestrator.planner.placement.node_placement import seat
     from tests.planner import configs, shapes
 

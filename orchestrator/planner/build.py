@@ -14,14 +14,13 @@ from orchestrator.plan.ranks import coords, degrees, nested_groups
 from . import advice, legality
 from .degrees import make_case, make_parallel
 from .job import make_job
-from .memory import categories as memory
-from .memory.model_math import resolve
+from .memory import rank_memory as memory
 from .memory.recompute import resolve_recompute
-from .placement.assign_nodes import certified, seated, wanted
-from .placement.nesting import axis_placement
+from .model.layers import resolve
+from .placement.axis_order import Ground, axis_placement, solve
+from .placement.node_placement import certified, seated, wanted
 from .placement.rank_assignment import seat_ranks
 from .search.auto import settle
-from .solve import Ground, solve
 
 
 def build_plan(config: Config) -> Plan:

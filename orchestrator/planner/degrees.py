@@ -14,7 +14,7 @@ from orchestrator.plan.ranks import AXES
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 
 from .legality import Case
-from .placement.layout import balance_stages
+from .model.stages import balance_stages
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from orchestrator.config import grammar
 from orchestrator.config.compose import load
 from orchestrator.config.groups import GROUPS, Library, shipped
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.memory.model_math import parameter_count
+from orchestrator.planner.model.layers import parameter_count
 
 LIBRARY = Library([shipped()])
 CLUSTERS = LIBRARY.files("cluster")

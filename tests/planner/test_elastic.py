@@ -12,16 +12,9 @@ from orchestrator.cluster.build import check_cluster
 from orchestrator.config.compose import load
 from orchestrator.plan.batch import taken
 from orchestrator.plan.codec import plan_hash
-from orchestrator.planner.elastic.choose import (
-    horizon_s,
-    larger_plan,
-    legal_size,
-    next_plan,
-    pays,
-    seats,
-    within,
-)
+from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays, within
 from orchestrator.planner.elastic.sizes import plan_sizes
+from orchestrator.planner.placement.rank_assignment import used_nodes
 
 
 @lru_cache
@@ -59,37 +52,37 @@ def test_a_walk_through_pipeline_depths():
 def check_walk(plans, walk):
     plan = plans[8]
     for healthy in walk:
-        held = seats(plan)
+        held = used_nodes(plan)
         new = next_plan(plan, plans, healthy)
         if not healthy:
             assert new is None
             continue
         assert new == next_plan(plan, plans, sorted(healthy)), "the order in which nodes are heard of means nothing"
         assert new.hash == plan_hash(new) and check_cluster(new.cluster) is None
-        assert set(seats(new)) <= set(healthy) and len(seats(new)) == legal_size(plans, len(healthy))
+        assert set(used_nodes(new)) <= set(healthy) and len(used_nodes(new)) == legal_size(plans, len(healthy))
         par = new.parallel
         assert par.micro_batch_size * sum(taken(par)) == 48 == par.global_batch_samples
-        assert len({(rank.node, rank.gpu) for rank in new.ranks}) == par.world_size == 8 * len(seats(new))
+        assert len({(rank.node, rank.gpu) for rank in new.ranks}) == par.world_size == 8 * len(used_nodes(new))
         assert all(len({new.ranks[rank].node for rank in group}) == 1 for group in new.groups["tp"])
-        if len(seats(new)) == len(held):  # spares took over: nobody else moved
+        if len(used_nodes(new)) == len(held):  # spares took over: nobody else moved
             pairs = zip(plan.ranks, new.ranks, strict=True)
             assert all(a == b for a, b in pairs if a.node in healthy)
             assert new.groups == plan.groups
-        elif len(seats(new)) < len(held):
-            assert set(seats(new)) <= set(held) or len(set(held) & set(healthy)) < len(seats(new))
+        elif len(used_nodes(new)) < len(held):
+            assert set(used_nodes(new)) <= set(held) or len(set(held) & set(healthy)) < len(used_nodes(new))
         plan = new
 
 
 def test_the_nearest_spare_takes_over():
     four = next_plan(even()[8], even(), [*NAMES[:3], "node-4"])  # leaves: 0-3 and 4-7
-    assert set(seats(four)) == {"node-0", "node-1", "node-2", "node-4"}
+    assert set(used_nodes(four)) == {"node-0", "node-1", "node-2", "node-4"}
     lost = next_plan(four, even(), ["node-0", "node-2", "node-4", "node-3", "node-7"])
-    assert seats(lost)[seats(four).index("node-1")] == "node-3"
+    assert used_nodes(lost)[used_nodes(four).index("node-1")] == "node-3"
 
 
 def test_shrinking_parks_the_node_that_stands_apart():
     plan = next_plan(even()[6], even(), [*NAMES[:4], "node-4"])
-    assert set(seats(plan)) == set(NAMES[:4])
+    assert set(used_nodes(plan)) == set(NAMES[:4])
 
 
 def test_nothing_changes_when_nothing_has():
@@ -102,7 +95,7 @@ def test_nothing_changes_when_nothing_has():
 def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
     small = next_plan(even()[8], even(), NAMES[:4])
     large = larger_plan(small, even(), 9)
-    assert len(seats(large)) == 8 and larger_plan(small, even(), 5) is None
+    assert len(used_nodes(large)) == 8 and larger_plan(small, even(), 5) is None
     assert large.time.step_s < small.time.step_s
     share = 1 - large.time.step_s / small.time.step_s
     times = {"stable_s": 100, "dwell_s": 60, "cost_s": 30, "horizon_s": 31 / share}

@@ -13,7 +13,7 @@ from orchestrator.plan.ranks import AXES
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.fabric import NOWHERE, Fabric
 from orchestrator.planner.cost.profile import profile_for
-from orchestrator.planner.placement.layout import group_members
+from orchestrator.planner.placement.axis_order import group_members
 from tests.reference import fabric_twin as twin
 
 from . import configs

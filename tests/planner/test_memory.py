@@ -11,11 +11,11 @@ from msgspec import structs
 
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES, Kind, build, illegal
-from orchestrator.planner.cost.deferred_weight_gradients import SPLIT, held_points
 from orchestrator.planner.cost.pipeline import held_at_once, in_flight
 from orchestrator.planner.memory.activations import Kernels, activations, layer_activations
-from orchestrator.planner.memory.categories import model_states, passing
-from orchestrator.planner.memory.model_math import layer_params, parameter_count
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT, held_points
+from orchestrator.planner.memory.rank_memory import model_states, passing
+from orchestrator.planner.model.layers import layer_params, parameter_count
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes

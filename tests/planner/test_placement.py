@@ -15,7 +15,7 @@ from orchestrator.planner.cost import step_time
 from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.nesting import TIE, Roads, candidates, choose
+from orchestrator.planner.placement.axis_order import TIE, Roads, candidates, choose
 
 from . import configs, shapes
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.build import build_plan
-from orchestrator.planner.cost.pipeline import rank_stages, span_seconds
-from orchestrator.planner.cost.timeline import timeline
+from orchestrator.planner.cost.pipeline import span_seconds
+from orchestrator.planner.cost.step_time import timeline
+from orchestrator.planner.model.stages import rank_stages
 from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from orchestrator.planner.cost.traffic import Traffic, rank_parameters, stage_range, step_traffic
-from orchestrator.planner.memory.model_math import parameter_count
+from orchestrator.planner.cost.traffic import Traffic, rank_parameters, step_traffic
+from orchestrator.planner.model.layers import parameter_count
+from orchestrator.planner.model.stages import stage_range
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes

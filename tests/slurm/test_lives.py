@@ -14,8 +14,9 @@ from orchestrator.backends.slurm.job.takeover import StandIn
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.record import submitted_request
 from orchestrator.plan import Exit, load_plan
-from orchestrator.planner.elastic.choose import next_plan, seats
+from orchestrator.planner.elastic.next_plan import next_plan
 from orchestrator.planner.elastic.replan import replan
+from orchestrator.planner.placement.rank_assignment import used_nodes
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
@@ -49,17 +50,19 @@ def live(folder: RunFolder, life: int, *nodes: str):
 def test_a_life_becomes_what_its_nodes_can_hold_and_the_next_is_asked_anew(folder):
     placement, request = live(folder, 0, "a1", "a2", "b1")
     assert request.sizes == [2] and [agent.node for agent in request.agents] == ["a1", "a2", "b1"], "one is a spare"
-    assert placement.nodes == ["a1", "a2"] == seats(load_plan(folder.plan)), "those that lie together"
+    assert placement.nodes == ["a1", "a2"] == used_nodes(load_plan(folder.plan)), "those that lie together"
     sizes = {2: load_plan(folder.sized_plan(2))}
     assert set(sizes[2].cluster.node_names) == {"a1", "a2", "b1"}
     again = next_plan(load_plan(folder.plan), sizes, ["a1", "b1"])
-    assert seats(again) == ["a1", "b1"] and len(again.cluster.levels[0].switches) == 2, "the spare's switch is known"
+    assert used_nodes(again) == ["a1", "b1"] and len(again.cluster.levels[0].switches) == 2, (
+        "the spare's switch is known"
+    )
 
     placement, request = live(folder, 1, "c1", "c2", "d1", "d2")
     assert request.sizes == [4, 2] and placement.nodes == ["c1", "c2", "d1", "d2"]
     assert submitted_request(folder).sizes == [4, 2]
     smaller = next_plan(load_plan(folder.plan), {n: load_plan(folder.sized_plan(n)) for n in SIZES}, ["c1", "d1", "d2"])
-    assert seats(smaller) == ["d1", "d2"], "those that lie together"
+    assert used_nodes(smaller) == ["d1", "d2"], "those that lie together"
 
 
 @pytest.mark.parametrize(("phase", "code", "over"), [("done", 0, True), ("failed", 1, True), ("stopped", 75, False)])

@@ -8,7 +8,7 @@ from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.preflight import check_partition, warnings
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.memory.saving import save_seconds
+from orchestrator.planner.placement.rank_assignment import save_seconds
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchestrator.plan import Plan
-from orchestrator.planner.memory import categories as memory
+from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together, told
 from trainer.comm.mesh import Mesh

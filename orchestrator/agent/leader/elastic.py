@@ -16,7 +16,7 @@ from orchestrator.agent.faults import policy
 from orchestrator.agent.protocol.heartbeat import SelfStallDetector
 from orchestrator.agent.protocol.messages import AgentAlive, Done, Join, Prepare, Started, TerminationSignal, Warm
 from orchestrator.plan import Exit, Plan
-from orchestrator.planner.elastic.choose import horizon_s
+from orchestrator.planner.elastic.next_plan import horizon_s
 from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import write_private

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from orchestrator.plan import Plan, load_plan, to_json
-from orchestrator.planner.elastic.choose import larger_plan, legal_size, next_plan, pays, seats
+from orchestrator.planner.elastic.next_plan import larger_plan, legal_size, next_plan, pays
+from orchestrator.planner.placement.rank_assignment import used_nodes
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest
 
@@ -40,7 +41,7 @@ class Sizes:
 
     async def next(self, current: Plan, healthy: Collection[str]) -> Plan | None:
         """By `planner.elastic.next_plan`. In a thread: heartbeats go on while a large cluster is planned."""
-        held = seats(current)
+        held = used_nodes(current)
         if legal_size(self.plans, len(healthy)) == len(held) and set(held) <= set(healthy):
             return current
         return await asyncio.to_thread(next_plan, current, self.plans, healthy)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.memory.saving import save_seconds
-from orchestrator.planner.placement.units import used_node_count
+from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
 
 from .options import SlurmOptions
 from .script import duration

@@ -9,8 +9,8 @@ from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.schedules import Kind
-from orchestrator.planner.cost.timeline import timeline
-from orchestrator.planner.memory.categories import accounts
+from orchestrator.planner.cost.step_time import timeline
+from orchestrator.planner.memory.rank_memory import accounts
 from orchestrator.style import seconds
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
-from orchestrator.planner.memory.model_math import (
+from orchestrator.planner.model.layers import (
     LayerFlops,
     dense_and_moe,
     head_flops,

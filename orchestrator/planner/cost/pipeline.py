@@ -10,35 +10,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from orchestrator.plan.document import Parallel
-from orchestrator.plan.legal import WHOLE_BACKWARD
-from orchestrator.plan.schedules import SCHEDULES, TABLE, Costs, build, peak_in_flight, schedule_of, simulate
+from orchestrator.plan.schedules import TABLE, Costs, build, peak_in_flight, schedule_of, simulate
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.turns import TURNS, makespan
+from orchestrator.planner.model.stages import rank_stages
 
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
 EQUAL = 1e-6  # relative difference below which stages count as equal
-
-
-def splits(parallel: Parallel) -> bool:
-    """Whether backward is in two pieces: first the inputs' gradients, some time later the weights'."""
-    if parallel.schedule == TABLE:
-        return schedule_of(parallel).splits_backward
-    return parallel.schedule not in WHOLE_BACKWARD
-
-
-def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
-    """Model stages that each pipeline rank holds, in model order. DualPipe holds a stage of each direction."""
-    stages = parallel.pp * parallel.vpp
-    held: list[list[int]] = [[] for _ in range(parallel.pp)]
-    for stage, rank in enumerate(_stage_ranks(parallel)):
-        held[rank].append(stage % stages)
-    return [tuple(stages) for stages in held]
-
-
-def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
-    if parallel.schedule == TABLE:
-        return schedule_of(parallel).stage_rank
-    return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
 
 
 @lru_cache(maxsize=256)

@@ -6,12 +6,16 @@ from collections.abc import Container, Mapping, Sequence
 
 from msgspec import Struct
 
+from orchestrator.plan import Plan
 from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
+from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
+from orchestrator.planner.model.stages import rank_stages
 
 from . import collective
-from .compute import Rates, StageSeconds, beside_seconds, kinds_seconds, optimizer_seconds, stage_seconds
+from .compute import Rates, StageSeconds, beside_seconds, kinds_seconds, optimizer_seconds, rates, stage_seconds
 from .fabric import Path
-from .pipeline import EQUAL, rank_seconds, rank_stages, span_seconds
+from .pipeline import EQUAL, rank_seconds, span_seconds
+from .profile import profile_of
 from .traffic import Beside, Traffic, rank_parameters
 
 
@@ -132,3 +136,16 @@ def _limited_by(
         return f"the pipeline bubble ({share:.0%} of the step): fewer micro-batches than stages; raise the global batch"
     inside = ", so that its groups stay inside one NVLink domain" if worst in ("tp", "ep") and worst in outside else ""
     return f"{ADVICE[worst]}{inside} ({share:.0%} of the step)"
+
+
+def timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
+    """Start and end of every action of the first `most_micro_batches` micro-batches of a step, in seconds."""
+    par, train = plan.parallel, plan.job.train
+    rate = rates(plan.cluster, profile_of(plan.cluster), train.precision)
+    work = step_work(plan.model, par, train, rate)
+    exposed = plan.time.exposed_comm_s
+    inner = sum(exposed.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / par.micro_batches / par.vpp
+    forward = tuple(stage.forward + inner / 3 for stage in work.stages)
+    half = tuple((stage.backward + inner * 2 / 3) / 2 for stage in work.stages)
+    shown = None if par.schedule == TABLE else min(par.micro_batches, most_micro_batches)
+    return simulate(schedule_of(par, shown), Costs(forward, half, half))

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Axis, Model, Parallel, Train
 from orchestrator.plan.schedules import copies_of
-from orchestrator.planner.memory.model_math import (
+from orchestrator.planner.model.layers import (
     dense_and_moe,
     dense_on_rank,
     embedding_params,
@@ -24,9 +24,9 @@ from orchestrator.planner.memory.model_math import (
     norm_params,
     samples_of_kinds,
 )
+from orchestrator.planner.model.stages import rank_stages, splits, stage_range
 
 from .collective import Operation, sent_bytes
-from .pipeline import rank_stages, splits
 
 #: What a transfer can run beside: nothing, the attention core (ring attention), the last micro-batch's backward
 #: (gradient buckets), or all compute (weights gathered ahead).
@@ -251,9 +251,3 @@ def gradient_operations(
     if parallel.zero < 3 or parallel.pp > 1:
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
     return [scatter, ("all_gather", weights / buckets, 2 * buckets * many, "compute")]
-
-
-def stage_range(parallel: Parallel, stage: int) -> range:
-    """Decoder layers of a virtual stage."""
-    start = sum(parallel.stage_layers[:stage])
-    return range(start, start + parallel.stage_layers[stage])

@@ -12,11 +12,10 @@ from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
-from orchestrator.planner.memory import categories as memory
-from orchestrator.planner.placement.assign_nodes import certified, seated
-from orchestrator.planner.placement.nesting import axis_placement
+from orchestrator.planner.memory import rank_memory as memory
+from orchestrator.planner.placement.axis_order import Ground, axis_placement, solve
+from orchestrator.planner.placement.node_placement import certified, seated
 from orchestrator.planner.placement.rank_assignment import seat_ranks
-from orchestrator.planner.solve import Ground, solve
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:

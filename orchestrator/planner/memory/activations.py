@@ -9,11 +9,12 @@ from __future__ import annotations
 from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
-from orchestrator.planner.cost.deferred_weight_gradients import Waits
-from orchestrator.planner.cost.pipeline import in_flight, rank_stages, splits
-from orchestrator.planner.cost.traffic import WIDTH, stage_range
+from orchestrator.planner.cost.pipeline import in_flight
+from orchestrator.planner.cost.traffic import WIDTH
+from orchestrator.planner.model.layers import is_moe_layer, layer_groups, samples_of_kinds
+from orchestrator.planner.model.stages import rank_stages, splits, stage_range
 
-from .model_math import is_moe_layer, layer_groups, samples_of_kinds
+from .deferred_weight_gradients import Waits
 
 LOSS_CHUNK = 1 << 24  # logits that the loss has in fp32 at a time
 

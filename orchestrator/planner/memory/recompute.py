@@ -12,12 +12,12 @@ from msgspec import structs
 from orchestrator.plan import document as doc
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 from orchestrator.planner.cost.compute import layer_seconds, rates
-from orchestrator.planner.cost.pipeline import rank_stages
 from orchestrator.planner.cost.profile import profile_of
-from orchestrator.planner.cost.traffic import rank_parameters, stage_range
+from orchestrator.planner.cost.traffic import rank_parameters
+from orchestrator.planner.model.stages import rank_stages, stage_range
 
 from .activations import activations, kernels_of, loss_bytes
-from .categories import buffers, model_states
+from .rank_memory import buffers, model_states
 
 GIB = 1 << 30
 MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")

@@ -18,7 +18,7 @@ from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path, Pattern
 from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds
 from orchestrator.planner.cost.traffic import Traffic
 
-from .layout import group_members
+from .axis_order import group_members
 
 
 def step_bound(

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import AXES
-from orchestrator.planner.memory import categories as memory
-from orchestrator.planner.solve import Ground, solve
+from orchestrator.planner.memory import rank_memory as memory
+from orchestrator.planner.placement.axis_order import Ground, solve
 
 from .rows import Job, RowError, read_row
 

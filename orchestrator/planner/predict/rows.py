@@ -10,8 +10,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import AXES, Cluster, Model, Moe, Parallel, Train
-from orchestrator.planner.memory.model_math import parameter_count
-from orchestrator.planner.placement.layout import balance_stages
+from orchestrator.planner.model.layers import parameter_count
+from orchestrator.planner.model.stages import balance_stages
 
 from .hardware import GPUS, cluster_of, gpu_of, nic_gbit_per_s
 

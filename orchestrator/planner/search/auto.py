@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.planner.solve import Ground
+from orchestrator.planner.placement.axis_order import Ground
 
 from .search import NEAR, Answer, Search
 

@@ -18,16 +18,16 @@ from msgspec import structs
 from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.compute import optimizer_seconds
-from orchestrator.planner.cost.deferred_weight_gradients import full_at_once
 from orchestrator.planner.cost.fabric import Path
 from orchestrator.planner.cost.pipeline import EQUAL, held_at_once
 from orchestrator.planner.cost.traffic import gradient_operations
-from orchestrator.planner.memory import categories as memory
+from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.activations import heads_at_once
+from orchestrator.planner.memory.deferred_weight_gradients import full_at_once
 
 from .best_paths import BestPaths
-from .pieces import Piece
-from .shapes import Pipes, RankShape, Shape
+from .layer_cost import Piece
+from .pipeline_shapes import Pipes, RankShape, Shape
 from .space import Spot
 
 ROUNDING = 1 - 1e-9  # bounds add up in another order than the model

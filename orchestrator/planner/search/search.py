@@ -20,17 +20,17 @@ from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.planner import legality
-from orchestrator.planner.cost.deferred_weight_gradients import SPLIT
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.job import make_train
-from orchestrator.planner.memory import categories as memory
-from orchestrator.planner.memory.model_math import resolve
-from orchestrator.planner.solve import Ground, Solution, solve
+from orchestrator.planner.memory import rank_memory as memory
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT
+from orchestrator.planner.model.layers import resolve
+from orchestrator.planner.placement.axis_order import Ground, Solution, solve
 
 from .best_paths import BestPaths
 from .bound import BranchBound, RowBound, Sharded, SpotBound
-from .pieces import Params, Piece, params_of
-from .shapes import Pipes, Shape, pipes_of, shape_of
+from .layer_cost import Params, Piece, params_of
+from .pipeline_shapes import Pipes, Shape, pipes_of, shape_of
 from .space import METHODS, RECOMPUTE, Choice, Form, Space, Spot
 
 FAMILY, SPOT, BRANCH, ROW, WAY, CHOICE, FOUND = range(7)  # kinds of nodes; of equal bounds the coarser is opened first

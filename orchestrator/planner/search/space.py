@@ -22,8 +22,8 @@ from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.planner import legality
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.legality import Case
-from orchestrator.planner.placement.layout import balance_stages
-from orchestrator.planner.solve import Ground
+from orchestrator.planner.model.stages import balance_stages
+from orchestrator.planner.placement.axis_order import Ground
 
 RECOMPUTE = ("none", "selective", "full")
 #: The plainer the earlier, where nothing else decides.

@@ -18,7 +18,7 @@ from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.placement.units import block_size, used_node_count, whole_unit
+from orchestrator.planner.placement.rank_assignment import block_size, used_node_count, whole_unit
 from orchestrator.suggest import did_you_mean
 
 KUEUE = "kueue.x-k8s.io"

@@ -15,8 +15,7 @@ from typing import Any
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, ROOT, RUNS
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration
 from orchestrator.plan.document import Plan
-from orchestrator.planner.memory.saving import save_seconds
-from orchestrator.planner.placement.units import used_node_count
+from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
 
 from .node_affinity import Chosen, node_affinity
 

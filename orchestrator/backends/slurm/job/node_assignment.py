@@ -24,7 +24,7 @@ from orchestrator.cluster.importers.slurm import from_addresses
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
-from orchestrator.planner.elastic.choose import legal_size
+from orchestrator.planner.elastic.next_plan import legal_size
 from orchestrator.planner.elastic.replan import difference, replan
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, at_size, on_nodes, to_bytes

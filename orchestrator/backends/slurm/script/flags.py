@@ -14,7 +14,7 @@ from orchestrator.cluster.hostlist import compress, expand
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.placement.units import block_size, leaf_switches, used_node_count, whole_unit
+from orchestrator.planner.placement.rank_assignment import block_size, leaf_switches, used_node_count, whole_unit
 
 from .quoting import check_text, file_pattern
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from orchestrator.plan.document import Model, Parallel
-from orchestrator.planner.cost.pipeline import rank_stages
 from orchestrator.planner.cost.traffic import sends_a_micro_batch
-from orchestrator.planner.memory.model_math import dense_and_moe
+from orchestrator.planner.model.layers import dense_and_moe
+from orchestrator.planner.model.stages import rank_stages
 
 
 class RankShape(NamedTuple):

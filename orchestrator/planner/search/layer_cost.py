@@ -26,7 +26,7 @@ from orchestrator.planner.cost.traffic import (
     vocabulary_operations,
 )
 from orchestrator.planner.memory import activations
-from orchestrator.planner.memory.model_math import (
+from orchestrator.planner.model.layers import (
     dense_and_moe,
     dense_on_rank,
     embedding_params,
@@ -34,10 +34,10 @@ from orchestrator.planner.memory.model_math import (
     norm_params,
     samples_of_kinds,
 )
-from orchestrator.planner.solve import Ground
+from orchestrator.planner.placement.axis_order import Ground
 
 from .best_paths import BestPaths
-from .shapes import RankShape, Shape
+from .pipeline_shapes import RankShape, Shape
 
 
 class Mode(NamedTuple):

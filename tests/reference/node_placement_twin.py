@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.placement.layout import orders
-from orchestrator.planner.placement.nesting import candidates
+from orchestrator.planner.placement.axis_order import candidates, orders
 
 
 def best_step(roads, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
-from orchestrator.planner.cost.pipeline import rank_stages
 from orchestrator.planner.cost.profile import Profile, profile_for
 from orchestrator.planner.cost.traffic import WIDTH, rank_parameters
+from orchestrator.planner.model.layers import layer_params, parameter_count, samples_of_kinds
+from orchestrator.planner.model.stages import rank_stages
 
 from .activations import activations, kernels_of, loss_bytes
-from .model_math import layer_params, parameter_count, samples_of_kinds
 
 
 class States(Struct, frozen=True):

@@ -17,11 +17,10 @@ from orchestrator.planner.cost import step_time
 from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.placement.axis_order import Roads, candidates, orders
 from orchestrator.planner.placement.group_packing import symmetric
-from orchestrator.planner.placement.layout import orders
-from orchestrator.planner.placement.nesting import Roads, candidates
 from orchestrator.planner.placement.node_placement import reorder, seat
-from tests.reference.seating_twin import best_step
+from tests.reference.node_placement_twin import best_step
 
 from . import configs, shapes
 

@@ -15,12 +15,7 @@ from msgspec import structs
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Cluster, SwitchLevel
-
-
-def seats(plan: Plan) -> list[str]:
-    """Nodes that hold ranks, in the plan's node order."""
-    busy = {rank.node for rank in plan.ranks}
-    return [node for node in plan.cluster.node_names if node in busy]
+from orchestrator.planner.placement.rank_assignment import used_nodes
 
 
 def legal_size(sizes: Collection[int], nodes: int) -> int | None:
@@ -39,7 +34,7 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
     size = legal_size(sizes, len(healthy))
     if size is None:
         return None
-    held = seats(current)
+    held = used_nodes(current)
     kept = [node for node in held if node in healthy]
     whole = sizes[max(sizes)].cluster
     if size != len(held):
@@ -59,7 +54,7 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
 def larger_plan(current: Plan, sizes: Mapping[int, Plan], nodes: int) -> Plan | None:
     """What the run could grow to on `nodes` nodes, as it was submitted; None when no larger size is legal."""
     size = legal_size(sizes, nodes)
-    return sizes[size] if size is not None and size > len(seats(current)) else None
+    return sizes[size] if size is not None and size > len(used_nodes(current)) else None
 
 
 def pays(current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s: float, horizon_s: float) -> bool:

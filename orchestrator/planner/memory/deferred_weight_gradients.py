@@ -11,9 +11,8 @@ from functools import lru_cache
 
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
-from orchestrator.planner.memory.model_math import is_moe_layer, samples_of_kinds
-
-from .traffic import WIDTH
+from orchestrator.planner.cost.traffic import WIDTH
+from orchestrator.planner.model.layers import is_moe_layer, samples_of_kinds
 
 #: Schedules that cut backward in two, and how far ahead of its backwards, and behind them with its weights, a rank is
 #: for each rank that is behind or ahead of it; None: read off the schedule.

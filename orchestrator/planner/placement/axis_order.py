@@ -8,25 +8,54 @@ lowest levels, then to the nesting nearest the default (TP, CP, EP, PP, DP).
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
 
 from orchestrator.cluster.build import NVLINK, SELF
-from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Parallel
+from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Model, Parallel, Time, Train
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
+from orchestrator.planner.cost.compute import Rates, rates
 from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path, Pattern
-from orchestrator.planner.cost.profile import Profile
-from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds, floor
-from orchestrator.planner.cost.traffic import Traffic
-
-from .layout import group_members, orders
+from orchestrator.planner.cost.profile import Profile, profile_of
+from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds, floor, predict, step_work
+from orchestrator.planner.cost.traffic import Traffic, step_traffic
 
 TIE = 0.005
 
 PathKey = tuple[tuple[Axis, ...], Pattern]
+
+
+def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
+    """Every distinct nesting order, the default (planning.md E1: TP, CP, EP, PP, DP) first.
+
+    An axis of degree 1 may stand anywhere without moving a rank, so it stays at its default place.
+    """
+    moving = [axis for axis in AXES if degrees[axis] > 1]
+    for permutation in itertools.permutations(moving):
+        following = iter(permutation)
+        yield tuple(next(following) if degrees[axis] > 1 else axis for axis in AXES)
+
+
+def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> np.ndarray:
+    """Ranks of every group in which only `varying` axes vary: int array [groups, members].
+
+    Members are sorted by those coordinates, the last of `varying` slowest, as in `orchestrator.plan.ranks.groups`.
+    """
+    outer_first = list(reversed(order))
+    grid = np.arange(np.prod([degrees[axis] for axis in outer_first], dtype=int))
+    grid = grid.reshape([degrees[axis] for axis in outer_first])
+    fixed = [axis for axis in outer_first if axis not in varying]
+    last = list(reversed(list(varying)))
+    moved = grid.transpose([outer_first.index(axis) for axis in [*fixed, *last]])
+    return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
 
 
 @dataclass(frozen=True)
@@ -146,3 +175,37 @@ def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
     for inner in order[: order.index(axis)]:
         stride *= sizes[inner]
     return stride
+
+
+class Ground:
+    """One model on one cluster: what every choice of degrees shares, computed once."""
+
+    def __init__(self, cluster: Cluster, model: Model, train: Train, roads: Roads | None = None):
+        """`roads`: the cluster's, where somebody has them already."""
+        self.cluster, self.model, self.train = cluster, model, train
+        self.profile: Profile = profile_of(cluster)
+        self.roads = roads or Roads(cluster, self.profile)
+        self.rate: Rates = rates(cluster, self.profile, train.precision)
+        self.level_names = [level.name for level in cluster.levels]
+
+
+class Solution(NamedTuple):
+    """Degrees with the best nesting order for them, and what they cost."""
+
+    parallel: Parallel
+    best: Candidate
+    traffic: list[Traffic]
+    time: Time
+
+
+def solve(
+    ground: Ground, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
+) -> Solution:
+    """The cheapest order of `parallel` (or the order `only`). `train` may differ from the ground's in recompute."""
+    train = train or ground.train
+    traffic = step_traffic(ground.model, parallel, train)
+    work = step_work(ground.model, parallel, train, ground.rate)
+    best = choose(candidates(ground.roads, parallel, traffic, work, only), ground.level_names)
+    parallel = structs.replace(parallel, order=list(best.order))
+    outside = [axis for axis in AXES if best.outside_nvlink(axis)]
+    return Solution(parallel, best, traffic, predict(work, best.exposed, parallel, outside))

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.planner.memory.model_math import (
-    active_parameters,
-    head_flops,
-    layer_flops,
-    layer_params,
-    parameter_count,
-)
+from orchestrator.planner.model.layers import active_parameters, head_flops, layer_flops, layer_params, parameter_count
 
 from . import shapes
 

@@ -1,0 +1,1 @@
+"""Layers, parameters, FLOPs and pipeline stages of a transformer, from its shapes."""

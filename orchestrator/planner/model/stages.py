@@ -1,0 +1,74 @@
+"""Pipeline stages: how many layers each has, and which ranks hold them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from heapq import heapify, heapreplace
+
+from orchestrator.plan.document import Model, Parallel
+from orchestrator.plan.legal import WHOLE_BACKWARD
+from orchestrator.plan.schedules import SCHEDULES, TABLE, schedule_of
+
+from .layers import head_flops, layer_flops
+
+
+def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
+    """Decoder layers of each of `stages` stages, in model order, so that the slowest stage is as fast as possible.
+
+    The head counts as work of the last stage and the token table as memory of the first: the fullest stages are
+    those in the middle, which for 126 layers in 16 stages gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783,
+    section 3.3.2). An even split wins when it is within `tolerance` of the best: equal stages interleave better.
+    """
+    head = head_flops(model) / layer_flops(model, model.layers - 1, seq_len).total  # in layers
+    return list(_balance(model.layers, stages, head, tolerance))
+
+
+@lru_cache(maxsize=4096)
+def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[int, ...]:
+    if stages == 1:
+        return (layers,)
+    extra = [0.0] * stages
+    extra[-1] += head
+    counts = [1] * stages
+    # the next layer goes to the stage that is least full with it; ties: the middle first, then the end; the first
+    # stage last, because it also holds the token table
+    least = [(2 + extra[s], s == 0, s == stages - 1, s) for s in range(stages)]
+    heapify(least)
+    for _ in range(layers - stages):
+        _, first, last, stage = least[0]
+        counts[stage] += 1
+        heapreplace(least, (counts[stage] + 1 + extra[stage], first, last, stage))
+    slowest = max(count + more for count, more in zip(counts, extra, strict=True))
+    if layers % stages == 0:
+        even = layers // stages + head
+        if even <= slowest * (1 + tolerance):
+            return (layers // stages,) * stages
+    return tuple(counts)
+
+
+def splits(parallel: Parallel) -> bool:
+    """Whether backward is in two pieces: first the inputs' gradients, some time later the weights'."""
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).splits_backward
+    return parallel.schedule not in WHOLE_BACKWARD
+
+
+def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
+    """Model stages that each pipeline rank holds, in model order. DualPipe holds a stage of each direction."""
+    stages = parallel.pp * parallel.vpp
+    held: list[list[int]] = [[] for _ in range(parallel.pp)]
+    for stage, rank in enumerate(_stage_ranks(parallel)):
+        held[rank].append(stage % stages)
+    return [tuple(stages) for stages in held]
+
+
+def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).stage_rank
+    return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
+
+
+def stage_range(parallel: Parallel, stage: int) -> range:
+    """Decoder layers of a virtual stage."""
+    start = sum(parallel.stage_layers[:stage])
+    return range(start, start + parallel.stage_layers[stage])
