@@ -1,0 +1,398 @@
+"""Command lines and what they gave before the house was rebuilt: exit code, plan hash, standard output and error.
+
+`python -m tests.golden.lines --texts DIR` writes the full text of every line into DIR: do it with two commits and
+`diff -r` the folders. `--write` accepts what the lines give now. What is stored was taken at commit e2cf075.
+
+Nothing of this machine is in the texts: a bare environment, no scheduler, a home that does not exist, or one that is
+named <TMP>. Of orchestrator only `main` is imported, so that this file outlives every move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+SHORT = 300  # characters; a longer text is stored as its digest
+#: Plans say where token files lie, so their hashes hold the home: where nothing is written it is one that nobody has.
+NOWHERE = "/golden/home"
+#: What a backend is asked with. `any`: verbs that take no configuration.
+BACKENDS = {
+    "local": "backend=local",
+    "slurm": "backend=slurm backend.options.topology=none",
+    "kubernetes": "backend=kubernetes backend.options.image=orch:1",
+    "any": "",
+}
+H64, A64, NVL = "cluster=h100x64", "cluster=a100x64", "cluster=gb200_nvl72x8"
+SMALL = "cluster=local parallel=tp2_pp2_zero1"
+V3 = "cluster=h100x1024 cluster.nodes=16 model=deepseek_v3 parallel=pp16_ep8_zero1"
+TWO = "cluster=h100x64 cluster.nodes=2 model=llama3_8b parallel=tp8_zero1"
+
+#: For each backend. What the trainer does not run is to be refused, marked or not recommended later: `may change`.
+LINES = f"""
+plan --json {SMALL}
+plan {SMALL}
+plan --json {H64}
+plan {H64} parallel=tp8_pp4_zero1
+plan --json {H64} model=llama3_8b parallel=tp4_pp2_zero1 train.seq_len=4096
+plan --json {H64} model=llama3_8b parallel=tp4_cp4 train.seq_len=32768 train.recompute=full
+plan {H64} model=llama3_8b parallel=tp2_cp2_pp4_zero2 parallel.cp_method=allgather
+plan --json {H64} parallel=tp8_pp4_vpp5_zero1
+plan {H64} parallel=tp8_pp4_zero1 parallel.schedule=zb_h1
+plan --json {H64} model=llama3_8b parallel=fsdp parallel.zero_group=8
+plan --json {A64} parallel=tp8_pp8
+plan {A64} model=llama3_8b parallel=tp2_pp4_sp0_zero1
+plan --json {NVL} cluster.nodes=36
+plan {NVL} cluster.nodes=32 parallel=tp16_pp4_zero1 parallel.allow_tp_across_nvlink=true
+plan {NVL} parallel=tp16_pp4_zero1
+plan --json cluster=h100x1024 cluster.nodes=32 model=llama3_405b parallel=llama3_405b
+plan cluster=h100x1024
+plan --json cluster=v100x400 cluster.nodes=10
+plan cluster=v100x400 model=turing_nlg_17b parallel=tp16_zero1
+plan cluster=v100x400 cluster.nodes=16 model=turing_nlg_17b parallel=tp4_zero1
+plan --json cluster=h100x8 model=gpt2 parallel=ddp train.seq_len=1024
+plan cluster=h100x8 model=llama3_8b parallel=fsdp train.compile=true
+plan --explain {H64} parallel=tp8
+plan --explain --json {A64} parallel=tp8_pp4_zero1
+plan {H64} nodes=4..8 parallel=tp8_pp4
+plan --json {H64} nodes=4..8 parallel=tp8_pp2_zero1 model=llama3_8b
+plan --json --out plan.json {SMALL}
+plan --json {H64} model=gpt3_175b parallel=tp8_pp8 train.precision=fp16
+may change: plan {H64} parallel=auto model=llama3_8b
+may change: plan --json {H64} model=mixtral_8x7b parallel=ep8_zero1
+may change: plan {H64} model=mixtral_8x7b parallel=tp2_ep8_pp2
+may change: plan --json {V3}
+may change: plan --json {H64} model=bert_large parallel=tp4
+submit --dry-run --json --run-id g {SMALL}
+submit --dry-run --run-id g {SMALL}
+submit --dry-run --json --run-id g {TWO}
+submit --dry-run --run-id g {TWO}
+submit --dry-run --json --run-id g {H64} nodes=4..8 parallel=tp8_pp4
+submit --dry-run --run-id g {H64} nodes=2..4 parallel=tp8_pp2_zero1 model=llama3_8b
+submit --dry-run --json --run-id g cluster=h100x1024
+submit --dry-run --run-id g {A64} model=llama3_8b parallel=tp8_pp2_zero1 backend.max_restarts=1 backend.env.A=b
+submit --dry-run --json --run-id g --env WANDB_MODE {NVL} run.name=mine
+submit --dry-run --json --run-id g {SMALL} -- python x.py --lr 1 'two words'
+submit --dry-run --run-id g {SMALL} -- python x.py
+submit --dry-run --json --run-id g --in-place {TWO} -- python x.py
+submit --dry-run --json --run-id g --multirun cluster=local parallel=tp2,tp4_zero1
+submit --dry-run --run-id g -m cluster=local parallel=tp2 train.seq_len=64,128
+submit --dry-run --json --run-id g {H64} parallel=tp8
+submit --dry-run --json --run-id g --after any:other {TWO}
+may change: submit --dry-run --json --run-id g {H64} model=mixtral_8x7b parallel=ep8_zero1
+may change: submit --dry-run --run-id g {H64} model=mixtral_8x7b parallel=ep8_zero1
+may change: submit --dry-run --json --run-id g {V3}
+render --run-id g {SMALL}
+render --run-id g {TWO}
+render --json --run-id g {TWO}
+render --run-id g {H64} nodes=2..4 parallel=tp8_pp2_zero1 model=llama3_8b
+render --run-id g {TWO} -- python x.py
+render --run-id g {TWO} backend.options.partition=big backend.options.queue=research
+may change: render --run-id g {H64} model=mixtral_8x7b parallel=ep8_zero1
+may change: tune --json {H64} model=llama3_8b
+may change: tune {A64} model=gpt2 --near 20
+may change: tune --json cluster=local
+whatif --json {H64} --case cluster=a100x64 --tokens 15e12
+whatif {H64} model=llama3_8b parallel=tp4 --case train.seq_len=16384 --case 'parallel=tp8 cluster=a100x64'
+config --json {H64} parallel=tp8_pp4_zero1
+config {SMALL} train.steps=7
+config --json cluster=v100x400 optim=wsd checkpoint=end_only
+plan cluster=h100x63
+plan {H64} model=llama9
+plan {H64} parallel=tp3
+plan {H64} parallel=tp8_qq4
+plan {H64} parallel=tp8_pp4_dp4
+plan {H64} model=llama3_8b parallel=tp2_cp2 train.seq_len=8191
+plan {H64} train.stepz=3
+plan {H64} train.steps=many
+plan {H64} nodes=9..12
+plan --json {H64} parallel=ep8
+plan --plto x.png {H64}
+plan {H64} parallel=tp8 tp4
+plan --config-dir nowhere {H64}
+plan --plot x.txt {H64}
+plan cluster=slurm
+plan cluster=kubernetes
+submit --run-id g {H64} parallel=tp8
+submit --run-id g {TWO}
+submit --dry-run --run-id G_1 {TWO}
+submit --dry-run --run-id g --env A-B {TWO}
+submit --dry-run --run-id g {TWO} backend.env.API_KEY=1
+submit --dry-run --run-id g {TWO} backend.options.nonsense=1
+submit --dry-run --run-id g --after nobody {TWO}
+submit --dry-run --run-id g {TWO} --
+submit --multirun --follow {SMALL}
+submit --dry-run --run-id g -m cluster=local parallel=tp2,tp3
+tune {H64} --near 2000
+whatif {H64} --tokens 0
+bench {H64}
+verify {H64} parallel=tp3
+"""
+
+#: Verbs without a configuration, and pages.
+FREE = """
+version
+version --json
+--version
+--help
+nosuchverb
+plam --json
+list
+list --json
+list --active
+status
+status --json nobody
+report nobody
+resume nobody
+cancel nobody
+logs nobody
+resize nobody 4
+export nobody
+drill nobody
+nodes
+nodes --json
+nodes --forget node1
+config --choices
+config --choices parallel
+config --choices nogroup
+config --json --choices
+predict --table table.csv
+predict --table table.csv --score
+predict --json --score --table table.csv
+predict --table nowhere.csv
+predict --table topology.conf
+topology show topology.conf
+topology show --json topology.conf
+topology import topology.conf --name mine
+topology show topology.conf --to yaml
+topology show topology.conf --to nosuch
+topology diff topology.conf other.conf
+topology diff topology.conf
+topology show nowhere.conf
+completion bash
+completion zsh
+completion fish
+completion tcsh
+plan -- python x.py
+list cluster=local
+"""
+VERBS = (
+    "plan verify tune whatif predict submit render list status report drill nodes logs cancel resume resize export demo"
+    " config bench topology completion version"
+)
+_FABRIC = "SwitchName=leaf1 Nodes=n[1-4]\nSwitchName=leaf2 Nodes=n[5-8]\nSwitchName=spine Switches=leaf[1-2]\n"
+#: What lies in the current folder of every line.
+FILES = {
+    "x.py": "print('x')\n",
+    "topology.conf": _FABRIC,
+    "other.conf": _FABRIC.replace("1-4", "1-3").replace("5-8", "4-8"),
+    "table.csv": (
+        "id,layers,hidden,heads,kv_heads,vocab,seq_len,gpu,num_gpus,tp,pp,dp,zero_stage,micro_batch,global_batch,"
+        "precision,experts,topk,ep,step_time_s,peak_mem_gib,status\n"
+        "a,32,4096,32,8,128256,8192,H100,64,4,2,8,1,1,128,bf16,,,,5.1,60.5,ok\n"
+        "b,32,4096,32,8,128256,8192,H100,64,8,1,8,1,1,128,bf16,,,,6,41,ok\n"
+        "c,32,4096,32,8,128256,8192,H100,64,1,1,64,3,1,128,bf16,,,,,,oom\n"
+        "d,48,6144,48,,51200,2048,A100,64,8,1,8,0,4,512,bf16,,,,,,ok\n"
+        "e,32,4096,32,8,32000,4096,H100,64,2,2,16,1,1,256,bf16,8,2,8,,,\n"
+        "f,32,4096,32,8,32000,4096,H100,63,2,2,16,1,1,256,bf16,,,,,,\n"
+    ),
+}
+
+
+class Line(NamedTuple):
+    """A command line of one backend."""
+
+    backend: str
+    text: str  # without the program's name
+    may_change: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"orch {self.text}"
+
+
+class Said(NamedTuple):
+    """What a line gave, in normal form."""
+
+    exit: int
+    out: str
+    err: str
+
+    @property
+    def plans(self) -> str:
+        """The hashes of all plans in it, in order."""
+        found = re.findall(r'(?:plan[-_]hash|, plan|"hash")\W{1,4}([0-9a-f]{64})', self.out)
+        return " ".join(dict.fromkeys(found))
+
+
+def lines() -> list[Line]:
+    found = []
+    for backend, words in BACKENDS.items():
+        if backend == "any":
+            texts = [*FREE.strip().splitlines(), *(f"{verb} --help" for verb in VERBS.split())]
+            found += [Line(backend, text) for text in texts]
+            continue
+        for text in LINES.strip().splitlines():
+            head, *program = re.split(r"(?= -- | --$)", text.removeprefix("may change: "), maxsplit=1)
+            found.append(Line(backend, " ".join([head, words]) + "".join(program), text.startswith("may change: ")))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- running
+
+
+@contextlib.contextmanager
+def bare(folder: Path, home: str, python: str) -> Iterator[None]:
+    """`folder` as the current one, and of the environment what every machine has. Put back afterwards."""
+    before, cwd, executable, mask = dict(os.environ), Path.cwd(), sys.executable, os.umask(0o022)
+    (folder / "bin").mkdir(exist_ok=True)
+    os.environ.clear()
+    os.environ |= {"HOME": str(folder), "ORCH_HOME": home, "PATH": str(folder / "bin"), "LANG": "C.UTF-8"}
+    os.environ |= {"XDG_CACHE_HOME": str(cache()), "KUBECONFIG": "/golden/kubeconfig", "COLUMNS": "100"}
+    os.environ |= {"NO_COLOR": "1", "TMPDIR": tempfile.gettempdir()}
+    sys.executable = python
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(cwd)
+        sys.executable = executable
+        os.environ.clear()
+        os.environ |= before
+        os.umask(mask)
+
+
+_CACHE: list[tempfile.TemporaryDirectory] = []
+
+
+def cache() -> Path:
+    """One for this process: what a line has computed need not be computed again by the next."""
+    if not _CACHE:
+        _CACHE.append(tempfile.TemporaryDirectory(prefix="orch-golden-cache-"))
+    return Path(_CACHE[0].name)
+
+
+def orch(words: list[str]) -> Said:
+    """One command line in this process."""
+    from orchestrator.cli.main import main
+
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse, after --help
+            code = int(end.code or 0)
+    out, err = (stream.buffer.getvalue().decode() for stream in streams)
+    return Said(code, out, err)
+
+
+def run(line: Line) -> Said:
+    """One line in a folder of its own, in normal form."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-golden-", dir="/tmp"))  # of one length: pages are cut to a width
+    try:
+        for name, content in FILES.items():
+            (folder / name).write_text(content)
+        verb = line.text.partition(" ")[0]
+        writes = verb in ("render", "bench") or (verb == "submit" and "--dry-run" not in line.text)
+        words = shlex.split(line.text)
+        if writes:  # then the home must not be in the plan
+            at = words.index("--") if "--" in words else len(words)
+            words[at:at] = ["data.cache_dir=/golden/data"]
+        with bare(folder, str(folder / "home") if writes else NOWHERE, "/golden/bin/python"):
+            said = orch(words)
+        only_names = "version" in line.text and said.exit == 0 and "--help" not in line.text
+        return Said(said.exit, *(normal(text, folder, only_names) for text in said[1:]))
+    finally:
+        shutil.rmtree(folder)
+
+
+def normal(text: str, folder: Path, only_names: bool = False) -> str:
+    """Without what differs from one time or machine to the next."""
+    text = text.replace(str(folder), "<TMP>").replace(str(cache()), "<CACHE>")
+    text = re.sub(r"\bkey: [A-Za-z0-9+/]{80,}=*", "key: <KEY>", text)  # of a run, drawn anew
+    text = re.sub(r"(?<=[ \"])eN[A-Za-z0-9+/=]{200,}", _unpacked, text)  # zlib's bytes depend on its version
+    text = re.sub(r"\S*/orch-crash-\S+\.txt", "<TRACEBACK>", text)
+    text = re.sub(r"this machine has .*? of memory", "this machine has <MACHINE>", text)
+    if only_names:
+        text = re.sub(r"\d[\w.+]*|not installed", "<VERSION>", text)
+    return text
+
+
+def _unpacked(found: re.Match[str]) -> str:
+    content = zlib.decompress(base64.b64decode(found[0]))
+    return f"<zlib {len(content)} bytes {hashlib.sha256(content).hexdigest()}>"
+
+
+# ----------------------------------------------------------------------------------------------- storing
+
+
+def stored(line: Line, said: Said) -> dict[str, str | int | bool]:
+    """What is kept of it: texts that are short, of others the digest."""
+    found: dict[str, str | int | bool] = {"exit": said.exit}
+    if said.plans:
+        found["plan"] = said.plans if len(said.plans) < SHORT else digest(said.plans)
+    found |= {"out": digest(said.out), "err": digest(said.err)}
+    return found | ({"may change": True} if line.may_change else {})
+
+
+def digest(text: str) -> str:
+    return text if len(text) < SHORT else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def golden_file(backend: str) -> Path:
+    return HERE / f"lines.{backend}.json"
+
+
+def python_version() -> str:
+    """argparse says things in words that differ between Pythons."""
+    return "{}.{}".format(*sys.version_info)
+
+
+def write(wanted: dict[str, dict[str, dict]]) -> None:
+    for backend, found in wanted.items():
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(what, ensure_ascii=False)}" for name, what in found.items())
+        golden_file(backend).write_text(f'{{"python": "{python_version()}", "lines": {{\n{rows}\n}}}}\n')
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.golden.lines", description="orch's command lines")
+    parser.add_argument("--write", action="store_true", help="take what they give now as golden")
+    parser.add_argument("--texts", metavar="DIR", type=Path, help="write the full text of every line there")
+    parser.add_argument("--only", metavar="TEXT", default="", help="lines that hold this text")
+    args = parser.parse_args(argv)
+    if not (args.write or args.texts) or (args.write and args.only):
+        parser.error("--write, or --texts DIR [--only TEXT]")
+    wanted: dict[str, dict[str, dict]] = {}
+    for line in lines():
+        if args.only not in line.name:
+            continue
+        said = run(line)
+        wanted.setdefault(line.backend, {})[line.name] = stored(line, said)
+        if args.texts:
+            slug = re.sub(r"[^A-Za-z0-9.=-]+", "_", line.text)[:110].strip("_")
+            short = hashlib.sha256(line.name.encode()).hexdigest()[:6]
+            path = args.texts / line.backend / f"{slug}.{short}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            parts = (f"$ {line.name}", f"exit {said.exit}", "--- stdout", said.out, "--- stderr", said.err)
+            path.write_text("\n".join(parts))
+    if args.write:
+        write(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Run folders of e2cf075: every reading verb still reads them, with no scheduler in reach, and the real one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from .lines import orch
+from .record import environment, restore, write_text
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """With the three runs, as their user's only environment."""
+    for name in set(os.environ) - {"PYTHONPATH"}:
+        monkeypatch.delenv(name)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    mask = os.umask(0o022)
+    write_text(tmp_path)
+    for name in ("local", "slurm", "kubernetes"):
+        restore(name, tmp_path)
+    yield tmp_path
+    os.umask(mask)
+
+
+def read(*words: str) -> dict | list:
+    said = orch([*words, "--json"])
+    assert (said.exit, said.err) == (0, "")
+    return json.loads(said.out)
+
+
+def test_all_are_listed(home):
+    found = {row["state"]["run_id"]: row["state"]["state"] for row in read("list")}
+    assert found == {"local": "cancelled", "slurm": "running", "kubernetes": "running"}
+    said = orch(["list"])
+    assert said.exit == 0 and "without a readable state" not in said.out
+    assert all(name in said.out for name in found)
+
+
+@pytest.mark.parametrize(("name", "why"), [("slurm", "PATH"), ("kubernetes", "KUBECONFIG")])
+def test_a_run_whose_scheduler_is_away_has_the_state_of_its_folder(home, name, why):
+    found = read("status", name)
+    assert (found["state"]["state"], found["state"]["epoch"]) == ("running", 0)
+    assert why in found["state"]["reason"]
+    assert found["live"]["step"] > 0
+    said = orch(["status", name])
+    assert said.exit == 0 and f"{name}://{name}" in said.out
+    assert read("report", name)["plan_hash"] == found["state"]["plan_hash"]
+
+
+def test_the_ended_run_is_read(home):
+    found, report = read("status", "local"), read("report", "local")
+    assert (found["state"]["exit_code"], found["state"]["reason"]) == (75, "cancelled by the user")
+    assert found["live"]["step"] == report["steps"]["completed"] == saved_step(home)
+    assert report["plan_hash"] == found["state"]["plan_hash"]
+    assert report["memory"]["params"]["measured"] > 0
+    for words in (["status", "local"], ["report", "local"], ["logs", "local"]):
+        said = orch(words)
+        assert (said.exit, said.err) == (0, "") and said.out
+
+
+@pytest.mark.process
+def test_the_ended_run_goes_on_from_its_checkpoint(home):
+    saved, total = saved_step(home), 300
+    assert 10 <= saved < total
+    said = orch(["resume", "local"])
+    assert (said.exit, said.out.strip()) == (0, "local://local"), said.err
+    end = time.monotonic() + 240
+    while (state := read("status", "local")["state"])["exit_code"] is None and time.monotonic() < end:
+        time.sleep(0.3)
+    if state["exit_code"] is None:
+        orch(["cancel", "--force", "local"])
+    folder = home / "orch" / "runs" / "local"
+    logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("logs/*")))
+    assert (state["state"], state["epoch"], state["exit_code"]) == ("done", 1, 0), logs
+    for node in ("node-0", "node-1"):
+        told = [json.loads(line) for line in (folder / "metrics" / f"{node}.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in told if row["epoch"] == 1] == list(range(saved + 1, total + 1))
+    assert read("report", "local")["steps"]["completed"] == total
+
+
+def saved_step(home) -> int:
+    (one,) = (home / "orch" / "runs" / "local" / "checkpoints").glob("step-*/manifest.json")
+    return json.loads(one.read_text())["step"]
