@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from msgspec import structs
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.cluster import NVLINK, SELF, check_cluster
 from orchestrator.plan.document import Cluster, SwitchLevel
 from orchestrator.plan.exits import Exit
 
-from .build import NVLINK, SELF, check_cluster
 from .model import Tier, Topology
 
 FABRIC = "fabric"  # the level on which nodes meet that nobody puts under a common switch

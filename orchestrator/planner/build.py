@@ -1,13 +1,13 @@
-"""Config -> sealed Plan: the one function that the rest of orch calls."""
+"""Config and resolved cluster -> sealed Plan. Pure: the one function that the rest of orch calls."""
 
 from __future__ import annotations
 
 from msgspec import structs
 
-from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, seal
+from orchestrator.plan.document import Cluster
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 
@@ -23,13 +23,13 @@ from .placement.rank_assignment import seat_ranks
 from .search.auto import settle
 
 
-def build_plan(config: Config) -> Plan:
+def build_plan(config: Config, cluster: Cluster) -> Plan:
     """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its hash.
 
+    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`).
     Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
-    config, searched = settle(config)
-    cluster = searched.cluster if searched else build_cluster(config.cluster)
+    config, searched = settle(config, cluster)
     model = resolve(config.model)
     job = make_job(config)
     case = make_case(config, wanted(config, cluster), model)

@@ -48,13 +48,13 @@ class Explanation(NamedTuple):
     warnings: list[str]
 
 
-def explain(config: Config, plan: Plan, most: int = 3) -> Explanation:
-    """`config` is that of `plan`, with nothing left open."""
+def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> Explanation:
+    """`config` and `cluster` are those that `plan` was made of, with nothing left open."""
     memory = plan.memory
     over = max(0, memory.total - memory.capacity)
     found, tried = [], 0
     if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE:
-        search = Search(_opened(config))
+        search = Search(_opened(config), cluster)
         for told, choice in neighbours(plan):
             tried += 1
             other = search.cost(choice)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -13,7 +10,6 @@ from orchestrator.plan import document as doc
 
 def make_job(config: Config) -> doc.Job:
     data, checkpoint = config.data, config.checkpoint
-    home = Path(os.environ.get("ORCH_HOME") or Path.home() / ".orch")
     return doc.Job(
         train=make_train(config),
         optim=doc.Optim(**{name: getattr(config.optim, name) for name in doc.Optim.__struct_fields__}),
@@ -23,7 +19,7 @@ def make_job(config: Config) -> doc.Job:
             extensions=list(data.extensions),
             tokenizer=data.tokenizer,
             seed=config.train.seed if data.seed is None else data.seed,
-            cache_dir=data.cache_dir or str(home / "data"),
+            cache_dir=data.cache_dir or "",
             demo=data.demo,
             isolate_documents=data.isolate_documents,
         ),

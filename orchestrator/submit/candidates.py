@@ -10,7 +10,7 @@ from orchestrator.backends.base import After, Backend, Queueing
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan
-from orchestrator.planner.elastic.sizes import plan_sizes
+from orchestrator.planner.elastic.sizes import Resolve, plan_sizes
 from orchestrator.run.registry import find_run
 from orchestrator.run.request import SubmissionBundle
 
@@ -35,10 +35,13 @@ def parse_after(words: Sequence[str], home: Path) -> list[After]:
 
 
 def make_offers(
-    config: Config, any_memory: bool, make_bundle: Callable[[Config, Plan, Mapping[int, Plan]], SubmissionBundle]
+    config: Config,
+    resolve: Resolve,
+    any_memory: bool,
+    make_bundle: Callable[[Config, Plan, Mapping[int, Plan]], SubmissionBundle],
 ) -> list[Offer]:
     """One offer, or one for each legal size, largest first; all of them carry the plans of all sizes."""
-    found = plan_sizes(config, any_memory).legal
+    found = plan_sizes(config, resolve, any_memory).legal
     plans = {size.nodes: size.plan for size in found} if config.nodes else {}
     return [Offer(size.config, size.plan, make_bundle(size.config, size.plan, plans)) for size in found]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import ClusterSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -60,7 +61,7 @@ def make(name: str, config: Config, packed: bool = False) -> Cell | Verdict:
     from orchestrator.planner.build import build_plan
 
     try:
-        plan = build_plan(config)
+        plan = build_plan(config, build_cluster(config.cluster))
     except OrchError as error:
         return Verdict(name=name, refused=error.message)
     if plan.model.parameters > MOST_PARAMETERS:
@@ -94,7 +95,7 @@ def _with_budget(config: Config) -> Config:
     from orchestrator.planner.build import build_plan
 
     free = structs.replace(config, train=structs.replace(config.train, recompute="none"))
-    budget = BUDGET_SHARE * build_plan(free).memory.activations / GIB
+    budget = BUDGET_SHARE * build_plan(free, build_cluster(free.cluster)).memory.activations / GIB
     return structs.replace(config, train=structs.replace(config.train, recompute_budget_gib=budget))
 
 

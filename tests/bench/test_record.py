@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 
 import msgspec
@@ -12,18 +13,25 @@ from hypothesis import strategies as st
 
 from orchestrator.bench import run as bench
 from orchestrator.bench.fit import Row, fit, predicted
-from orchestrator.cluster.build import level_between
 from orchestrator.cluster.measured import key_of, path_of
 from orchestrator.config.compose import load
+from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.observe.pages.plan_page import render
-from orchestrator.plan import Exit, from_json, to_json
-from orchestrator.planner.build import build_plan
+from orchestrator.plan import Exit, Plan, from_json, to_json
+from orchestrator.plan.cluster import level_between
+from orchestrator.planner import build
 from orchestrator.planner.cost.profile import profile_of
+from orchestrator.run.folder import home_folder
+from orchestrator.submit.cluster import ClusterResolver
 from trainer.bench.cases import OPERATIONS, SIZES, cases
 
 LATENCY, RATE = 2e-4, 4e5
 WORDS = ["cluster=local_shaped", "cluster.gpus_per_node=2", "parallel=tp2_dp2"]
+
+
+def plan_of(config: Config) -> Plan:
+    return build.build_plan(config, ClusterResolver(home_folder(os.environ))(config.cluster))
 
 
 def rows(level: str, latency: float, rate: float, stretch: dict[str, float] | None = None, ranks: int = 2) -> list[Row]:
@@ -66,7 +74,7 @@ def test_noise_never_gives_a_negative_latency_or_cost():
 
 def test_cases_meet_on_the_tier_that_they_measure():
     words = ["cluster=h100x64", "model=tiny", "parallel=default", "train.global_batch_samples=64"]
-    plan = build_plan(load([*words, "train.global_batch_tokens=null"]))
+    plan = plan_of(load([*words, "train.global_batch_tokens=null"]))
     found = cases(plan)
     tiers = ["nvlink", *(level.name for level in plan.cluster.levels)]
     assert {case.level for case in found} == set(tiers) and [c for c in found if c.level == "nvlink"][-1].ranks == 8
@@ -98,9 +106,9 @@ def keep(words: list[str], home, stretch: dict[str, float] | None = None, **link
 
 
 def test_plans_use_what_was_measured_and_say_so(home):
-    described = build_plan(load(WORDS))
+    described = plan_of(load(WORDS))
     keep(WORDS, home, nvlink=(1e-3, 5e8), switch=(LATENCY, RATE))
-    plan = build_plan(load(WORDS))
+    plan = plan_of(load(WORDS))
     (switch,) = plan.cluster.levels
     assert switch.bytes_per_s == pytest.approx(RATE) and switch.latency_s == pytest.approx(LATENCY)
     assert "local://bench-test" in switch.source and "local://bench-test" in plan.cluster.measured.source
@@ -110,21 +118,21 @@ def test_plans_use_what_was_measured_and_say_so(home):
     assert profile.gemm["fp32"] * plan.cluster.gpu.peak_flops["fp32"] == pytest.approx(8e9)
     assert "measured by orch bench" in render(plan) and "measured by" not in render(described)
     assert from_json(to_json(plan)) == plan
-    assert build_plan(load([*WORDS, "cluster.measured=false"])).time == described.time
+    assert plan_of(load([*WORDS, "cluster.measured=false"])).time == described.time
 
 
 def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):
     keep(WORDS, home, switch=(1e-6, RATE))
-    even = build_plan(load(WORDS)).time.exposed_comm_s["dp"]
+    even = plan_of(load(WORDS)).time.exposed_comm_s["dp"]
     keep(WORDS, home, stretch={"all_reduce": 1.5}, switch=(1e-6, RATE))
-    assert build_plan(load(WORDS)).time.exposed_comm_s["dp"] == pytest.approx(1.5 * even, rel=0.01)
+    assert plan_of(load(WORDS)).time.exposed_comm_s["dp"] == pytest.approx(1.5 * even, rel=0.01)
 
 
 def test_another_cluster_is_not_planned_with_it(home):
     keep(WORDS, home, switch=(LATENCY, RATE))
     other = [*WORDS, "cluster.nic.gbit_per_s=0.3"]
     assert key_of(load(WORDS).cluster) != key_of(load(other).cluster)
-    assert build_plan(load(other)).cluster.measured is None
+    assert plan_of(load(other)).cluster.measured is None
     assert key_of(load([*WORDS, "cluster.measured=false"]).cluster) == key_of(load(WORDS).cluster)
 
 
@@ -133,6 +141,6 @@ def test_a_damaged_file_is_named_with_the_ways_out(home):
     path.parent.mkdir()
     path.write_text(json.dumps({"schema": "orch.bench/1"}))
     with pytest.raises(OrchError, match=r"cluster\.measured=false") as refused:
-        build_plan(load(WORDS))
+        plan_of(load(WORDS))
     assert refused.value.exit == Exit.CONFIG and str(path) in refused.value.message
-    build_plan(load([*WORDS, "cluster.measured=false"]))
+    plan_of(load([*WORDS, "cluster.measured=false"]))

@@ -11,7 +11,7 @@ import pytest
 import orchestrator.plan
 from orchestrator.config.compose import load
 from orchestrator.plan import json_schema, to_json
-from orchestrator.planner.build import build_plan
+from tests.planner.configs import build_plan
 
 SCHEMA_FILE = Path(orchestrator.plan.__file__).with_name("plan.schema.json")
 TOP_LEVEL = {

@@ -8,8 +8,8 @@ import yaml
 from orchestrator.config import grammar
 from orchestrator.config.compose import load
 from orchestrator.config.groups import GROUPS, Library, shipped
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.model.layers import parameter_count
+from tests.planner.configs import build_plan
 
 LIBRARY = Library([shipped()])
 CLUSTERS = LIBRARY.files("cluster")

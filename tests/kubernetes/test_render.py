@@ -19,9 +19,9 @@ from orchestrator.backends.kubernetes.options import KubernetesOptions, read_opt
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError
-from orchestrator.planner.build import build_plan
 from orchestrator.run.request import Code, Site, make_request
 from tests.beds.plans import make_plan
+from tests.planner.configs import build_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = {"image": "registry.example/orch@sha256:" + "0" * 64}

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from orchestrator.observe.pages.plan_page import render
-from orchestrator.planner.build import build_plan
 from orchestrator.style import Style, percent, seconds, si, three
 from tests.beds.plans import make_plan
 from tests.planner import configs, shapes
+from tests.planner.configs import build_plan
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.planner.build import build_plan
 from tests.planner import configs, shapes
+from tests.planner.configs import build_plan
 
 pytest.importorskip("matplotlib")
 

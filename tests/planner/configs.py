@@ -7,8 +7,12 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from orchestrator.cluster.resolve import resolve
 from orchestrator.config.schema import ClusterSpec, Config, LevelSpec, ModelSpec
+from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
+from orchestrator.planner import build
+from orchestrator.planner.search.search import Search
 
 SOURCE = "test"
 H100 = {
@@ -90,3 +94,12 @@ def config(cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | N
 
 def level(spec: ClusterSpec, name: str) -> LevelSpec:
     return next(level for level in spec.levels if level.name == name)
+
+
+def build_plan(config: Config) -> Plan:
+    """On the cluster as its entry or file describes it, without measured figures."""
+    return build.build_plan(config, resolve(config.cluster))
+
+
+def search(config: Config) -> Search:
+    return Search(config, resolve(config.cluster))

@@ -6,9 +6,9 @@ import pytest
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, from_json, to_json
-from orchestrator.planner.build import build_plan
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 @pytest.fixture(scope="module")

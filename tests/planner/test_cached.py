@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from orchestrator.config.compose import load
+from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
+from orchestrator.plan import Plan
 from orchestrator.planner import build
 from orchestrator.planner.cached import plan_of
+from orchestrator.run.folder import home_folder
+from orchestrator.submit.cluster import ClusterResolver, at_home
+
+
+def cached(config: Config) -> Plan:
+    home = home_folder(os.environ)
+    return plan_of(at_home(config, home), ClusterResolver(home)(config.cluster))
+
 
 WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "model=llama3_70b"]
 
@@ -27,9 +38,9 @@ def planned(monkeypatch):
     """Counts what the planner is asked for."""
     asked, real = [], build.build_plan
 
-    def build_plan(config):
+    def build_plan(config, cluster):
         asked.append(config)
-        return real(config)
+        return real(config, cluster)
 
     monkeypatch.setattr(build, "build_plan", build_plan)
     return asked
@@ -37,23 +48,23 @@ def planned(monkeypatch):
 
 def test_the_same_job_is_planned_once(home, planned, monkeypatch):
     config = load(WORDS)
-    assert plan_of(config) == plan_of(config) == build.build_plan(config)
-    assert list(plan_of(config).placement) == list(build.build_plan(config).placement)  # pages follow its order
-    assert len(planned) == 3
-    plan_of(load([*WORDS, "train.seq_len=4096"]))
+    fresh = cached(config)
+    assert cached(config) == fresh and len(planned) == 1
+    assert list(cached(config).placement) == list(fresh.placement)  # pages follow its order
+    cached(load([*WORDS, "train.seq_len=4096"]))
     monkeypatch.setenv("ORCH_HOME", str(home / "other"))
-    assert plan_of(config).job.data.cache_dir.startswith(str(home / "other"))
-    assert len(planned) == 5
+    assert cached(config).job.data.cache_dir.startswith(str(home / "other"))
+    assert len(planned) == 3
 
 
 def test_a_damaged_file_is_planned_again(home, planned, tmp_path):
     config = load(WORDS)
-    first = plan_of(config)
+    first = cached(config)
     (path,) = (tmp_path / "cache" / "orch" / "plan").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     for content in (b"", b"{}", path.read_bytes().replace(b'"gpu":3', b'"gpu":2', 1)):
         path.write_bytes(content)
-        assert plan_of(config) == first
+        assert cached(config) == first
     assert len(planned) == 4
 
 
@@ -64,25 +75,25 @@ def test_files_that_a_plan_was_made_of_are_looked_at(home, planned, tmp_path):
     found = []
     for text in ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1") * 2:
         table.write_text(text)
-        found.append(plan_of(config).parallel.schedule_rows)
+        found.append(cached(config).parallel.schedule_rows)
     assert found[:2] == found[2:] and found[0] != found[1] and len(planned) == 2
 
 
 def test_measured_figures_count(home, planned):
     config = load(WORDS)
-    plan_of(config)
+    cached(config)
     record = home / "bench"
     record.mkdir(parents=True)
     from orchestrator.cluster.measured import path_of
 
     path_of(config.cluster, home).write_text("{")
     with pytest.raises(OrchError, match="measure again"):
-        plan_of(config)
+        cached(config)
     with pytest.raises(OrchError, match="measure again"):  # nor is a refusal remembered
-        plan_of(config)
+        cached(config)
     path_of(config.cluster, home).unlink()
-    plan_of(config)
-    assert len(planned) == 4
+    cached(config)
+    assert len(planned) == 1
 
 
 @pytest.mark.process

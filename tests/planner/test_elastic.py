@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cluster.build import check_cluster
+from orchestrator.cluster.resolve import resolve
 from orchestrator.config.compose import load
 from orchestrator.plan.batch import taken
+from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.codec import plan_hash
 from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays, within
 from orchestrator.planner.elastic.sizes import plan_sizes
@@ -21,7 +22,7 @@ from orchestrator.planner.placement.rank_assignment import used_nodes
 def sizes(word: str = "tp8"):
     """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not divide."""
     words = ["+cluster=h100x64", "model=llama3_8b", f"parallel={word}", "nodes=1..8", "train.global_batch_samples=48"]
-    return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True)).legal}
+    return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True), resolve).legal}
 
 
 @lru_cache

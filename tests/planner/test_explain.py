@@ -8,17 +8,18 @@ import pytest
 from msgspec import structs
 
 from orchestrator.cli.main import main
+from orchestrator.cluster.resolve import resolve
 from orchestrator.observe.pages.plan_page import explanation as render
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.explain import CATEGORIES, explain, neighbours
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 def explained(parallel, nodes=2, **train):
     config = configs.config(configs.cluster(nodes, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, **train)
     plan = build_plan(config)
-    return config, plan, explain(config, plan)
+    return config, plan, explain(config, resolve(config.cluster), plan)
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 4, "zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {"pp": 4, "zero": 1}])

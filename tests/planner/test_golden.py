@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.plan import Plan, load_plan, to_json
-from orchestrator.planner.build import build_plan
 
 from . import configs, shapes
+from .configs import build_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_h100x64_tp8_pp4_zero1.json"
 

@@ -12,10 +12,10 @@ from msgspec import structs
 from orchestrator.cluster.build import build_cluster
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.legality import RULES, Case, broken, check, nearest_legal
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 def case(model=None, cluster=None, **degrees) -> Case:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cluster.build import build_cluster, check_cluster
+from orchestrator.cluster.build import build_cluster
+from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.cost import step_time
 from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
@@ -23,6 +23,7 @@ from orchestrator.planner.placement.node_placement import reorder, seat
 from tests.reference.node_placement_twin import best_step
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 def ragged(leaves: list[int], pods: list[int], gpus: int = 4, over: tuple[float, float] = (1.0, 1.0), domain: int = 1):
@@ -223,19 +224,3 @@ def test_a_plan_on_imported_nodes(tmp_path):
     assert plan.certificate.bound_s <= plan.time.step_s and plan.certificate.gap < 0.01
     every = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=15))
     assert every.parallel.dp == 15
-
-
-def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
-    from orchestrator.errors import OrchError
-
-    file = tmp_path / "nodes"
-    lines = [f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(["h100", "a100", "h100"])]
-    file.write_text("\n".join([*lines, "NodeName=n9 State=IDLE+DRAIN Gres=gpu:h100:8 CPUTot=1 Reason=ECC"]))
-    spec = configs.cluster(8, 8, topology_file=str(file))
-    cluster = build_cluster(spec)
-    assert cluster.node_names == ["n0", "n2"] and cluster.left_out == {"out of service": 1, "with 8 a100": 1}
-    plan = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=8))
-    assert "a job runs on nodes of one kind, here 2 with 8 H100-SXM5-80GB; left out: 1 with 8 a100" in plan.warnings
-    file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
-    with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
-        build_cluster(spec)

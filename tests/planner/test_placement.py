@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.plan.ranks import AXES, all_groups, as_dict
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.cost import step_time
 from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
@@ -18,6 +17,7 @@ from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import TIE, Roads, candidates, choose
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 def every_order(plan):

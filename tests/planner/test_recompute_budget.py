@@ -8,13 +8,14 @@ import pytest
 from msgspec import structs
 
 from orchestrator.plan.document import Measured
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.cost.compute import layer_seconds, rates
 from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.memory.activations import activations
 from orchestrator.planner.memory.recompute import MODES, resolve_recompute
 from orchestrator.planner.model.stages import rank_stages, stage_range
 from tests.planner import configs, shapes
+
+from .configs import build_plan
 
 GIB = 1 << 30
 

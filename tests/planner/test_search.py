@@ -16,15 +16,14 @@ from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.cost.pipeline import held_at_once
 from orchestrator.planner.degrees import make_parallel
-from orchestrator.planner.search.search import Search
 from orchestrator.planner.search.space import Choice
 from tests.reference.every_layout import every_layout, front
 from trainer.parallel import legal
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 def small_model(moe: bool, layers: int = 4):
@@ -58,7 +57,7 @@ def cases(draw):
 @given(cases())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equals_costing_every_layout(config):
-    everything, answer = every_layout(config), Search(config).run()
+    everything, answer = every_layout(config), configs.search(config).run()
     assert [one.choice for one in answer.front] == [one.choice for one in front(everything)] if everything else True
     assert bool(everything) == bool(answer.front)
 
@@ -66,7 +65,7 @@ def test_equals_costing_every_layout(config):
 @given(cases())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
-    search = Search(config)
+    search = configs.search(config)
     single = [(family, [[one]]) for family, forms in search.families() for form in forms for one in form]
     for family, base in ((family, search.base(family.spot, forms)) for family, forms in single):
         assert family.least_seconds() <= base.least_seconds() * (1 + 1e-9)
@@ -87,7 +86,7 @@ def test_no_layout_costs_less_than_its_bounds(config):
 
 def test_the_same_on_every_run_and_the_same_as_the_plan():
     config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), {"auto": True}, global_batch_samples=32)
-    first, second = Search(config).run(), Search(config).run()
+    first, second = configs.search(config).run(), configs.search(config).run()
     assert [(one.choice, one.step_s, one.memory) for one in first.front] == [
         (one.choice, one.step_s, one.memory) for one in second.front
     ]
@@ -101,7 +100,7 @@ def test_what_is_given_is_kept():
     config = configs.config(
         configs.cluster(2, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, recompute="full"
     )
-    for found in Search(config).run().front:
+    for found in configs.search(config).run().front:
         spot = found.choice.spot
         assert (spot.tp, found.choice.zero, found.choice.schedule, found.choice.recompute) == (2, 1, "1f1b", "full")
 
@@ -110,7 +109,7 @@ def test_what_is_given_is_kept():
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_trainer_takes_what_is_chosen(config):
     """All that may be chosen, by the trainer's own rules (mixtures of experts it does not run at all)."""
-    search = Search(config)
+    search = configs.search(config)
     if search.ground.model.moe is not None:
         return
     for spot in search.space.spots():
@@ -126,13 +125,13 @@ def test_the_trainer_takes_what_is_chosen(config):
 
 def test_nothing_fits_is_an_empty_front():
     config = configs.config(configs.cluster(1, 2), shapes.llama3_70b(), {"auto": True}, global_batch_samples=2)
-    assert Search(config).run().front == []
+    assert configs.search(config).run().front == []
 
 
 def test_a_table_is_not_searched():
     parallel = {"auto": True, "schedule_file": "mine.csv"}
     with pytest.raises(OrchError, match="schedule_file"):
-        Search(configs.config(configs.cluster(1, 2), shapes.llama3_8b(), parallel))
+        configs.search(configs.config(configs.cluster(1, 2), shapes.llama3_8b(), parallel))
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8), st.integers(1, 4), st.integers(1, 40))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.cluster.resolve import resolve
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -13,7 +14,7 @@ JOB = ("+cluster=h100x64", "model=llama3_8b")
 
 
 def sizes(*words: str, any_memory: bool = False):
-    return plan_sizes(load([*JOB, *words], ranges=True), any_memory)
+    return plan_sizes(load([*JOB, *words], ranges=True), resolve, any_memory)
 
 
 def test_whole_replicas_with_the_same_batch():

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.schedules import Costs, build, simulate
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.cost.pipeline import span_seconds
 from orchestrator.planner.cost.step_time import timeline
 from orchestrator.planner.model.stages import rank_stages
 from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes
+from .configs import build_plan
 
 
 def parallel(pp: int, m: int, vpp: int = 1, schedule: str = "1f1b"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from orchestrator.cluster.build import build_cluster, check_cluster, domain_gpus, level_between
+from orchestrator.cluster.build import build_cluster
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.cluster import check_cluster, domain_gpus, level_between
 
 from . import configs
 

@@ -7,19 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.cluster.resolve import resolve
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import PlanError, batch, seal
-from orchestrator.planner.build import build_plan
 from orchestrator.planner.elastic.sizes import plan_sizes
 from tests.beds.plans import make_plan
+
+from .configs import build_plan
 
 CPU = ("cluster=local", "model=tiny", "cluster.gpus_per_node=1")
 
 
 def sizes(*words: str):
-    return plan_sizes(load([*CPU, *words], ranges=True))
+    return plan_sizes(load([*CPU, *words], ranges=True), resolve)
 
 
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=7)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from orchestrator.config.schema import Config
-from orchestrator.planner.search.search import NEAR, Found, Search, preference
+from orchestrator.planner.search.search import NEAR, Found, preference
+from tests.planner import configs
 
 
 def every_layout(config: Config) -> list[Found]:
     """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
-    search = Search(config)
+    search = configs.search(config)
     found = [search.cost(choice) for spot in search.space.spots() for choice in search.space.choices(spot)]
     kept = [one for one in found if one is not None]
     return sorted(kept, key=lambda one: (one.step_s, one.memory.total, preference(one.choice)))

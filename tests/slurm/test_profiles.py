@@ -10,7 +10,7 @@ import pytest
 from orchestrator.backends.slurm.options import read_options
 from orchestrator.backends.slurm.script.render import JobScript, render
 from orchestrator.config.compose import load
-from orchestrator.planner.build import build_plan
+from tests.planner.configs import build_plan
 
 PROFILES = Path(__file__).resolve().parents[2] / "slurm"
 NAMES = sorted(path.stem for path in (PROFILES / "backend").glob("*.yaml"))

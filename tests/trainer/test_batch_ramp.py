@@ -125,7 +125,7 @@ def test_schedules_of_one_size_refuse_a_ramp():
 
 def test_a_ramp_in_tokens_on_the_command_line_is_one_in_samples_in_the_plan():
     from orchestrator.config.compose import load
-    from orchestrator.planner.build import build_plan
+    from tests.planner.configs import build_plan
 
     words = ["train.batch_ramp={start_tokens: 2048, over_tokens: 40960}", "train.seq_len=256", "parallel=tp4_dp2"]
     plan = build_plan(load([*words, "train.global_batch_samples=32", "parallel.micro_batch_size=2"]))

@@ -34,10 +34,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.planner.build import build_plan
     from orchestrator.run.folder import RunFolder, home_folder, new_run_id
+    from orchestrator.submit.cluster import ClusterResolver, at_home
 
-    config = bench.config_of(load(overrides, args.config_dir))
-    backend, home = get_backend(config.backend.name), home_folder(os.environ)
-    plan = build_plan(config)
+    home = home_folder(os.environ)
+    resolve = ClusterResolver(home)
+    config = bench.config_of(at_home(load(overrides, args.config_dir), home))
+    backend = get_backend(config.backend.name)
+    config = resolve.leave_out(config, backend)
+    plan = build_plan(config, resolve(config.cluster))
     sent = argparse.Namespace(
         command=[sys.executable, "-P", "-m", bench.PROGRAM],
         env=[],

@@ -43,13 +43,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.observe.pages.plan_page import render
     from orchestrator.planner.build import build_plan
     from orchestrator.run.folder import RunFolder, home_folder
+    from orchestrator.submit.cluster import ClusterResolver, at_home
 
     if args.steps is not None and args.steps < 2:
         raise OrchError(f"--steps {args.steps}: at least 2, to see the loss fall", Exit.USAGE)
     words = [*LINE, *([f"train.steps={args.steps}"] if args.steps else [])]
     out, look = (sys.stderr if args.json else sys.stdout), style()
-    config = load(words, None)
-    backend, plan, home = get_backend(config.backend.name), build_plan(config), home_folder(os.environ)
+    home = home_folder(os.environ)
+    config = at_home(load(words, None), home)
+    backend, plan = get_backend(config.backend.name), build_plan(config, ClusterResolver(home)(config.cluster))
     print(f"$ orch submit {' '.join(words)} --follow\n", render(plan, look), "", sep="\n", file=out)
 
     sent = argparse.Namespace(command=None, env=[], run_id=None, in_place=False)

@@ -12,6 +12,7 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
     from orchestrator.plan import Plan
+    from orchestrator.plan.document import Cluster
     from orchestrator.planner.elastic.sizes import Sizes
 
 HELP = "place a model on a cluster: layout, memory, time, what limits it"
@@ -28,15 +29,21 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.observe.plots import plan_picture as plot
 
         plot.ending(args.plot)  # before the work, not after it
+    import os
+
     from orchestrator.config.compose import load
     from orchestrator.planner.elastic.sizes import plan_sizes
+    from orchestrator.run.folder import home_folder
+    from orchestrator.submit.cluster import ClusterResolver, at_home
 
-    config = load(overrides, args.config_dir, ranges=True)
+    home = home_folder(os.environ)
+    resolve = ClusterResolver(home)
+    config = at_home(load(overrides, args.config_dir, ranges=True), home)
     if args.explain and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
 
-        config = settled(config)
-    sizes = plan_sizes(config, any_memory=True)
+        config = settled(config, resolve(config.cluster))
+    sizes = plan_sizes(config, resolve, any_memory=True)
     _, config, plan = sizes.legal[0]
     if args.out:
         from orchestrator.plan import to_json
@@ -45,7 +52,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.plot:
         plot.save(plan, args.plot)
     if args.explain and args.json:
-        print(_explained(config, plan))
+        print(_explained(config, resolve(config.cluster), plan))
         return Exit.DONE
     show(plan, args.json)
     if not args.json:
@@ -54,7 +61,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.observe.pages.plan_page import explanation
         from orchestrator.planner.explain import explain
 
-        print(f"\n{explanation(explain(config, plan), plan.time.step_s)}")
+        print(f"\n{explanation(explain(config, resolve(config.cluster), plan), plan.time.step_s)}")
     return Exit.DONE
 
 
@@ -114,12 +121,12 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
         return []
 
 
-def _explained(config: Config, plan: Plan) -> str:
+def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
     import msgspec
 
     from orchestrator.planner.explain import explain
 
-    found = explain(config, plan)
+    found = explain(config, cluster, plan)
     changes = [change._asdict() for change in found.changes]
     terms = {term.name: term.seconds for term in found.terms}
     whole = found._asdict() | {"terms": terms, "changes": changes, "categories": dict(found.categories)}

@@ -76,11 +76,13 @@ def prepare(
 
     from msgspec import structs
 
-    from orchestrator.backends.base import NodeExclusion, Prefetching, Queueing, get_backend
+    from orchestrator.backends.base import Prefetching, Queueing, get_backend
     from orchestrator.config.compose import load
     from orchestrator.run.folder import new_run_id
+    from orchestrator.submit.cluster import ClusterResolver, at_home
 
-    config = load(overrides, args.config_dir, ranges=True)
+    resolve = ClusterResolver(home)
+    config = at_home(load(overrides, args.config_dir, ranges=True), home)
     backend = get_backend(config.backend.name)
     if args.after:
         from orchestrator.submit.candidates import parse_after
@@ -90,9 +92,7 @@ def prepare(
             raise OrchError(f"--after: the backend {backend.name} has no queue in which a run could wait", Exit.USAGE)
         options = backend.after(config.backend.options, wishes)
         config = structs.replace(config, backend=structs.replace(config.backend, options=options))
-    if isinstance(backend, NodeExclusion) and (bad := _remembered(config, home)):
-        options = backend.without(config.backend.options, bad)
-        config = structs.replace(config, backend=structs.replace(config.backend, options=options))
+    config = resolve.leave_out(config, backend)
     if isinstance(backend, Prefetching) and not getattr(args, "dry_run", True):  # `orch render` sends nothing either
         backend.look_ahead(config)
     from orchestrator.submit.candidates import make_offers  # while the cluster answers
@@ -103,21 +103,8 @@ def prepare(
         run_id = args.run_id if args.run_id is not None else new_run_id(_name(config), time.time())
     args = argparse.Namespace(**{**vars(args), "run_id": run_id})
     return backend, make_offers(
-        config, bool(args.command), lambda at, plan, sizes: make_bundle(args, at, plan, backend, home, sizes)
+        config, resolve, bool(args.command), lambda at, plan, sizes: make_bundle(args, at, plan, backend, home, sizes)
     )
-
-
-def _remembered(config: Config, home: Path) -> list[str]:
-    """Nodes of the cluster that earlier runs of this user have found bad."""
-    import sys
-    import time
-
-    from orchestrator.run.bad_nodes import NodeMemory
-
-    nodes = [one.node for one in NodeMemory(home).read(time.time(), config.cluster.name)]
-    if nodes:
-        print(f"orch: without {', '.join(nodes)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
-    return nodes
 
 
 def check_memory(args: argparse.Namespace, offer: Offer) -> None:

@@ -16,17 +16,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
+
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.search.auto import search
+    from orchestrator.run.folder import home_folder
+    from orchestrator.submit.cluster import ClusterResolver
 
     if not 0 <= args.near <= 1000:
         raise OrchError(f"--near {args.near}: a share of the fastest step, 0 to 1000 percent", Exit.USAGE)
     if not any(word.lstrip("+").startswith("parallel=") for word in overrides):
         overrides = ["parallel=auto", *overrides]
     config = load(overrides, args.config_dir)
-    answer = search(config, args.near / 100)
+    answer = search(config, ClusterResolver(home_folder(os.environ))(config.cluster), args.near / 100)
     if args.json:
         import json
 

@@ -24,22 +24,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import os
     import shlex
 
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.build import build_plan
+    from orchestrator.run.folder import home_folder
+    from orchestrator.submit.cluster import ClusterResolver
 
     if args.tokens is not None and not 1 <= args.tokens <= 1e18:
         raise OrchError(f"--tokens {args.tokens:g}: from 1 to 1e18", Exit.USAGE)
-    plans = []
+    plans, resolve = [], ClusterResolver(home_folder(os.environ))
     for case in ["", *args.case]:
         try:
             words = shlex.split(case)
         except ValueError as error:
             raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
-        plans.append((case or "as given", build_plan(load([*overrides, *words], args.config_dir))))
+        config = load([*overrides, *words], args.config_dir)
+        plans.append((case or "as given", build_plan(config, resolve(config.cluster))))
     columns = [column(name, plan, args.tokens) for name, plan in plans]
     if args.json:
         import json

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from orchestrator.cluster.build import NVLINK, SELF
+from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Cluster
 
 from .profile import Profile

@@ -9,19 +9,23 @@ spares; and for fewer nodes than any of these another pipeline depth.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
 from msgspec import structs
 
-from orchestrator.cluster.build import LIVE
-from orchestrator.config.schema import Config
+from orchestrator.cluster.resolve import LIVE
+from orchestrator.config.schema import ClusterSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.batch import taken
+from orchestrator.plan.document import Cluster
 from orchestrator.planner.cached import plan_of
 
 MOST = 256  # sizes of one range that are planned
+
+Resolve = Callable[[ClusterSpec], Cluster]  # a cluster entry, with the nodes of one size -> the cluster of that size
 
 
 class Size(NamedTuple):
@@ -37,14 +41,14 @@ class Sizes(NamedTuple):
     refused: dict[int, str]  # node count -> why not, largest first
 
 
-def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
+def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False) -> Sizes:
     """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
 
     `any_memory`: sizes whose plan does not fit the memory count too. Raises OrchError (65) when no size is legal,
     telling what is wrong with the largest; (64) when the range contradicts another key.
     """
     if config.nodes is None:
-        return Sizes([Size(config.cluster.nodes, config, plan_of(config))], {})
+        return Sizes([Size(config.cluster.nodes, config, plan_of(config, resolve(config.cluster)))], {})
     first, last = node_range(config.nodes)
     if config.parallel.dp is not None:
         raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
@@ -57,18 +61,19 @@ def plan_sizes(config: Config, any_memory: bool = False) -> Sizes:
     if config.parallel.auto:  # one layout for all sizes, or a checkpoint of one would be of no use to another
         from orchestrator.planner.search.auto import settled
 
-        config = _with_layout(config, settled(_at(config, last)))
+        largest = _at(config, last)
+        config = _with_layout(config, settled(largest, resolve(largest.cluster)))
     found: dict[int, Size] = {}
     refused: dict[int, str] = {}
     for nodes in range(first, last + 1):
         try:
-            found[nodes] = _replicas(config, nodes, any_memory, found[max(found)] if found else None)
+            found[nodes] = _replicas(config, resolve, nodes, any_memory, found[max(found)] if found else None)
         except OrchError as error:
             refused[nodes] = error.message
     if not found:
         raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
     for nodes in range(first, min(found)):
-        if (other := _other_pipeline(config, nodes, any_memory)) is not None:
+        if (other := _other_pipeline(config, resolve, nodes, any_memory)) is not None:
             found[nodes] = other
             del refused[nodes]
     return Sizes([found[nodes] for nodes in sorted(found, reverse=True)], dict(sorted(refused.items(), reverse=True)))
@@ -106,15 +111,15 @@ def _with_layout(config: Config, found: Config) -> Config:
     return structs.replace(config, parallel=parallel, train=found.train)
 
 
-def _replicas(config: Config, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
+def _replicas(config: Config, resolve: Resolve, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
     """Equal replicas; else unequal ones, if they are faster than the next smaller size. Raises OrchError."""
     from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
 
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
-        return _size(config, nodes, any_memory)
-    size = _size(structs.replace(config, parallel=structs.replace(par, uneven=True)), nodes, any_memory)
+        return _size(config, resolve, nodes, any_memory)
+    size = _size(structs.replace(config, parallel=structs.replace(par, uneven=True)), resolve, nodes, any_memory)
     if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
         counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
         text = f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes} nodes"
@@ -122,7 +127,7 @@ def _replicas(config: Config, nodes: int, any_memory: bool, smaller: Size | None
     return size
 
 
-def _other_pipeline(config: Config, nodes: int, any_memory: bool) -> Size | None:
+def _other_pipeline(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Size | None:
     """The fastest size with another number of pipeline stages: what is left where no whole replica of the job's own
     fits. Its schedule stays where it is legal; a split of layers that the user gave was for the job's own stages."""
     par, found = config.parallel, []
@@ -133,14 +138,14 @@ def _other_pipeline(config: Config, nodes: int, any_memory: bool) -> Size | None
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
             other = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
             try:
-                found.append(_replicas(structs.replace(config, parallel=other), nodes, any_memory, None))
+                found.append(_replicas(structs.replace(config, parallel=other), resolve, nodes, any_memory, None))
             except OrchError:
                 continue
             break
     return min(found, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
 
 
-def _size(config: Config, nodes: int, any_memory: bool) -> Size:
+def _size(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Size:
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
     if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
         text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
@@ -149,7 +154,7 @@ def _size(config: Config, nodes: int, any_memory: bool) -> Size:
     if gpus % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
     at = _at(config, nodes)
-    plan = plan_of(at)
+    plan = plan_of(at, resolve(at.cluster))
     if _over(plan) and not (any_memory or config.run.allow_oom):
         need, have = plan.memory.total / 2**30, plan.memory.capacity / 2**30
         raise OrchError(f"rank {plan.memory.worst_rank} needs {need:.1f} GiB of {have:.1f} GiB", Exit.CONFIG)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from orchestrator.cluster.build import NVLINK, SELF
+from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Model, Parallel, Time, Train
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.document import Cluster
 from orchestrator.planner.placement.axis_order import Ground
 
 from .search import NEAR, Answer, Search
@@ -12,22 +13,22 @@ from .search import NEAR, Answer, Search
 GIB = 1 << 30
 
 
-def search(config: Config, near: float = NEAR) -> Answer:
+def search(config: Config, cluster: Cluster, near: float = NEAR) -> Answer:
     """The fastest layout that fits, and smaller ones that are slower by up to `near`. OrchError (65): nothing fits."""
-    return _run(Search(config), near)
+    return _run(Search(config, cluster), near)
 
 
-def settle(config: Config) -> tuple[Config, Ground | None]:
+def settle(config: Config, cluster: Cluster) -> tuple[Config, Ground | None]:
     """A configuration with nothing left open; and where the search was, if there was one: it knows the roads there."""
     if not config.parallel.auto:
         return config, None
-    seeker = Search(config)
+    seeker = Search(config, cluster)
     return _run(seeker, near=0.0).front[0].config, seeker.ground
 
 
-def settled(config: Config) -> Config:
+def settled(config: Config, cluster: Cluster) -> Config:
     """A configuration with nothing left open."""
-    return settle(config)[0]
+    return settle(config, cluster)[0]
 
 
 def _run(seeker: Search, near: float) -> Answer:

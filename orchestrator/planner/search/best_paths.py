@@ -7,7 +7,7 @@ most and with what latency follows from that number, tier by tier.
 
 from __future__ import annotations
 
-from orchestrator.cluster.build import NVLINK
+from orchestrator.plan.cluster import NVLINK
 from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
@@ -77,9 +76,8 @@ def preference(choice: Choice) -> tuple:
 
 
 class Search:
-    def __init__(self, config: Config):
-        cluster, model = build_cluster(config.cluster), resolve(config.model)
-        self.ground = Ground(cluster, model, make_train(config))
+    def __init__(self, config: Config, cluster: doc.Cluster):
+        self.ground = Ground(cluster, resolve(config.model), make_train(config))
         self.space = Space(config, self.ground)
         self.best = BestPaths(self.ground.roads.fabric, confined=not config.parallel.allow_tp_across_nvlink)
         self.capacity = cluster.gpu.memory_bytes

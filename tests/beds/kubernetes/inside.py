@@ -18,9 +18,9 @@ from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.sending import hand_over, is_sent, send
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
-from orchestrator.planner.build import build_plan
 from orchestrator.run.request import Code, Site, make_request
 from tests.kubernetes.test_render import CASES, IMAGE
+from tests.planner.configs import build_plan
 
 SMALL_KINDS = ("Secret", "ConfigMap", "Service")
 

@@ -1,0 +1,99 @@
+"""Cluster entry -> the cluster that a plan is placed on. All that has to be asked for comes from `Sources`.
+
+The caller says where measured records and running clusters are read, so nothing here knows a backend or a home folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, structs
+
+from orchestrator.config.schema import ClusterSpec
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.document import Cluster
+
+from .build import build_cluster
+
+if TYPE_CHECKING:
+    from .measured import Record
+    from .model import Machine, Topology
+
+LIVE = ("slurm:", "kubernetes:")  # prefixes of `topology_file` that name the running cluster instead of a file
+
+
+class Sources(Struct, frozen=True):
+    """What `resolve` may ask. With the defaults: no measured figures, no running cluster, no bad nodes."""
+
+    measured: Callable[[ClusterSpec], Record | None] = lambda spec: None
+    live: Callable[[str, str], Topology] | None = None  # (backend, partition or label profile) -> its nodes as they are
+    bad_nodes: Callable[[str], Collection[str]] = lambda cluster: ()  # cluster name -> nodes that live ones leave out
+
+
+def resolve(spec: ClusterSpec, sources: Sources = Sources()) -> Cluster:  # noqa: B008
+    """The cluster with the nodes of the topology that the entry names, and with measured figures, where there are any.
+
+    Raises OrchError: 65 for an entry or file that contradicts itself, 76 when too few nodes are free.
+    """
+    cluster = build_cluster(spec)
+    if spec.topology_file is not None:
+        cluster = _with_topology(spec, cluster, sources)
+    record = sources.measured(spec) if spec.measured else None
+    if record is None:
+        return cluster
+    from .measured import with_measured
+
+    return with_measured(cluster, record)
+
+
+def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluster:
+    """The free nodes of `topology_file` that have what a node of `base` has, with the figures of `base`.
+
+    `slurm:[partition]` and `kubernetes:[label profile]` ask the running cluster, and take the `nodes` idle ones that
+    lie closest together, without those that earlier runs have found bad.
+    """
+    from .fit import choose_nodes, fit
+
+    file = str(spec.topology_file)
+    live = file.startswith(LIVE)
+    bad: Collection[str] = ()
+    if not live:
+        from .read import read
+
+        topology = read(Path(file), name=spec.topology_name)
+    else:
+        assert sources.live is not None
+        backend, _, which = file.partition(":")
+        topology, bad = sources.live(backend, which), sources.bad_nodes(spec.name)
+    nodes = topology.nodes
+    why = {node: reason for node in nodes if (reason := _unfit(spec, topology.machines.get(node), node in bad))}
+    fitting, left_out = [node for node in nodes if node not in why], dict(sorted(Counter(why.values()).items()))
+    if not fitting:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+        raise OrchError(
+            f"{file}: of {len(nodes)} nodes none is free with {spec.gpus_per_node} {spec.gpu.name}; there"
+            f" are: {kinds}. Another entry of cluster= may describe them",
+            Exit.CAPACITY,
+        )
+    if live:
+        fitting = choose_nodes(fitting, topology, spec.nodes)
+    return structs.replace(fit(base, fitting, topology, name=spec.name), left_out=left_out)
+
+
+def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
+    """Why a node cannot stand for one of the entry's, or None. Ranks are the same everywhere, so a job runs on nodes of
+    one kind. What is not known of a node is taken to fit; of more GPUs than the entry has, the first ones are used.
+    """
+    if bad:
+        return "found bad by earlier runs"
+    if machine is None:
+        return None
+    if not machine.free:
+        return "out of service"
+    fewer = machine.gpus and machine.gpus < spec.gpus_per_node
+    other = machine.gpu and spec.gpu.name.split("-")[0].lower() not in machine.gpu.lower()
+    return f"with {machine.gpus or 'some'} {machine.gpu or 'GPUs'}" if fewer or other else None

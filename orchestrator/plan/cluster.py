@@ -1,0 +1,61 @@
+"""What every reader of a plan's cluster shares: names of its tiers, whether it is consistent, where two nodes meet."""
+
+from __future__ import annotations
+
+from .document import Cluster
+
+NVLINK = "nvlink"
+SELF = "self"
+
+
+def check_cluster(cluster: Cluster) -> str | None:
+    """None, or one line naming the first contradiction: names, partition, nesting, a common top.
+
+    Nesting is what makes "the level where two nodes meet" well defined: two nodes under one switch stay together on
+    every level above.
+    """
+    nodes = len(cluster.node_names)
+    seen: set[str] = set()
+    for name in cluster.node_names:
+        if name in seen:
+            return f"node {name!r} is named twice"
+        seen.add(name)
+    names = [level.name for level in cluster.levels]
+    for name in names:
+        if name in (NVLINK, SELF) or names.count(name) > 1:
+            return f"level name {name!r} is taken (names must differ, and {NVLINK!r} and {SELF!r} are reserved)"
+    tiers = [(NVLINK, cluster.nvlink_domains), *((level.name, level.switches) for level in cluster.levels)]
+    below: tuple[str, list[list[int]]] | None = None
+    for name, blocks in tiers:
+        owner: dict[int, int] = {}
+        for index, block in enumerate(blocks):
+            for node in block:
+                if not 0 <= node < nodes:
+                    return f"{name} block {index} lists node {node}, the nodes are 0..{nodes - 1}"
+                if node in owner:
+                    return f"node {node} is in {name} blocks {owner[node]} and {index}"
+                owner[node] = index
+        if len(owner) != nodes:
+            missing = next(node for node in range(nodes) if node not in owner)
+            return f"node {missing} is in no {name} block"
+        if below is not None:
+            for index, block in enumerate(below[1]):
+                if len({owner[node] for node in block}) > 1:
+                    return f"{below[0]} block {index} is split over several {name} switches: levels must nest"
+        below = name, blocks
+    if nodes > 1 and len(tiers[-1][1]) != 1:
+        return f"nodes meet nowhere: the last level, {tiers[-1][0]}, has {len(tiers[-1][1])} blocks and must have one"
+    return None
+
+
+def level_between(cluster: Cluster, node_a: int, node_b: int) -> str:
+    """Name of the tier on which two nodes meet: "nvlink" inside one domain, else the lowest common switch's level."""
+    for name, blocks in [(NVLINK, cluster.nvlink_domains), *((lv.name, lv.switches) for lv in cluster.levels)]:
+        if any(node_a in block and node_b in block for block in blocks):
+            return name
+    raise ValueError(f"nodes {node_a} and {node_b} have no common switch")
+
+
+def domain_gpus(cluster: Cluster) -> int:
+    """GPUs in the smallest NVLink domain: what a tensor-parallel group must fit into."""
+    return min(len(domain) for domain in cluster.nvlink_domains) * cluster.gpus_per_node

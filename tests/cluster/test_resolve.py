@@ -1,0 +1,118 @@
+"""A cluster entry with its real nodes: which of them are taken, and that planning itself asks nobody."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import socket
+import subprocess
+import time
+
+import pytest
+
+from orchestrator.backends.slurm import cluster_source
+from orchestrator.backends.slurm.backend import SlurmBackend
+from orchestrator.cli.main import main
+from orchestrator.cluster.model import Machine, Tier, Topology
+from orchestrator.cluster.resolve import Sources, resolve
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.planner.build import build_plan
+from orchestrator.run.bad_nodes import BadNode, NodeMemory
+from tests.planner import configs, shapes
+
+NODES = tuple(f"n{i}" for i in range(6))
+LIVE = Topology(
+    "tree",
+    (Tier("leaf", {"left": NODES[:3], "right": NODES[3:]}), Tier("spine", {"spine": NODES})),
+    machines={node: Machine(gpus=8, gpu="h100", free=node != "n0") for node in NODES},
+)
+
+
+def sources(*bad: str) -> Sources:
+    return Sources(live=lambda backend, partition: LIVE, bad_nodes=lambda cluster: bad)
+
+
+def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
+    file = tmp_path / "nodes"
+    lines = [f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(["h100", "a100", "h100"])]
+    file.write_text("\n".join([*lines, "NodeName=n9 State=IDLE+DRAIN Gres=gpu:h100:8 CPUTot=1 Reason=ECC"]))
+    spec = configs.cluster(8, 8, topology_file=str(file))
+    cluster = resolve(spec)
+    assert cluster.node_names == ["n0", "n2"] and cluster.left_out == {"out of service": 1, "with 8 a100": 1}
+    plan = configs.build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=8))
+    assert "a job runs on nodes of one kind, here 2 with 8 H100-SXM5-80GB; left out: 1 with 8 a100" in plan.warnings
+    file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
+    with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
+        resolve(spec)
+
+
+def test_bad_nodes_are_left_out_of_a_running_cluster():
+    spec = configs.cluster(3, 8, topology_file="slurm:batch")
+    assert resolve(spec, sources()).node_names == ["n3", "n4", "n5"], "those under one switch"
+    found = resolve(spec, sources("n4", "gone"))
+    assert "n4" not in found.node_names and len(found.node_names) == 3
+    assert found.left_out == {"found bad by earlier runs": 1, "out of service": 1}
+    with pytest.raises(OrchError, match="3 nodes are wanted, 2 are free") as refused:
+        resolve(spec, sources("n1", "n2", "n4"))
+    assert refused.value.exit == Exit.CAPACITY
+
+
+JOB = ("cluster=slurm", "cluster.nodes=4", "model=llama3_8b")
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("plan", ("parallel=tp8_zero1",)),
+        ("tune", ("parallel.tp=8", "parallel.pp=1")),
+        ("whatif", ("parallel=tp8_zero1", "--case", "train.seq_len=4096")),
+        ("submit", ("parallel=tp8_zero1", "--run-id", "r")),
+        ("bench", ()),
+    ],
+)
+def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(cluster_source, "live_topology", lambda *which: asked.append(which) or LIVE)
+    planned, real = [], configs.build.Ground
+
+    def ground(cluster, *rest):
+        planned.append(cluster)
+        return real(cluster, *rest)
+
+    monkeypatch.setattr(configs.build, "Ground", ground)
+    monkeypatch.setattr("orchestrator.planner.search.search.Ground", ground)
+    sent = []
+
+    def submit(backend, bundle, environ):
+        sent.append(bundle.request.backend_options["exclude"])
+        raise OrchError("not sent", Exit.CAPACITY)
+
+    monkeypatch.setattr(SlurmBackend, "submit", submit)
+    now = time.time()
+    NodeMemory(tmp_path).add(BadNode(cluster="slurm", node="n4", why="ECC", run="r", at=now, until=now + 60))
+    sends = verb in ("submit", "bench")
+    assert main([verb, *JOB, *words]) == (Exit.CAPACITY if sends else Exit.DONE)
+    err = capsys.readouterr().err
+    assert planned and all("n4" not in cluster.node_names for cluster in planned)
+    assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
+    assert sent == ([["n4"]] if sends else [])
+
+
+def test_a_plan_is_made_without_asking_anybody(monkeypatch):
+    config = configs.config(configs.cluster(), shapes.llama3_8b(), {"auto": True, "tp": 8}, global_batch_samples=64)
+    cluster = resolve(config.cluster)
+    before = build_plan(config, cluster)  # what is imported is imported
+
+    def refuse(*args, **more):
+        raise AssertionError(f"{args} {more}")
+
+    for module, names in ((builtins, ["open"]), (os, ["open", "stat", "scandir", "getenv"]), (socket, ["socket"])):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "environ", None)
+    plan = build_plan(config, cluster)
+    monkeypatch.undo()
+    assert plan == before
