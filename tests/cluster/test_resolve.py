@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from orchestrator.backends.base import Choice
 from orchestrator.backends.slurm import cluster_source
 from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.cli.main import main
@@ -19,6 +20,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.planner.build import build_plan
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
+from orchestrator.submit import cluster as edge
 from tests.planner import configs, shapes
 
 NODES = tuple(f"n{i}" for i in range(6))
@@ -75,27 +77,22 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
     asked = []
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     monkeypatch.setattr(cluster_source, "live_topology", lambda *which: asked.append(which) or LIVE)
-    planned, real = [], configs.build.Ground
-
-    def ground(cluster, *rest):
-        planned.append(cluster)
-        return real(cluster, *rest)
-
-    monkeypatch.setattr(configs.build, "Ground", ground)
-    monkeypatch.setattr("orchestrator.planner.search.search.Ground", ground)
+    resolved = []
+    monkeypatch.setattr(edge, "resolve", lambda *given: resolved.append(resolve(*given)) or resolved[-1])
     sent = []
 
     def submit(backend, bundle, environ):
         sent.append(bundle.request.backend_options["exclude"])
         raise OrchError("not sent", Exit.CAPACITY)
 
+    monkeypatch.setattr(SlurmBackend, "choose", lambda backend, bundles, environ: Choice(0, []))
     monkeypatch.setattr(SlurmBackend, "submit", submit)
     now = time.time()
     NodeMemory(tmp_path).add(BadNode(cluster="slurm", node="n4", why="ECC", run="r", at=now, until=now + 60))
     sends = verb in ("submit", "bench")
     assert main([verb, *JOB, *words]) == (Exit.CAPACITY if sends else Exit.DONE)
     err = capsys.readouterr().err
-    assert planned and all("n4" not in cluster.node_names for cluster in planned)
+    assert resolved and all(cluster.node_names and "n4" not in cluster.node_names for cluster in resolved)
     assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
     assert sent == ([["n4"]] if sends else [])
 
