@@ -39,6 +39,7 @@ verify: .venv/.ready
 lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 
 # The rooms of the code, their sizes, and who imports whom.
 rooms: .venv/.ready
@@ -49,4 +50,4 @@ rooms: .venv/.ready
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

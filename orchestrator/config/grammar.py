@@ -70,14 +70,12 @@ def _repair(text: str) -> str | None:
     """The legal word that `text` was probably meant to be, None when a part of it cannot be read as a degree."""
     pieces = [piece for piece in re.split(r"[^a-z0-9=]+", text.lower()) if piece]
     found = [re.fullmatch(r"([a-z]+)=?(\d+)", piece) for piece in pieces]
-    if not pieces or None in found:
-        return None
-    parts = [match.groups() for match in found]
-    names = [name if name in NAMES else nearest(name, NAMES) for name, _ in parts]
-    if None in names:
+    if not pieces:
         return None
     fixed: dict[str, int] = {}
-    for name, (_, number) in zip(names, parts, strict=True):
+    for match in found:
+        if match is None or (name := match[1] if match[1] in NAMES else nearest(match[1], NAMES)) is None:
+            return None
         low, high = (0, 3) if name == "zero" else (0, 1) if name == "sp" else (1, MAX_DEGREE)
-        fixed.setdefault(name, min(max(int(number), low), high))
+        fixed.setdefault(name, min(max(int(match[2]), low), high))
     return canonical(fixed)

@@ -57,6 +57,7 @@ def _read_one(word: str, library: Library) -> Override:
     if "_target_" in word:
         raise OrchError(f"{shown}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
     match = _WORD.fullmatch(word)
+    assert match, "it matches any printable line"
     prefix, key, text = match[1], match[2].strip(), match[3]
     if prefix == "~":
         raise OrchError(f"{shown}: keys cannot be deleted, every one is needed; set it to null where that is legal")

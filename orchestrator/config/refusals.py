@@ -134,7 +134,8 @@ def reason(error: BaseException) -> str:
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
         return f"must be {kinds.get(match[2], match[2])}, not {show(match[1])}"
     if match := re.match(r"Key '([^']*)' (?:is )?not in", text):
-        legal = [name for name in getattr(inner.object_type, "__annotations__", ()) if name != "choices"]
+        known = getattr(getattr(inner, "object_type", None), "__annotations__", ())
+        legal = [name for name in known if name != "choices"]
         return f"unknown key; {did_you_mean(match[1], legal)}" if legal else "unknown key"
     for pattern, plain in PLAIN.items():
         if re.search(pattern, text):

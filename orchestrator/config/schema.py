@@ -40,8 +40,14 @@ EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", descri
 
 #: Faults of workers, as `orchestrator.run.state` tells them.
 WorkerCause = Literal[
-    *("worker_exit", "worker_frozen", "worker_spinning", "worker_stuck", "collective_hung"),
-    *("non_finite", "disk_full", "straggler"),
+    "worker_exit",
+    "worker_frozen",
+    "worker_spinning",
+    "worker_stuck",
+    "collective_hung",
+    "non_finite",
+    "disk_full",
+    "straggler",
 ]
 
 _MANY = 2**53  # every integer up to here is exact in JSON and in a float

@@ -62,7 +62,7 @@ def _omega_type(annotation: Any) -> Any:
         result: Any = twin(nested)
     elif get_origin(kind) is list:
         item = struct_of(get_args(kind)[0])
-        result = list[twin(item)] if item else list[Any]  # type: ignore[valid-type]
+        result = list[twin(item)] if item else list[Any]  # type: ignore[misc]
     elif get_origin(kind) is dict:
         result = dict[str, Any]
     elif kind in (int, float, bool):

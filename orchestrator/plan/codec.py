@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -82,7 +83,7 @@ def _is_whole(raw: bytes | str) -> bool:
         sealed = msgspec.json.encode(document | {"hash": ""}, order="sorted")
     except (*_UNREADABLE, TypeError):
         return False
-    return document.get("hash") == hashlib.sha256(sealed).hexdigest()
+    return bool(document.get("hash") == hashlib.sha256(sealed).hexdigest())
 
 
 def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
@@ -106,7 +107,7 @@ def load_plan(path: str | Path) -> Plan:
     return from_json(raw)
 
 
-def json_schema() -> dict:
+def json_schema() -> dict[str, Any]:
     """JSON schema of a plan document (draft 2020-12)."""
     schema = msgspec.json.schema(Plan)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}

@@ -7,7 +7,7 @@ The JSON schema of this file is `plan.schema.json` beside it (a test keeps the t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 from msgspec import Struct
 
@@ -22,6 +22,7 @@ CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)  # what msgspec does, told to type checkers
 class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every part: immutable, strict about unknown keys when decoded."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .document import Parallel, Plan, Rank
@@ -34,7 +34,7 @@ def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[l
     return list(found.values())
 
 
-def _reader(axes: tuple[str, ...]) -> Callable[[Mapping[str, int]], object]:
+def _reader(axes: tuple[str, ...]) -> Callable[[Mapping[str, int]], Any]:
     """Reads these axes of a coordinate. Runs once a rank and group kind: 100,000 ranks are common."""
     return itemgetter(*axes) if axes else lambda _: ()
 

@@ -29,8 +29,8 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
                 events.append((end, False, rank, action, receive))
     events.sort(key=itemgetter(0, 1))  # at one time transfers come first; what is still equal stays in order of rank
     programs: list[list[Action]] = [[] for _ in range(schedule.pp)]
-    for _, is_compute, rank, action, receive in events:
-        if is_compute:
+    for *_, rank, action, receive in events:
+        if receive is None:
             programs[rank].append(action)
         else:
             kind = Kind.SEND_F if action.kind is Kind.F else Kind.SEND_B

@@ -6,7 +6,7 @@ then one pass over plain numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .actions import Action, Kind, ScheduleError
 from .schedule import Schedule
@@ -26,7 +26,9 @@ class Steps:
         #: (duration's index, step before it on its rank, inputs); the step `total` stands for "nothing to wait for"
         self.steps: list[tuple[int, int, int, int]] = []
         add, count, moved = self.steps.append, 0, True
-        waiting = [(iter(order), total, None) for order in orders]  # (what is left, last step, what it stopped at)
+        Read = tuple[int, int, int, int]
+        # (what is left, last step, what it stopped at) of each rank
+        waiting: list[tuple[Iterator[Read], int, Read | None]] = [(iter(order), total, None) for order in orders]
         while moved:
             moved = False
             for rank, (left, before, stopped) in enumerate(waiting):
@@ -61,7 +63,9 @@ class Steps:
                 read.append((slot + 1, row * stages + stage, slot, after))
         return read
 
-    def makespan(self, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]):
+    def makespan(
+        self, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
+    ) -> float:
         """Seconds from the first start to the last end. One number a model stage each, as `simulate.Costs`."""
         copies = self.stages // self._model_stages
         both = [i + w for i, w in zip(backward_input, backward_weight, strict=True)]

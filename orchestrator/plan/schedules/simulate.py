@@ -110,15 +110,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         order, mine = schedule.orders[rank], spans[rank]
         free = mine[-1].end if mine else 0.0
         while len(mine) < len(order):
-            group = _pair(order, len(mine)) if costs.together is not None else order[len(mine) : len(mine) + 1]
+            together = costs.together
+            group = order[len(mine) : len(mine) + 1] if together is None else _pair(order, len(mine))
             arrivals = [_arrival(schedule, action, rank, ended, costs.transfer) for action in group]
             missing = next((source for _, source in arrivals if source is not None), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
             start = max(free, *(arrival for arrival, _ in arrivals))
-            alone = len(group) == 1
-            free = start + (duration[group[0].kind, group[0].stage] if alone else costs.together)
+            first = group[0]
+            span = duration[first.kind, first.stage] if together is None or len(group) == 1 else together
+            free = start + span
             for action in group:
                 mine.append(Span(action, start, free))
                 ended[action] = free

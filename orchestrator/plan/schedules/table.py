@@ -49,7 +49,7 @@ def write_table(schedule: Schedule) -> str:
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
 
 
-def _row(name: str, rank: int, row: list) -> tuple[Action, ...]:
+def _row(name: str, rank: int, row: list[str]) -> tuple[Action, ...]:
     actions = []
     for cell, text in enumerate(row):
         if text is None or text == "":
