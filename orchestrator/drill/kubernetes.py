@@ -68,7 +68,7 @@ class KubernetesTargets:
         try:
             line = command.line(_STEP_S + for_s)
             if not line:
-                raise command.complaint()
+                raise command.failure()
             return Done(inside.heard(line), command.close)
         except BaseException:
             command.close()

@@ -1,16 +1,18 @@
-"""Commands in pods: frames against a server that speaks them byte by byte, and what a drill does with a pod."""
+"""Commands in pods, against a server that speaks WebSocket byte by byte; and what a drill does with a pod."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import socket
-import struct
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
-from orchestrator.backends.kubernetes.api.exec import Command
+from orchestrator.backends.kubernetes.api.exec import PodCommand
 from orchestrator.drill import inside
 from orchestrator.drill.kubernetes import KubernetesTargets
 from orchestrator.errors import OrchError
@@ -22,8 +24,8 @@ from tests.beds.plans import make_plan
 class Server:
     """One connection: the request, an answer, frames as told; what the client sends is unmasked."""
 
-    def __init__(self, answer: str, *frames: bytes, protocol: str = "v5.channel.k8s.io"):
-        self._answer, self._frames, self._protocol = answer, frames, protocol
+    def __init__(self, *frames: bytes, refusal: str = ""):
+        self._frames, self._refusal = frames, refusal
         self.request, self.heard = "", []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.host = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -31,61 +33,74 @@ class Server:
         self._thread.start()
 
     def _serve(self) -> None:
-        with self._listener, self._listener.accept()[0] as peer, peer.makefile("rb") as file:
+        with (
+            suppress(ConnectionResetError),
+            self._listener,
+            self._listener.accept()[0] as peer,
+            peer.makefile("rb") as file,
+        ):
             while (line := file.readline().decode()).strip():
                 self.request += line
-            upgrade = f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Protocol: {self._protocol}\r\n\r\n"
-            if "101" not in self._answer:
-                body = json.dumps({"message": self._answer})
+            if self._refusal:
+                body = json.dumps({"message": self._refusal})
                 peer.sendall(f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
                 return
-            peer.sendall(f"HTTP/1.1 101 {self._answer}\r\n{upgrade}".encode() + b"".join(self._frames))  # in one piece
+            key = re.search(r"Sec-WebSocket-Key: (\S+)", self.request)[1] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+            accept = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
+            upgrade = f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {accept}\r\n"
+            upgrade = f"HTTP/1.1 101 Switching\r\n{upgrade}Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n\r\n"
+            peer.sendall(upgrade.encode() + b"".join(self._frames))  # in one piece
             while head := file.read(2):
                 mask, size = file.read(4), head[1] & 0x7F
-                self.heard.append((head[0], bytes(b ^ mask[i % 4] for i, b in enumerate(file.read(size)))))
-                if self.heard[-1][1] == b"\xff\x00":
-                    peer.sendall(frame(b'\x03{"status":"Success"}'))
+                self.heard.append(bytes(b ^ mask[i % 4] for i, b in enumerate(file.read(size))))
+                if self.heard[-1] == b"\xff\x00":
+                    return peer.sendall(frame(b'\x03{"status":"Success"}') + END)
 
     def join(self) -> None:
         self._thread.join(10)
 
 
 def frame(content: bytes, first: int = 0x82) -> bytes:
-    size = bytes([len(content)]) if len(content) < 126 else b"\x7e" + struct.pack(">H", len(content))
-    return bytes([first]) + size + content
+    return bytes([first, len(content)]) + content
 
 
-def run(server: Server) -> Command:
-    return Command(server.host, "/api/v1/namespaces/n/pods/p", ["a b", "c"], "agent", {"authorization": "x"}, None)
+END = frame(b"\x03\xe8", 0x88)
+
+
+def run(server: Server) -> PodCommand:
+    from kubernetes.client import Configuration
+
+    url = f"{server.host}/api/v1/namespaces/n/pods/p"
+    return PodCommand(Configuration(), url, {"authorization": "x"}, "agent", ["a b", "c"])
 
 
 def test_a_command_says_its_line_and_leaves_when_its_input_ends():
-    long = b"x" * 300
-    frames = frame(b"\x02warned"), frame(b"hi", 0x89), frame(b"\x01" + long, 0x02), frame(b"yz\nmore", 0x80)
-    server = Server("101", *frames)
+    server = Server(frame(b"\x02warned"), frame(b"\x01hello\nmore"))
     with closing(run(server)) as command:
-        assert command.line(10.0) == long + b"yz" and command.errors == b"warned"
+        assert command.line(10.0) == b"hello"
     command.close()
     server.join()
-    assert server.heard == [(0x8A, b"hi"), (0x82, b"\xff\x00"), (0x88, b"\x03\xe8")]
+    assert server.heard[0] == b"\xff\x00", "its standard input ends, and then the connection does"
     line, *headers = server.request.splitlines()
     assert line.startswith("GET /api/v1/namespaces/n/pods/p/exec?command=a+b&command=c&container=agent&stdin=true")
-    assert "authorization: x" in headers and "Upgrade: websocket" in headers
+    assert "authorization: x" in headers
+
+
+def test_a_line_that_comes_with_the_end_of_the_command_is_heard():
+    with closing(run(Server(frame(b"\x01hello\n"), frame(b'\x03{"status":"Success"}'), END))) as command:
+        assert command.line(10.0) == b"hello"
 
 
 def test_why_a_command_could_not_be_run():
-    server = Server("101", frame(b"\x02no such file"), frame(b'\x03{"message":"exit code 127"}'))
-    with closing(run(server)) as command:
+    failed = Server(frame(b"\x02no such file"), frame(b'\x03{"message":"exit code 127"}'), END)
+    with closing(run(failed)) as command:
         assert command.line(10.0) == b""
-        assert "no such file exit code 127" in command.complaint().message
-    silent = Server("101", protocol="v4.channel.k8s.io")
-    with closing(run(silent)) as command, pytest.raises(OrchError, match="no answer in time"):
+        assert "no such file exit code 127" in command.failure().message
+    with closing(run(Server())) as command, pytest.raises(OrchError, match="no answer in time"):
         command.line(0.05)
-    server = Server(
-        'pods "p" is forbidden: User "u" cannot get resource "pods/exec" in API group "" in the namespace "n"'
-    )
+    why = 'pods "p" is forbidden: User "u" cannot get resource "pods/exec" in API group "" in the namespace "n"'
     with pytest.raises(OrchError, match=r"the rule to add: .*pods/exec.*get") as refused:
-        run(server)
+        run(Server(refusal=why))
     assert refused.value.exit == 78
 
 

@@ -27,13 +27,14 @@ from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = [sys.executable, str(ROOT / "tests" / "launch" / "worker.py")]
+STAND_IN = [sys.executable, str(ROOT / "tests" / "beds" / "worker.py")]
 #: Paths and the name of index 0 are what differs from a pod.
 POD = """
 import sys
 from pathlib import Path
 from msgspec import structs
-from orchestrator.kubernetes import names, task
+from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes.pod import task
 folder, first, own, gather, control = sys.argv[1:]
 names.INPUT = folder
 names.GATHER_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0

@@ -205,7 +205,7 @@ def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
     """Process 1 has no default actions: a pod that waits for its peers must still obey SIGTERM at once."""
     # short sleeps, as in `gather`: a signal between Python's last look and the start of a long one waits for its end
     script = (
-        "import orchestrator.kubernetes.task as task, time, sys; sys.request = None;"
+        "import orchestrator.backends.kubernetes.pod.task as task, time, sys; sys.request = None;"
         "task._live = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for _ in range(1200)]);"
         "task.read_pod = lambda *_: None; task.read_input = lambda *_: sys;"
         "sys.exit(task.main())"

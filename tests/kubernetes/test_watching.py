@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from orchestrator.backends.kubernetes.api.api_errors import complaint, unreachable
+from orchestrator.backends.kubernetes.api.api_errors import api_error, unreachable
 from orchestrator.backends.kubernetes.api.force_delete import let_go
 from orchestrator.backends.kubernetes.cluster_view import check_queue
 from orchestrator.backends.kubernetes.names import RUN, SUBMISSION
@@ -209,7 +209,7 @@ def test_cluster_and_pods_words_are_put_together():
     ],
 )  # fmt: skip
 def test_a_refusal_is_one_line_with_what_to_do(status, message, says, exit):
-    error = complaint(status, json.dumps({"kind": "Status", "message": message}))
+    error = api_error(status, json.dumps({"kind": "Status", "message": message}))
     assert says in error.message
     assert (error.exit, error.status) == (exit, status)
     assert "\n" not in error.message
@@ -239,7 +239,7 @@ class Api:
 
     def apply(self, body: dict, manager: str) -> dict:
         if body["kind"] == self.refuse:
-            raise complaint(403, '{"message": "exceeded quota"}')
+            raise api_error(403, '{"message": "exceeded quota"}')
         self.objects[body["kind"]] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
         return self.objects[body["kind"]]
 
@@ -383,9 +383,9 @@ class Queues:
 
     def list(self, kind: str) -> list[dict]:
         if kind == "LocalQueue":
-            raise complaint(404, "404 page not found")
+            raise api_error(404, "404 page not found")
         if kind == "WorkloadPriorityClass":
-            raise complaint(403, '{"message": "no"}')
+            raise api_error(403, '{"message": "no"}')
         return [{"metadata": {"name": "research"}}]
 
 

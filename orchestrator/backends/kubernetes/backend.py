@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,7 @@ from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, to_bytes
 from orchestrator.run.state import RunState, read_state, write_state
 
-from .api.client import Cluster
-from .api.parallel import Soon
+from .api.client import Cluster, in_background
 from .cluster_view import Look, look
 from .options import read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
@@ -46,7 +46,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
-        self._ahead: Soon[Look] | None = None
+        self._ahead: tuple[float, Future[Look]] | None = None  # and when it was asked for
 
     @cached_property
     def _watch(self) -> Watch:
@@ -72,7 +72,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
             options = read_options(config.backend.options)
             places = options.queue is None and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
-            self._ahead = Soon(lambda: look(cluster, options, places))
+            self._ahead = time.monotonic(), in_background(lambda: look(cluster, options, places))
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         from .pod.starting import unsent
@@ -229,8 +229,8 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
-        looked, self._ahead = self._ahead, None
-        fresh = looked if looked and looked.age_s < _FRESH_S else None
+        ahead, self._ahead = self._ahead, None
+        fresh = ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
         start(cluster, folder, request, plan, environ, generation, drafts or unsent(request, plan), fresh)
         self.__dict__.pop("_watch", None)  # what it has seen is of before
 

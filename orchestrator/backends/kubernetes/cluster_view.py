@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 
 from msgspec import Struct, field, structs
@@ -16,8 +17,7 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.suggest import did_you_mean
 
-from .api.client import Cluster
-from .api.parallel import Soon, together
+from .api.client import Cluster, gather, in_background
 from .names import NODES, selector
 from .objects.node_affinity import Chosen, check_levels, choose
 from .options import KubernetesOptions
@@ -47,11 +47,11 @@ class Look(Struct, frozen=True):
 def look(cluster: Cluster, options: KubernetesOptions, plans_places: bool = True) -> Look:
     """What `place` wants to know. `plans_places`: no queue places the run. OrchError (76, 78), NoNodes."""
     wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
-    used = Soon(lambda: _used(cluster)) if plans_places else None
+    used = in_background(lambda: _used(cluster)) if plans_places else None
     nodes = cluster.read("Node", Node, wanted, cached=True)
     if not nodes:
         raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
-    return Look(nodes, used.value() if used else {})
+    return Look(nodes, used.result() if used else {})
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def place(
     plan: Plan,
     options: KubernetesOptions,
     run_id: str,
-    looked: Soon[Look] | None = None,
+    looked: Future[Look] | None = None,
 ) -> Iterator[Place]:
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
@@ -72,7 +72,7 @@ def place(
     check_queue(cluster, options)
     others_place = options.queue is not None or plan.cluster.device == "cpu"
     try:
-        seen = looked.value() if looked else look(cluster, options, not others_place)
+        seen = looked.result() if looked else look(cluster, options, not others_place)
         topology = _topology(seen, profile(options))
     except NoNodes as error:
         if not others_place:
@@ -197,7 +197,7 @@ def _taken(cluster: Cluster) -> dict[str, str]:
     """Node -> living run of this namespace that was given it, whether or not its pods are there yet."""
     found = {}
     kinds = (lambda: cluster.list("Job", selector()), lambda: cluster.list("JobSet", selector(), absent_ok=True))
-    for jobs in together(*kinds):
+    for jobs in gather(kinds):
         for job in jobs:
             ended = any(
                 c.get("status") == "True" and c.get("type") in ("Complete", "Completed", "Failed")

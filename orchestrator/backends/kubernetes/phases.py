@@ -15,7 +15,7 @@ from msgspec import Struct
 from orchestrator.plan.exits import MEANING, Exit
 from orchestrator.run.state import Phase
 
-from .api.hints import with_remedy
+from .api.api_errors import with_hint
 from .names import CONTAINER, INDEX
 
 #: Why a container waits -> what to do. Any other reason is shown as it is.
@@ -95,7 +95,7 @@ def _suspended(seen: Seen) -> str:
         for found in conditions:
             wanted = "True" if kind == "Evicted" else "False"
             if found.get("type") == kind and found.get("status") == wanted and found.get("message"):
-                return f"queued: {with_remedy(_short(found['message']))}"
+                return f"queued: {with_hint(_short(found['message']))}"
     return "queued"
 
 
@@ -126,10 +126,10 @@ def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[s
         if _phase(pod) == "Pending":
             found = next((c for c in pod["status"].get("conditions") or [] if c.get("type") == "PodScheduled"), {})
             if found.get("reason") == "Unschedulable":
-                return f"no node for {_index(pod)}: {with_remedy(_short(found.get('message', '')))}"
+                return f"no node for {_index(pod)}: {with_hint(_short(found.get('message', '')))}"
     for event in sorted(events, key=_event_time, reverse=True):
         if event.get("reason") in ("FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
-            return f"{event['reason']}: {with_remedy(_short(event.get('message', '')))}"
+            return f"{event['reason']}: {with_hint(_short(event.get('message', '')))}"
     return ""
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-from .api.client import Cluster
-from .api.parallel import together
+from .api.client import Cluster, gather
 from .names import RUN, SUBMISSION
 
 _GONE_S = 180.0  # at least
@@ -48,7 +47,7 @@ def send(cluster: Cluster, objects: Sequence[Body], run_id: str, submission: str
     try:
         for part in filter(None, (objects[:1], objects[1:-1], objects[-1:])):
             tried += part
-            answers = together(*(partial(_apply, cluster, body, run_id, submission) for body in part))
+            answers = gather(partial(_apply, cluster, body, run_id, submission) for body in part)
     except BaseException:
         for body in reversed(tried):  # the last one too: its answer may have been lost on the way
             with contextlib.suppress(OrchError):

@@ -1,6 +1,7 @@
-"""What the API server says when it refuses, as one line with what to do and the exit code. Pure.
+"""Errors of the API server as one line with what to do and the exit code. Pure.
 
-Status objects: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/status/
+Status objects: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/status/ ; reasons as
+kube-apiserver, kube-scheduler 1.35 and Kueue 0.15 (flavorassigner.go, workload_controller.go) spell them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,38 @@ import msgspec
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-from .hints import with_remedy
-
 _FORBIDDEN = re.compile(
     r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]*)")?'
 )
+
+
+#: The first whose words are found counts: of nodes that differ in why they do not fit, the most telling.
+_HINTS: tuple[tuple[str, str], ...] = (
+    ("exceeded quota", "ask for a larger quota, or end other runs"),
+    ("violates PodSecurity", "backend.options.security must match the namespace's level"),
+    ("persistentvolumeclaim", "backend.options.claim and volumes name claims of the run's namespace"),
+    ("Insufficient ", "wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)"),
+    ("untolerated taint", "backend.options.tolerations says which taints do not matter"),
+    ("node affinity/selector", "backend.options.node_selector names labels that nodes with room must have"),
+    ("> maximum capacity", "the queue never gives that much: a smaller run, or another backend.options.queue"),
+    ("unavailable in ClusterQueue", "the queue has none of that: another backend.options.queue"),
+    ("doesn't exist", "backend.options.queue names a LocalQueue of the run's namespace"),
+    ("is inactive", "the queue is stopped or incomplete: ask who manages it"),
+)
+
+
+def with_hint(text: str) -> str:
+    """A reason of Kubernetes or Kueue, and what to do about it where that is known."""
+    return next((f"{text}; {do}" for words, do in _HINTS if words in text), text)
+
+
+class NoResponse(Exception):
+    """The server gave no answer, or not the whole of it. `permanent`: nor will it to another try."""
+
+    def __init__(self, text: str, permanent: bool):
+        super().__init__(text)
+        self.permanent = permanent
 
 
 class _Status(msgspec.Struct):
@@ -33,7 +60,7 @@ class ApiError(OrchError):
         self.status = status
 
 
-def complaint(status: int, body: str) -> ApiError:
+def api_error(status: int, body: str) -> ApiError:
     """The error for an answer that is not 2xx."""
     try:
         found = msgspec.json.decode(body.encode(), type=_Status)
@@ -61,9 +88,9 @@ def complaint(status: int, body: str) -> ApiError:
 def _forbidden(text: str) -> ApiError:
     """Quota, Pod Security or a missing right; of a right the rule that would give it."""
     if "exceeded quota" in text:
-        return ApiError(with_remedy(text), Exit.CAPACITY, 403)
+        return ApiError(with_hint(text), Exit.CAPACITY, 403)
     if "violates PodSecurity" in text:
-        return ApiError(with_remedy(text), Exit.SECURITY, 403)
+        return ApiError(with_hint(text), Exit.SECURITY, 403)
     found = _FORBIDDEN.search(text)
     if not found:
         return ApiError(text, Exit.SECURITY, 403)

@@ -10,7 +10,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlencode
 
@@ -20,12 +21,12 @@ from msgspec import Struct, field
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-from .access import Access, access
-from .api_errors import complaint, unreachable
-from .transport import Answer, Lost
+from .access import Access, Unusable, access
+from .api_errors import NoResponse, api_error, unreachable
 
 if TYPE_CHECKING:
-    from .exec import Command
+    from .exec import PodCommand
+    from .transport import Response
 
 _READ_S, _PATIENCE_S = 12.0, 8.0
 _PAGE = 2000  # objects
@@ -53,6 +54,28 @@ PATHS: dict[str, str] = {
 }
 
 T = TypeVar("T")
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """What the call will return or raise. A daemon thread: a command that fails meanwhile ends without waiting for a
+    server that does not answer, which it would for a thread of an executor."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of calls made at once. When one raises, so does this, after the others have ended, too."""
+    futures = [in_background(call) for call in calls]
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 class _More(Struct):
@@ -177,14 +200,16 @@ class Cluster:
         body |= {"deleteOptions": {"gracePeriodSeconds": grace_s}}
         self._json("POST", self._path("Pod", pod) + "/eviction", {}, msgspec.json.encode(body), "application/json")
 
-    def command(self, pod: str, container: str, argv: Sequence[str]) -> Command:
+    def command(self, pod: str, container: str, argv: Sequence[str]) -> PodCommand:
         """Start a command in a running pod. OrchError (76, 78)."""
-        from .exec import Command
+        from .exec import PodCommand
 
         to = self._access
-        if to.proxied:
-            raise OrchError("exec into pods does not go through a proxy", Exit.CAPACITY)
-        return Command(to.host, self._path("Pod", pod), argv, container, to.headers(), to.tls, to.server_name)
+        try:
+            settings = to.settings()
+        except Unusable as error:
+            raise OrchError(f"exec into the pod: {error}", Exit.CAPACITY) from None
+        return PodCommand(settings, to.host + self._path("Pod", pod), to.headers(), container, argv)
 
     def version(self) -> str:
         found = self._json("GET", "/version")
@@ -214,7 +239,7 @@ class Cluster:
         kind: str = "",
         read_s: float | None = _READ_S,
         stream: bool = False,
-    ) -> tuple[Answer, bytes]:
+    ) -> tuple[Response, bytes]:
         """A response of 2xx with its content, unless it is to be streamed.
 
         Everything but POST says the same when it is repeated, so a lost connection is tried again for some seconds.
@@ -226,12 +251,12 @@ class Cluster:
         end = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                answer = to.pool.request(method, target, body, headers | dict(to.headers()), read_s)
+                answer = to.transport.request(method, target, body, headers | dict(to.headers()), read_s)
                 if answer.status < 300 and stream:
                     return answer, b""
                 content = answer.read()
-            except Lost as error:
-                pause = next(pauses, None) if not error.hopeless else None
+            except NoResponse as error:
+                pause = next(pauses, None) if not error.permanent else None
                 if pause is None or time.monotonic() > end:
                     raise unreachable(to.host, error) from None
             else:
@@ -239,7 +264,7 @@ class Cluster:
                     return answer, content
                 pause = next(pauses, None) if answer.status in (429, 503, 504) else None
                 if pause is None:
-                    raise complaint(answer.status, content.decode(errors="replace"))
+                    raise api_error(answer.status, content.decode(errors="replace"))
             time.sleep(pause)
 
 

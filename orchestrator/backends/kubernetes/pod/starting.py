@@ -11,12 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from msgspec import structs
 
-from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.api.parallel import Soon
+from orchestrator.backends.kubernetes.api.client import Cluster, in_background
 from orchestrator.backends.kubernetes.cluster_view import Look, Place, place
 from orchestrator.backends.kubernetes.names import object_name
 from orchestrator.backends.kubernetes.objects.render import NO_KEY, Manifest, render
@@ -47,7 +47,7 @@ def start(
     environ: Mapping[str, str],
     generation: int,
     drafts: Sequence[Mapping[str, Any]],
-    looked: Soon[Look] | None = None,
+    looked: Future[Look] | None = None,
 ) -> None:
     """Choose places and send the objects. `drafts`: what `unsent` gives; `looked`: what `live.look` gives or raises."""
     options, submission = _owned(cluster, read_options(request.backend_options), folder.run_id)
@@ -66,9 +66,9 @@ def start(
         if time.monotonic() > free_at + _TRUSTED_S:
             is_sent(cluster, drafts, submission)
         main = send(cluster, objects, folder.run_id, submission)
-        handed = Soon(lambda: hand_over(cluster, objects, main, submission))  # while our turn ends
+        handed = in_background(lambda: hand_over(cluster, objects, main, submission))  # while our turn ends
     write_record(folder, structs.replace(record, sent=True))
-    handed.value()
+    handed.result()
 
 
 def _owned(cluster: Cluster, options: KubernetesOptions, run_id: str) -> tuple[KubernetesOptions, str]:
