@@ -26,7 +26,7 @@ from orchestrator.plan import Plan
 from tests.beds.plans import make_plan
 from tests.trainer.states import KINDS, Recorder
 from trainer.checkpoint.fence import Fence
-from trainer.checkpoint.format import Piece
+from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.comm import messages
 from trainer.parallel.params import ParamInfo, whole
@@ -37,15 +37,15 @@ STEP_S = 0.05
 WIDTH = 1024
 
 
-def state(rank: int, rows: int, across: bool) -> list[Piece]:
+def state(rank: int, rows: int, across: bool) -> list[StatePiece]:
     """A rank's half of each tensor: of the rows, or (`across`) of the columns, as row-parallel layers hold it."""
     shape = (2 * rows, WIDTH)
     if not across:
         half = rows * WIDTH
-        return [Piece(kind, whole("w", shape), rank * half, torch.randn(half)) for kind in KINDS]
+        return [StatePiece(kind, whole("w", shape), rank * half, torch.randn(half)) for kind in KINDS]
     start = rank * WIDTH // 2
     info = ParamInfo("w", shape, 1, start, start + WIDTH // 2, WIDTH // 2, False, (rank,), True, True)
-    return [Piece(kind, info, 0, torch.randn(rows * WIDTH)) for kind in KINDS]
+    return [StatePiece(kind, info, 0, torch.randn(rows * WIDTH)) for kind in KINDS]
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -96,7 +96,7 @@ def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
     return found
 
 
-def _resume(home: Path, plan: Plan, rank: int, pieces: list[Piece]) -> float:
+def _resume(home: Path, plan: Plan, rank: int, pieces: list[StatePiece]) -> float:
     """Verification, which reads and hashes everything, included."""
     run = Checkpoints(home / "orch", plan, Fence("bench", 0), rank, Recorder())
     return seconds(lambda: run.resume(lambda: pieces))

@@ -15,9 +15,9 @@ from orchestrator.plan import Exit, PlanError, load_plan
 from orchestrator.plan.worker import WorkerEnv
 
 from .errors import TrainerError, cause_of, exit_code, is_peer_loss
-from .worker.progress import Pulse
+from .worker.progress import ProgressReporter
 from .worker.reporter import Reporter
-from .worker.termination import Notice
+from .worker.termination import TerminationSignal
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -32,10 +32,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ValueError as error:
         print(f"trainer: {error}", file=sys.stderr)
         _leave(Exit.USAGE)
-    notice = Notice().listen()  # before the imports: a signal during them must not be a death without a word
-    faulthandler.register(signal.SIGQUIT)  # where every thread is, to stderr; needs nothing that a hung worker holds
+    termination = TerminationSignal().install()  # before the imports, so that a signal during them is reported too
+    faulthandler.register(signal.SIGQUIT)  # stacks of all threads to stderr, even of a hung worker
     reporter = Reporter(env.report_fd, env.rank, env.epoch)
-    pulse = Pulse(reporter).start()
+    progress = ProgressReporter(reporter).start()
     code = Exit.DONE
     try:
         plan = load_plan(args.plan or env.plan)
@@ -44,25 +44,25 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
             run_final_checkpoint(plan, env, reporter)
         else:
-            from .train import train  # after the plan: a bad one is refused without a second of imports
+            from .train import train  # after the plan: an invalid one is refused before a second of imports
 
-            train(plan, env, reporter, notice, pulse)
+            train(plan, env, reporter, termination, progress)
     except BaseException as error:
         code = _explain(error, env, reporter)
-    pulse.stop()
+    progress.stop()
     reporter.close()
     _leave(code)
 
 
 def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
-    """One line on stderr and one event; the traceback too where the cause is not known."""
+    """Print one line, and the traceback of an unknown error; report one event; return the exit code."""
     code = exit_code(error)
     lines = str(error).splitlines() or [type(error).__name__]
     text = lines[0] if isinstance(error, TrainerError | PlanError) else f"{type(error).__name__}: {lines[0]}"
     if is_peer_loss(error):
         text = f"a peer is gone or silent ({lines[0]})"
     elif not isinstance(error, TrainerError | PlanError):
-        with contextlib.suppress(OSError):  # a log that is full must not change how a run ends
+        with contextlib.suppress(OSError):  # a full disk must not change the exit code
             traceback.print_exception(error)
     name = "stopped" if code == Exit.RESTART and isinstance(error, TrainerError) else "failed"
     with contextlib.suppress(OSError):

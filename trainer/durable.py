@@ -1,4 +1,4 @@
-"""Files that survive a crash: whole or not there, and on the disk when the call returns."""
+"""Files that survive a crash: complete or absent, and on disk when the call returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`: after a crash there is the old content or the new, durable, nothing between."""
+    """Replace `path` with `data`, durably: after a crash the file has the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(data)

@@ -1,9 +1,9 @@
-"""One rank's share of one optimizer step, for every layout: the pieces in the order in which they run.
+"""One rank's part of an optimizer step, for every layout:
 
     micro-batches -> pipeline (forward, backward) -> buckets (reduce) -> norm, clip -> AdamW on the shard -> gather
 
-What each piece does is in its own module; this one only wires them. It knows nothing of data files, checkpoints,
-signals or reports (`trainer.train` does), so parity tests run exactly the code that trains.
+This module only connects the parts. Data files, checkpoints, signals and reports are the business of `trainer.train`,
+so parity tests run exactly the code that trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.schedules import Kind, schedule_of
 
-from .checkpoint.format import Piece
+from .checkpoint.format import StatePiece
 from .comm.collectives import CommCounter, all_reduce
 from .comm.mesh import Mesh
 from .comm.timers import PhaseTimer
@@ -56,7 +56,7 @@ class Engine:
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
         replica = replica_of(par, mesh.coord)
-        self._empty = computed(par, replica) - taken(par)[replica]  # micro-batches a step, where others take more
+        self._empty = computed(par, replica) - taken(par)[replica]  # empty micro-batches per step, if others take more
         self.pipeline = Pipeline.from_plan(
             *(plan, self.part.stages, self.part.loss, mesh, self.counter),
             dtype=recipe.param,
@@ -68,7 +68,7 @@ class Engine:
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
-        alone = self.mesh.size("shard") == 1  # nothing to shard over: every ZeRO stage is the same
+        alone = self.mesh.size("shard") == 1  # nothing to shard over: all ZeRO stages are equal
         kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
         params = list(self.part.parameters())
         return kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter)
@@ -82,20 +82,20 @@ class Engine:
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:
-        """Summed gradients of the global batch, in the buckets. `batches` are of whole sequences, [b, s], also under
-        context parallelism; `valid_tokens` is the global count.
+        """Compute the summed gradients of the global batch into the buckets. `batches` hold whole sequences [b, s],
+        also under context parallelism; `valid_tokens` is the global count.
 
-        Returns the summed loss of this rank's micro-batches (zero without the last stage), and the norm of the whole
+        Returns the summed loss of this rank's micro-batches (zero without the last stage) and the norm of the whole
         gradient before clipping, float64 and equal on all ranks; both 0-d.
         """
         self.buckets.wait_params()
-        batches = self._as_many_as_others(batches)
+        batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
         scale = torch.tensor(self.loss_scale / valid_tokens, dtype=torch.float64, device=self.device)
         cp = self.mesh.size("cp"), self.mesh.index("cp")
         batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]
         if len(batches) != self.pipeline.schedule.micro_batches:  # a batch-size ramp
-            self.pipeline.adopt(schedule_of(self.plan.parallel, len(batches)))
+            self.pipeline.set_schedule(schedule_of(self.plan.parallel, len(batches)))
         loss_sum = self.pipeline.run(batches, scale)
         with self.timer.phase("comm"):
             self.buckets.finish()
@@ -103,13 +103,12 @@ class Engine:
             norm = grad_norm(self.buckets, 1.0 / self.loss_scale)
         return loss_sum, norm
 
-    def _as_many_as_others(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Where every micro-batch is a collective and other replicas take more of them: with empty ones at the end."""
+    def _pad_micro_batches(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """`batches`, padded with empty ones if every micro-batch is a collective and other replicas take more."""
         return [*batches, *[without_targets(batches[-1])] * self._empty] if self._empty else batches
 
     def update(self, norm: Tensor, lr: float, finite: bool = True) -> bool:
-        """Apply the gradient; False if it was skipped: a scaled fp16 gradient overflowed, or it is known (`finite`) to
-        be inf or nan."""
+        """Apply the gradient. False if it was skipped: a scaled fp16 gradient overflowed or it is not `finite`."""
         finite = finite and (self.scaler is None or bool(torch.isfinite(norm)))
         with self.timer.phase("optimizer"):
             if finite:
@@ -121,7 +120,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What the coming backward multiplies the loss by."""
+        """The factor by which the next backward multiplies the loss."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:
@@ -133,27 +132,27 @@ class Engine:
 
     def take_phases(self) -> dict[str, float]:
         """Seconds by phase since the last call. On CUDA, where the host runs ahead of the device, forward and backward
-        are the device's own times from the pipeline's events."""
+        are device times from the pipeline's events."""
         seconds = self.timer.take()
         if self.device.type == "cuda":
             seconds |= {"forward": 0.0, "backward": 0.0}
-            for span in self.pipeline.trace.spans():
+            for span in self.pipeline.action_times.spans():
                 seconds["forward" if span.action.kind is Kind.F else "backward"] += span.end - span.start
         return seconds
 
-    def pieces(self, own: bool) -> Iterator[Piece]:
-        """Optimizer state as checkpoint pieces: all that this rank holds, or (`own`) those that it is to write."""
+    def pieces(self, own: bool) -> Iterator[StatePiece]:
+        """Optimizer state as checkpoint pieces: all that this rank holds, or (`own`) only those that it writes."""
         for part in self.optimizer.slices():
             if part.writes or not own:
-                yield Piece(part.kind, part.info, part.start, part.tensor)
+                yield StatePiece(part.kind, part.info, part.start, part.tensor)
 
     def scalars(self) -> dict[str, float]:
-        """State of a checkpoint that is one number, equal on all ranks."""
+        """The scalar state of a checkpoint, equal on all ranks."""
         scale = self.scaler.state() if self.scaler is not None else {}
         return {"optimizer_steps": float(self.optimizer.step_count), **scale}
 
     def resumed(self, step: int, scalars: Mapping[str, float] = {}) -> None:
-        """After the pieces were filled from a checkpoint of `step`: bring counters and parameters in line."""
+        """After the pieces were filled from a checkpoint of `step`: set counters and parameters accordingly."""
         self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
         if self.scaler is not None:
             self.scaler.restore(scalars)

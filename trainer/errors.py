@@ -1,7 +1,7 @@
-"""What can go wrong in a worker, and the exit code that each thing means to the agent.
+"""The errors of a worker and the exit code that each has.
 
-Every error that a user can meet is one class here with one documented exit code (`orchestrator.plan.Exit`), and its
-message is one line: what is wrong, where, and what would be right. `trainer.__main__` is the only place that turns
+Every error that a user can meet is a class here with a documented exit code (`orchestrator.plan.Exit`), and its message
+is one line: what is wrong, where, and what would be right. `trainer.__main__` is the only place that turns
 errors into exit codes.
 """
 
@@ -12,7 +12,7 @@ import os
 
 from orchestrator.plan import Exit, PlanError
 
-#: Of OSErrors that mean a full disk: the device's end, or the user's share of it.
+#: errno values that mean a full disk or an exhausted quota.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -20,17 +20,17 @@ class TrainerError(Exception):
     """Base of the trainer's own errors. `exit` is the process exit code that `python -m trainer` ends with."""
 
     exit: Exit = Exit.USER
-    cause: str = ""  # of `orchestrator.run.state.WORKER_CAUSES`, where that says more than the exit code
+    cause: str = ""  # one of `orchestrator.run.state.WORKER_CAUSES`, if that says more than the exit code
 
 
 class LayoutError(TrainerError):
-    """A combination of model, degrees and options that this trainer does not run or has not proven."""
+    """A combination of model, degrees and options that this trainer does not support."""
 
     exit = Exit.CONFIG
 
 
 class PlanMismatch(TrainerError):
-    """A worker or one of its peers is not where the plan says, or holds another plan."""
+    """A worker or one of its peers runs on another node than planned, or has loaded another plan."""
 
     exit = Exit.CONFIG
 
@@ -48,18 +48,18 @@ class CheckpointError(TrainerError):
 
 
 class SaveError(TrainerError):
-    """A checkpoint that could not be written (disk full, permissions): the state on disk is the previous one."""
+    """A checkpoint that could not be written (disk full, permissions); the previous one is intact."""
 
     exit = Exit.USER
 
     @property
     def cause(self) -> str:
-        # it has come from another rank as text
+        # the error may have come from another rank as text
         return "disk_full" if any(os.strerror(number) in str(self) for number in NO_ROOM) else ""
 
 
 class DeviceError(TrainerError):
-    """The plan wants a device that this node does not have: the node, not the job, is at fault."""
+    """The plan needs a device that this node does not have: a fault of the node, not of the job."""
 
     exit = Exit.NODE
 
@@ -72,13 +72,13 @@ class NonFinite(TrainerError):
 
 
 class Fenced(TrainerError):
-    """A newer plan epoch owns the run: this process must not write any more."""
+    """A newer plan epoch owns the run: this process must stop writing."""
 
     exit = Exit.FENCED
 
 
 class Stopped(TrainerError):
-    """A notice (SIGTERM, SIGUSR1) was honoured: everything is saved and the run wants to be started again."""
+    """A termination signal arrived: everything is saved and the run can be restarted."""
 
     exit = Exit.RESTART
 
@@ -90,7 +90,7 @@ class PeerLost(TrainerError):
 
 
 #: Fragments of the messages with which torch reports a dead or silent peer. gloo and c10d raise plain RuntimeErrors,
-#: so the text is all there is. Sources: gloo `transport/tcp/pair.cc` and `unbound_buffer.cc`, torch
+#: so only the text tells. Sources: gloo `transport/tcp/pair.cc` and `unbound_buffer.cc`, torch
 #: `ProcessGroupGloo.cpp`, `ProcessGroupNCCL.cpp`, `TCPStore.cpp`; each gloo line was seen in a killed-peer test.
 PEER_LOST_TEXTS: tuple[str, ...] = (
     "connection closed by peer",
@@ -117,7 +117,7 @@ PEER_LOST_TEXTS: tuple[str, ...] = (
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """True when a collective or the store failed because a peer is gone, as opposed to a bug in this process."""
+    """Whether a collective or the store failed because a peer is gone, as opposed to a bug in this process."""
     if isinstance(error, ConnectionError | PeerLost):
         return True
     names = {cls.__name__ for cls in type(error).__mro__}
@@ -142,7 +142,7 @@ def exit_code(error: BaseException) -> Exit:
         return Exit.CONFIG
     if is_peer_loss(error):
         return Exit.RESTART
-    # torch.OutOfMemoryError is a RuntimeError: the plan did not fit, which is for the user to change
+    # torch.OutOfMemoryError is a RuntimeError: the plan did not fit and the user must change it
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return Exit.USER
     return Exit.INTERNAL

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="of this step (default: the newest that verifies)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     args = parser.parse_args(argv)
-    from .checkpoint.export import export  # after the words: a wrong one is refused without a second of imports
+    from .checkpoint.export import export  # after parsing: wrong arguments are refused before a second of imports
     from .checkpoint.load import at_step, newest
 
     rejected: list[str] = []

@@ -1,4 +1,4 @@
-"""What workers import, for a process that forks workers (orchestrator/agent/node/fork_server.py)."""
+"""Imports what workers need, in the fork server that workers are forked from (orchestrator/agent/node)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class _Job(msgspec.Struct):
 
 
 class _Needs(msgspec.Struct):
-    """The part of a plan that says what is imported for it."""
+    """The fields of a plan that decide what a worker imports."""
 
     parallel: _Parallel
     job: _Job
 
 
 def prepare(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Before the fork of a worker: import what not every plan needs, and this one does.
+    """Before a worker is forked: import the optional modules that its plan needs.
 
-    Raises whatever reading the plan raises; the worker itself has the better words for it.
+    Raises whatever reading the plan raises; the worker itself reports such errors better.
     """
     words = list(arguments)
     path = words[words.index("--plan") + 1] if "--plan" in words else environment["ORCH_PLAN"]

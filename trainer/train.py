@@ -1,8 +1,8 @@
-"""The training loop of one worker: check, build, resume, then step after step until done, told to stop, or broken.
+"""The training loop of one worker: check, build, resume, then train until done, terminated or failed.
 
-A step boundary is where everything is agreed: one small all-reduce carries the number of valid tokens of the coming
-step, whether any rank was told to stop, and how far a save beside training is. So all ranks save the same step, and
-the loss has its divisor before the first forward.
+Ranks synchronise at each step boundary: one small all-reduce sums the valid tokens of the next step, whether any rank
+got a termination signal, and the progress of a background save. So all ranks save the same step, and the loss has its
+divisor before the first forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, memory_dir
+from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, replica_dir
 
 from .checkpoint.fence import Fence
 from .checkpoint.manager import Checkpoints
@@ -28,39 +28,45 @@ from .data.batch import MicroBatch
 from .data.build import open_tokens
 from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
-from .data.progress import thinned
+from .data.progress import rate_limited
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped
 from .metrics.profile import Profile
 from .optim.lr import learning_rate
 from .parallel import legal
 from .precision import Recipe, recipe
-from .worker.progress import Doing, Pulse
+from .worker.progress import Progress, ProgressReporter
 from .worker.reporter import Reporter
-from .worker.termination import Notice
+from .worker.termination import TerminationSignal
 
-#: Ranks report how far tokenising is at most this often, seconds.
+#: Seconds between progress reports of tokenising, at least.
 PROGRESS_EVERY_S = 1.0
 
 
-def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice, pulse: Pulse | None = None) -> None:
-    """Run the plan's job as worker `env` to its end. Raises what `trainer.errors.exit_code` knows.
+def train(
+    plan: Plan,
+    env: WorkerEnv,
+    reporter: Reporter,
+    termination: TerminationSignal,
+    progress: ProgressReporter | None = None,
+) -> None:
+    """Run the plan's job as worker `env` to its end. Raises the errors that `trainer.errors.exit_code` maps.
 
-    `pulse`: is told from where to read what is being done.
+    `progress`: gets the run as its source.
     """
     check_env(plan, env)
     legal.check(plan)
     device = choose_device(plan, env)
-    if notice.received:
-        raise Stopped(f"{notice.received} before the first step: nothing to save yet")
+    if termination.received:
+        raise Stopped(f"{termination.received} before the first step: nothing to save yet")
     connect(env, device)
     check_peers(plan, env)
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
     mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
-    loader = _open_data(plan, mesh, device, notice, reporter)
-    run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, notice)
-    if pulse is not None:
-        pulse.source = run.doing
+    loader = _open_data(plan, mesh, device, termination, reporter)
+    run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, termination)
+    if progress is not None:
+        progress.source = run.progress
     try:
         run.resume()
         run.loop()
@@ -70,15 +76,17 @@ def train(plan: Plan, env: WorkerEnv, reporter: Reporter, notice: Notice, pulse:
     dist.destroy_process_group()
 
 
-def _open_data(plan: Plan, mesh: Mesh, device: torch.device, notice: Notice, reporter: Reporter) -> Loader:
+def _open_data(
+    plan: Plan, mesh: Mesh, device: torch.device, termination: TerminationSignal, reporter: Reporter
+) -> Loader:
     """The loader over the corpus, which must be the same on all ranks. Raises DataError."""
 
     def progress(phase: str, done: int, total: int) -> None:
         reporter.event("data_progress", phase=phase, done=done, total=total)
-        if notice.received:
-            raise Stopped(f"{notice.received} while preparing data: nothing to save yet")
+        if termination.received:
+            raise Stopped(f"{termination.received} while preparing data: nothing to save yet")
 
-    store = open_tokens(plan.job.data, thinned(progress, PROGRESS_EVERY_S))
+    store = open_tokens(plan.job.data, rate_limited(progress, PROGRESS_EVERY_S))
     keys = [raw.decode() for raw in messages.all_gather_bytes(store.index.key.encode())]
     odd = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
     if odd is not None:
@@ -100,28 +108,28 @@ class Run:
         recipe: Recipe,
         loader: Loader,
         reporter: Reporter,
-        notice: Notice,
+        termination: TerminationSignal,
     ):
         self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
-        self.loader, self.reporter, self.notice = loader, reporter, notice
+        self.loader, self.reporter, self.termination = loader, reporter, termination
         torch.manual_seed(plan.job.train.seed)
         self.engine = Engine(plan, mesh, device, recipe)
-        folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), memory_dir(env.run_dir, env.node)
+        folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory)
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
         self.training = False  # the loop has begun
-        self._broken = 0  # steps in a row whose gradient was not finite
-        self._boundary_s = 0.0  # of this step, spent in waiting for the others at its boundary
+        self._broken = 0  # consecutive steps whose gradient was not finite
+        self._boundary_s = 0.0  # of this step, spent waiting at its boundary
 
-    def doing(self) -> Doing:
-        """Read by the pulse's thread at any time."""
+    def progress(self) -> Progress:
+        """The current progress; read by the reporting thread at any time."""
         if not self.training:
-            return Doing(step=0, phase="start", waiting=None, moves=0)
+            return Progress(step=0, phase="start", waiting=None, moves=0)
         counter, timer = self.engine.counter, self.engine.timer
-        inside, phase = counter.inside, timer.now or "step"
+        inside, phase = counter.waiting_in, timer.now or "step"
         waiting = f"{inside[0]} ({inside[1]})" if inside else "the step's boundary" if phase == "comm" else None
-        return Doing(self.step + 1, phase, waiting, counter.started + timer.entered)
+        return Progress(self.step + 1, phase, waiting, counter.started + timer.entered)
 
     def resume(self) -> None:
         """Start from the newest verified checkpoint of this run, if there is one."""
@@ -131,7 +139,7 @@ class Run:
             self.engine.resumed(found.step, found.scalars)
 
     def loop(self) -> None:
-        """Until the plan's last step. Raises Stopped after a notice, with everything saved."""
+        """Train to the plan's last step. Raises Stopped after a termination signal, with everything saved."""
         job = self.plan.job
         every, copies = job.checkpoint.every_steps, job.checkpoint.memory_every_steps
         self.training = True
@@ -147,17 +155,17 @@ class Run:
             if every and self.step % every == 0 and self.step < job.train.steps:
                 self._start_save()
             if copies and self.step % copies == 0 and self.step < job.train.steps:
-                self._keep_copy()
+                self._replicate()
         self._save()
-        self._drop_copies()
+        self._drop_replicas()
         self.reporter.event("done", self.step)
 
     def _agree(self, batches: list[MicroBatch]) -> tuple[int, bool]:
-        """(valid tokens of the step on all ranks together, whether any rank was told to stop); equal on every rank."""
+        """(valid tokens of the step over all ranks, whether any rank got a termination signal); equal on every rank."""
         coord = self.mesh.coord
         counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
         mine = sum(batch.valid_tokens for batch in batches) if counts else 0
-        told = int(self.notice.received is not None)
+        told = int(self.termination.received is not None)
         began = time.perf_counter()
         valid_tokens, told, votes = messages.sum_ints([mine, told, self.checkpoints.vote])
         self._boundary_s = time.perf_counter() - began
@@ -168,12 +176,12 @@ class Run:
         return valid_tokens, told > 0
 
     def _stop(self) -> None:
-        reason = self.notice.received or "another rank was told to stop"
+        reason = self.termination.received or "another rank was told to stop"
         self.reporter.event("stopping", self.step, reason=reason)
         if self.step == 0:
             raise Stopped(f"{reason} before the first step: nothing to save yet")
-        self._save(read_back=False)  # a notice may leave seconds
-        self._drop_copies()
+        self._save(read_back=False)  # a termination signal may leave only seconds
+        self._drop_replicas()
         raise Stopped(f"{reason}: saved at step {self.step}")
 
     def _start_save(self) -> None:
@@ -181,15 +189,15 @@ class Run:
             pieces = list(self.engine.pieces(own=True))
             self.checkpoints.start(pieces, self.step, self.samples, self.engine.scalars())
 
-    def _keep_copy(self) -> None:
+    def _replicate(self) -> None:
         with self.engine.timer.phase("checkpoint"):
             pieces = list(self.engine.pieces(own=True))
-            self.checkpoints.copies.keep(pieces, self.step, self.samples, self.engine.scalars())
+            self.checkpoints.replicas.replicate(pieces, self.step, self.samples, self.engine.scalars())
 
-    def _drop_copies(self) -> None:
-        """What they hold is on the disk now."""
-        if self.checkpoints.copies is not None:
-            self.checkpoints.copies.remove()
+    def _drop_replicas(self) -> None:
+        """Free in-memory replicas: their state is on disk."""
+        if self.checkpoints.replicas is not None:
+            self.checkpoints.replicas.remove()
 
     def _save(self, read_back: bool = True) -> None:
         with self.engine.timer.phase("checkpoint"):
@@ -218,22 +226,22 @@ class Run:
         self._report(start, taken, loss, grad_norm, lr, memory_bytes)
 
     def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
-        """All ranks see the same norm, so all come here, and say together whose loss it was. Raises NonFinite."""
-        mine = b"" if bool(torch.isfinite(loss_sum)) else self._places().encode()
-        guilty = {rank: raw.decode() for rank, raw in enumerate(messages.all_gather_bytes(mine)) if raw}
+        """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the same norm."""
+        mine = b"" if bool(torch.isfinite(loss_sum)) else self._sample_indices().encode()
+        reports = {rank: raw.decode() for rank, raw in enumerate(messages.all_gather_bytes(mine)) if raw}
         self.checkpoints.settle()  # a save of good weights may be under way
         where = "every loss is finite"
-        if guilty:
-            ranks, samples = ", ".join(map(str, guilty)), "; ".join(dict.fromkeys(guilty.values()))
+        if reports:
+            ranks, samples = ", ".join(map(str, reports)), "; ".join(dict.fromkeys(reports.values()))
             where = f"the loss is not finite on rank {ranks}, whose samples are {samples} in the run's order"
         before = f"; {self._broken - 1} in a row before it had been skipped" if self._broken > 1 else ""
         raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples}){before}")
 
-    def _places(self) -> str:
-        """This rank's samples of the step that is being made, by their place in the run's order."""
+    def _sample_indices(self) -> str:
+        """This rank's samples of the current step, by their index in the run's order."""
         many = micro_batches_at(self.plan.parallel, self.plan.job.train.batch_ramp, self.samples)
         rows = samples_of_step(self.plan.parallel, self.mesh.coord, self.samples, many)
-        return ", ".join(str(place) for row in rows for place in row)
+        return ", ".join(str(index) for row in rows for index in row)
 
     def _report(
         self, start: float, taken: int, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]
@@ -256,7 +264,7 @@ class Run:
             lr=lr,
             phase_s=phase_s,
             own_s=max(0.0, seconds - waited_s),
-            bubble_ratio=self.engine.pipeline.trace.bubble_ratio() if plan.parallel.pp > 1 else None,
+            bubble_ratio=self.engine.pipeline.action_times.bubble_ratio() if plan.parallel.pp > 1 else None,
             comm_bytes=comm_bytes,
             comm_s=comm_s,
             memory_bytes=memory_bytes,

@@ -47,8 +47,8 @@ class Batches:
 
     def __init__(self, plan: Plan, rank: int):
         size = plan.parallel.global_batch_samples
-        places = samples_of_step(plan.parallel, plan.ranks[rank].coord, 0)
-        self.mine: list[MicroBatch] = [micro_batch(plan, one) for one in places]
+        indices = samples_of_step(plan.parallel, plan.ranks[rank].coord, 0)
+        self.mine: list[MicroBatch] = [micro_batch(plan, one) for one in indices]
         self.valid = int((micro_batch(plan, list(range(size))).targets != IGNORED).sum())
 
 

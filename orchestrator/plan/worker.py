@@ -118,7 +118,7 @@ def trace_file(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"
 
 
-def memory_dir(run_dir: str | Path, node: str) -> Path:
+def replica_dir(run_dir: str | Path, node: str) -> Path:
     """Where a node keeps copies of a run's state in its memory. Whoever ends a run removes it.
 
     By the run folder itself and not by its name: what a run left that was killed is not for the next of that name,
@@ -167,7 +167,7 @@ class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defa
     fields: dict[str, str | int | float | bool | None] = {}
 
 
-class PulseReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
+class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
     """What a rank does now, about twice a second. Who sends some is watched: a rank whose pulse shows no move, or has
     stopped, while the run stands still, is ended and its run restarted.
     """
@@ -180,4 +180,4 @@ class PulseReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defa
     moves: int = 0  # grows whenever the rank gets on
 
 
-Report = StepReport | EventReport | PulseReport
+Report = StepReport | EventReport | ProgressReport

@@ -17,7 +17,7 @@ from orchestrator.agent.faults.diagnosis import diagnose, hang_timeout_s, peers_
 from orchestrator.agent.faults.policy import Budget, EpochEnd, WorkerEnd, decide
 from orchestrator.agent.node.progress import ProgressMonitor, is_frozen
 from orchestrator.agent.protocol.messages import WorkerStatus
-from orchestrator.plan.worker import PulseReport, StepReport
+from orchestrator.plan.worker import ProgressReport, StepReport
 from orchestrator.run.processes import Load
 from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
@@ -151,7 +151,7 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
 
 def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
     watch, pids = ProgressMonitor(), {3: os.getpid()}
-    pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
+    pulse = ProgressReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
     watch.on_pulse(pulse)
     for _ in range(4):
         watch.on_pulse(pulse)
@@ -173,7 +173,7 @@ def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, s
         "orchestrator.agent.node.progress.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
     )
     watch = ProgressMonitor()
-    pulse = PulseReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
+    pulse = ProgressReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
     watch.on_pulse(pulse)
     for _ in range(8):
         if sign == "speaks":

@@ -131,7 +131,7 @@ def _(patch):
 
 @DATA("ZeRO-2: a replica ends its step before the others have reduced theirs", caught="failed", zero=2, **UNEQUAL)
 def _(patch):
-    patch.setattr(engine.Engine, "_as_many_as_others", lambda self, batches: batches)
+    patch.setattr(engine.Engine, "_pad_micro_batches", lambda self, batches: batches)
 
 
 @DATA("ZeRO-2: what fills up a replica that takes fewer counts again", zero=2, **UNEQUAL)
@@ -203,13 +203,13 @@ def _(patch):
 
 @DATA("recomputation cuts the graph: no gradient flows to the layers before", recompute="full")
 def _(patch):
-    original = recompute._again
+    original = recompute._checkpointed
 
     def again(function, contexts=None):
         whole = original(function, contexts)
         return lambda x, *rest: whole(x.detach().requires_grad_(), *rest)
 
-    patch.setattr(recompute, "_again", again)
+    patch.setattr(recompute, "_checkpointed", again)
 
 
 def _replace(info, **changes):

@@ -53,7 +53,7 @@ def _(patch):
 
 @MODEL("tensor parallel: no all-reduce in backward", tp=2, sp=False)
 def _(patch):
-    patch.setattr(columns.Columns, "start_sum", lambda self, grad: lambda: grad)
+    patch.setattr(columns.OverlappedColumnLinears, "start_sum", lambda self, grad: lambda: grad)
 
 
 @MODEL("sequence parallel: backward keeps its slice and drops the others' parts", tp=2)
@@ -61,19 +61,19 @@ def _(patch):
     def start_sum(self, grad):
         return lambda: grad.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
-    patch.setattr(columns.Columns, "start_sum", start_sum)
+    patch.setattr(columns.OverlappedColumnLinears, "start_sum", start_sum)
 
 
 @MODEL("sequence parallel: the input gathered again in backward is of the wrong order", tp=2)
 def _(patch):
-    original = columns._Columns.backward
+    original = columns._OverlappedColumnLinears.backward
 
     def backward(ctx, *grads):
         right, ctx.columns = ctx.columns, copy(ctx.columns)
         ctx.columns.start_gather = lambda x: lambda: right.start_gather(x)().roll(x.shape[1], dims=1)
         return original(ctx, *grads)
 
-    patch.setattr(columns._Columns, "backward", staticmethod(backward))
+    patch.setattr(columns._OverlappedColumnLinears, "backward", staticmethod(backward))
 
 
 @MODEL("output biases are added on every tp rank", tp=2, sp=False, model=GPT)
@@ -186,12 +186,12 @@ DROPPED = tiny_model(dropout=0.1)
 
 @MODEL("every shard of a sequence draws dropout for the first shard", tp=2, model=DROPPED)
 def _(patch):
-    patch.setattr(tensor.KeepShard, "forward", lambda self, x: x.chunk(self.parts, dim=1)[0])
+    patch.setattr(tensor.SequenceShard, "forward", lambda self, x: x.chunk(self.parts, dim=1)[0])
 
 
 @MODEL("attention dropout counts heads from zero on each tp rank", tp=2, model=DROPPED)
 def _(patch):
-    patch.setattr(apply, "number_heads", lambda *args: None)
+    patch.setattr(apply, "set_dropout_heads", lambda *args: None)
 
 
 @MODEL("context parallel ranks number their tokens alike", cp=2, model=DROPPED)

@@ -9,7 +9,7 @@ import trainer.parallel.apply as apply
 import trainer.parallel.data.buckets as buckets
 from tests.beds.plans import tiny_model
 from trainer.pipeline.runtime import Pipeline
-from trainer.pipeline.split import WeightQueue
+from trainer.pipeline.split import DeferredWeightGrads
 from trainer.pipeline.transfer import Transfers
 
 from .base import Mutations
@@ -67,18 +67,18 @@ def _(patch):
 
 @PIPELINE("zero-bubble: one weight gradient is forgotten", pp=2, schedule="zb_h1")
 def _(patch):
-    original = WeightQueue.work_off
-    patch.setattr(WeightQueue, "work_off", lambda self, notes: original(self, notes[1:]))
+    original = DeferredWeightGrads.compute
+    patch.setattr(DeferredWeightGrads, "compute", lambda self, notes: original(self, notes[1:]))
 
 
 @PIPELINE("zero-bubble: weight gradients of a micro-batch are worked off twice", pp=2, schedule="zb_h1")
 def _(patch):
-    original = WeightQueue.work_off
+    original = DeferredWeightGrads.compute
 
     def twice(self, notes):
         original(self, [*notes, *notes[-1:]])
 
-    patch.setattr(WeightQueue, "work_off", twice)
+    patch.setattr(DeferredWeightGrads, "compute", twice)
 
 
 @PIPELINE("dualpipe: the two copies of the model are not summed", pp=2, schedule="dualpipe")

@@ -10,7 +10,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.worker import EventReport
 from tests.beds.plans import make_plan
 from trainer.checkpoint.fence import Fence
-from trainer.checkpoint.format import Piece
+from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.save import Contents, save
 from trainer.parallel.params import whole
@@ -40,16 +40,16 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return {"embed.weight": (257, 8), "layers.0.attn.wq.weight": (8, 8), "norm.weight": (8,)}
 
 
-def state(seed: int, dtype: torch.dtype = torch.float32) -> list[Piece]:
+def state(seed: int, dtype: torch.dtype = torch.float32) -> list[StatePiece]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        Piece(kind, whole(name, shape), 0, torch.randn(shape, generator=generator).to(dtype).view(-1))
+        StatePiece(kind, whole(name, shape), 0, torch.randn(shape, generator=generator).to(dtype).view(-1))
         for name, shape in shapes().items()
         for kind in KINDS
     ]
 
 
-def equal(left: list[Piece], right: list[Piece]) -> bool:
+def equal(left: list[StatePiece], right: list[StatePiece]) -> bool:
     return all(torch.equal(a.data, b.data) for a, b in zip(left, right, strict=True))
 
 
@@ -62,6 +62,6 @@ def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:
     return manager
 
 
-def resume(folder: Path, epoch: int = 1, **options: object) -> tuple[list[Piece], Checkpoints, object]:
+def resume(folder: Path, epoch: int = 1, **options: object) -> tuple[list[StatePiece], Checkpoints, object]:
     live, manager = state(999), checkpoints(folder, epoch, **options)
     return live, manager, manager.resume(lambda: live)

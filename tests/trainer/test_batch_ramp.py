@@ -60,9 +60,9 @@ def run(rank: int, plan, steps: int) -> list[dict]:
         many = micro_batches_at(par, plan.job.train.batch_ramp, consumed)
         size = many * par.micro_batch_size * par.dp
         whole = micro_batch(plan, list(range(consumed, consumed + size)))
-        places = samples_of_step(par, mesh.coord, consumed, many)
+        indices = samples_of_step(par, mesh.coord, consumed, many)
         valid = int((whole.targets != IGNORED).sum())
-        _, norm = engine.gradients([micro_batch(plan, one) for one in places], valid)
+        _, norm = engine.gradients([micro_batch(plan, one) for one in indices], valid)
         engine.update(norm, learning_rate(step, plan.job.optim, steps))
         engine.buckets.wait_params()
         weights = {info.name: info.valid(weight).clone() for info, weight in engine.buckets.full_params()}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.trainer.states import PLAN, checkpoints, equal, resume, saved, state
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.files import sha256, write_tensors
-from trainer.checkpoint.format import MANIFEST, Piece, rank_file, step_name
+from trainer.checkpoint.format import MANIFEST, StatePiece, rank_file, step_name
 from trainer.checkpoint.retention import committed
 from trainer.errors import Fenced, SaveError
 from trainer.parallel.params import ParamInfo
@@ -76,13 +76,13 @@ def vocabulary(rank: int) -> ParamInfo:
 
 
 def test_padding_rows_are_not_stored_and_stay_as_they_are(tmp_path):
-    pieces = [Piece("master", vocabulary(rank), 0, torch.arange(129 * 4.0) + rank) for rank in (0, 1)]
+    pieces = [StatePiece("master", vocabulary(rank), 0, torch.arange(129 * 4.0) + rank) for rank in (0, 1)]
     manager = checkpoints(tmp_path)
     manager.resume(lambda: [])
     manager.save(pieces, step=1, samples=0)
     stored = load_file(tmp_path / step_name(1) / rank_file(0))
     assert stored["master/embed.weight[0:129:257]@0"].numel() == 128 * 4
-    live = Piece("master", vocabulary(1), 0, torch.zeros(129 * 4))
+    live = StatePiece("master", vocabulary(1), 0, torch.zeros(129 * 4))
     checkpoints(tmp_path, 1).resume(lambda: [live])
     assert torch.equal(live.data[: 128 * 4], pieces[1].data[: 128 * 4]) and not live.data[128 * 4 :].any()
 
@@ -94,12 +94,12 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
         ParamInfo("embed.weight", (5, 4), 0, start, stop, 2, False, (rank,), True, True)
         for rank, (start, stop) in enumerate(rows)
     ]
-    pieces = [Piece("master", info, 0, torch.ones(8)) for info in infos]
+    pieces = [StatePiece("master", info, 0, torch.ones(8)) for info in infos]
     manager = checkpoints(tmp_path)
     manager.resume(lambda: [])
     manager.save(pieces, step=1, samples=0)
     assert len(load_file(tmp_path / step_name(1) / rank_file(0))) == 3 + 1, "three slices and the random state"
-    live = [Piece("master", info, 0, torch.zeros(8)) for info in infos]
+    live = [StatePiece("master", info, 0, torch.zeros(8)) for info in infos]
     assert checkpoints(tmp_path, 1).resume(lambda: live).step == 1
     assert [int(piece.data.sum()) for piece in live] == [8, 8, 4, 0]
 
@@ -110,8 +110,11 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
 def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, found):
     """A shard that nobody writes, or a replica that two ranks write: Megatron-LM saved such files (its PR 5077)."""
     embed = state(1)[0]
-    halves = [Piece("master", embed.info, 0, embed.data[:1056]), Piece("master", embed.info, 1056, embed.data[1056:])]
-    pieces = [halves[1]] if wrong == "dropped" else [*halves, Piece("master", embed.info, 1, embed.data[1:1057])]
+    halves = [
+        StatePiece("master", embed.info, 0, embed.data[:1056]),
+        StatePiece("master", embed.info, 1056, embed.data[1056:]),
+    ]
+    pieces = [halves[1]] if wrong == "dropped" else [*halves, StatePiece("master", embed.info, 1, embed.data[1:1057])]
     manager = checkpoints(tmp_path)
     manager.resume(lambda: [])
     with pytest.raises(SaveError, match=f"master of embed.weight: {found}"):
@@ -122,7 +125,7 @@ def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, 
 # ---------------------------------------------------------------------------------------------- many ranks
 
 
-def sharded(rank: int, world: int, seed: int) -> list[Piece]:
+def sharded(rank: int, world: int, seed: int) -> list[StatePiece]:
     """Flat shards that cut through parameters, as ZeRO-1 makes them; unequal on purpose."""
     pieces = []
     for piece in state(seed):
@@ -130,7 +133,7 @@ def sharded(rank: int, world: int, seed: int) -> list[Piece]:
         edges = [size * (index**2) // world**2 for index in range(world + 1)]
         low, high = edges[rank], edges[rank + 1]
         if low < high:
-            pieces.append(Piece(piece.kind, piece.info, low, piece.data[low:high]))
+            pieces.append(StatePiece(piece.kind, piece.info, low, piece.data[low:high]))
     return pieces
 
 

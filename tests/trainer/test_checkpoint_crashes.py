@@ -22,7 +22,7 @@ import pytest
 import trainer.checkpoint
 import trainer.durable
 from tests.trainer.states import Recorder, checkpoints, equal, resume, saved, state
-from trainer.checkpoint.format import Piece
+from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.retention import committed
 from trainer.comm import messages
@@ -344,11 +344,12 @@ def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
     return lines(follow, at if rank == victim else -1)
 
 
-def halves(rank: int, seed: int) -> list[Piece]:
+def halves(rank: int, seed: int) -> list[StatePiece]:
     """Of two ranks' flat shares of `state(seed)`."""
     cut = [(piece, piece.data.numel() // 2) for piece in state(seed)]
     return [
-        Piece(piece.kind, piece.info, rank * half, piece.data[rank * half : (rank + 1) * half]) for piece, half in cut
+        StatePiece(piece.kind, piece.info, rank * half, piece.data[rank * half : (rank + 1) * half])
+        for piece, half in cut
     ]
 
 

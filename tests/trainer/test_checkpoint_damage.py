@@ -11,7 +11,7 @@ import torch
 from orchestrator.plan import Exit
 from tests.trainer.states import checkpoints, equal, resume, saved, state
 from trainer.checkpoint import save as save_module
-from trainer.checkpoint.format import MANIFEST, Piece, decode, encode, rank_file, step_name
+from trainer.checkpoint.format import MANIFEST, StatePiece, decode, encode, rank_file, step_name
 from trainer.checkpoint.retention import committed
 from trainer.errors import CheckpointError, SaveError
 from trainer.parallel.params import whole
@@ -123,10 +123,10 @@ def test_every_single_bit_of_a_small_file_matters(tmp_path, name):
 
 def test_a_checkpoint_of_another_model_or_precision_is_refused(tmp_path):
     saved(tmp_path, 1)
-    other = [Piece("master", whole("norm.weight", (16,)), 0, torch.zeros(16))]
+    other = [StatePiece("master", whole("norm.weight", (16,)), 0, torch.zeros(16))]
     with pytest.raises(CheckpointError, match=r"norm.weight with shape \(8,\), the plan's model has \(16,\)"):
         checkpoints(tmp_path, 1).resume(lambda: other)
-    other = [Piece("master", whole("layers.9.norm.weight", (8,)), 0, torch.zeros(8))]
+    other = [StatePiece("master", whole("layers.9.norm.weight", (8,)), 0, torch.zeros(8))]
     with pytest.raises(CheckpointError, match=r"has no parameter layers.9.norm.weight"):
         checkpoints(tmp_path, 1).resume(lambda: other)
     with pytest.raises(CheckpointError, match="holds master state as F32, this plan trains with F64"):

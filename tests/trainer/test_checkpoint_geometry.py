@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.checkpoint.geometry import Part, common, tiling_problem
+from trainer.checkpoint.geometry import BlockRange, overlaps, tiling_problem
 
 
 @st.composite
-def parts(draw, shape: tuple[int, ...], dim: int) -> Part:
+def parts(draw, shape: tuple[int, ...], dim: int) -> BlockRange:
     """A flat range of a block of `dim`, of a block of dimension 0, or of the whole."""
     along = draw(st.sampled_from([None, 0, dim]))
     start = stop = 0
@@ -21,7 +21,7 @@ def parts(draw, shape: tuple[int, ...], dim: int) -> Part:
         stop = draw(st.integers(start + 1, shape[along]))
     size = prod(shape) if along is None else prod(shape) // shape[along] * (stop - start)
     offset = draw(st.integers(0, size - 1))
-    return Part(along, start, stop, offset, draw(st.integers(1, size - offset)))
+    return BlockRange(along, start, stop, offset, draw(st.integers(1, size - offset)))
 
 
 @st.composite
@@ -31,7 +31,7 @@ def pairs(draw):
     return shape, draw(parts(shape, dim)), draw(parts(shape, dim))
 
 
-def elements(part: Part, shape: tuple[int, ...]) -> list[int]:
+def elements(part: BlockRange, shape: tuple[int, ...]) -> list[int]:
     """The numbers of a part's elements in the global parameter, in the part's order."""
     everything = torch.arange(prod(shape)).view(shape)
     if part.dim is not None:
@@ -45,7 +45,7 @@ def test_what_two_slices_share_is_found_once_and_in_its_place(case):
     shape, left, right = case
     ours, theirs = elements(left, shape), elements(right, shape)
     found = []
-    for one in common(left, right, shape):
+    for one in overlaps(left, right, shape):
         for row in range(one.rows):
             for column in range(one.columns):
                 number = ours[one.left + row * one.left_step + column]
@@ -56,7 +56,7 @@ def test_what_two_slices_share_is_found_once_and_in_its_place(case):
 
 def test_two_inner_dimensions_are_refused():
     with pytest.raises(ValueError, match="dimensions 1 and 2"):
-        common(Part(1, 0, 1, 0, 1), Part(2, 0, 1, 0, 1), (2, 2, 2))
+        overlaps(BlockRange(1, 0, 1, 0, 1), BlockRange(2, 0, 1, 0, 1), (2, 2, 2))
 
 
 @st.composite
@@ -70,7 +70,7 @@ def tilings(draw):
         size = prod(shape) if dim is None else prod(shape) // shape[dim] * (stop - start)
         edges = _cuts(draw, size)
         block = (None, 0, 0) if dim is None else (dim, start, stop)
-        result += [Part(*block, low, high - low) for low, high in itertools.pairwise(edges)]
+        result += [BlockRange(*block, low, high - low) for low, high in itertools.pairwise(edges)]
     return shape, draw(st.permutations(result))
 
 

@@ -50,8 +50,8 @@ CASES: dict[str, dict] = {
 
 def advance(engine: Engine, plan: Plan, step: int) -> None:
     size = plan.parallel.global_batch_samples
-    places = samples_of_step(plan.parallel, engine.mesh.coord, (step - 1) * size)
-    _, norm = engine.gradients([single.micro_batch(plan, one) for one in places], valid_tokens=100)
+    indices = samples_of_step(plan.parallel, engine.mesh.coord, (step - 1) * size)
+    _, norm = engine.gradients([single.micro_batch(plan, one) for one in indices], valid_tokens=100)
     engine.update(norm, lr=1e-2)
 
 

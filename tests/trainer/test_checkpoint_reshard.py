@@ -15,7 +15,7 @@ from tests.reference.assemble import assemble
 from tests.trainer.samples import GPT
 from tests.trainer.states import Recorder
 from trainer.checkpoint.fence import Fence
-from trainer.checkpoint.format import Piece, step_name
+from trainer.checkpoint.format import StatePiece, step_name
 from trainer.checkpoint.manager import Checkpoints
 from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
@@ -67,9 +67,9 @@ class Trained:
 
     def advance(self, step: int) -> float | None:
         """The mean loss of step number `step`, where the last stage is."""
-        places = range((step - 1) * BATCH, step * BATCH)
-        tokens = int((single.micro_batch(self.plan, list(places)).targets != IGNORED).sum())
-        mine = samples_of_step(self.plan.parallel, self.engine.mesh.coord, places[0])
+        indices = range((step - 1) * BATCH, step * BATCH)
+        tokens = int((single.micro_batch(self.plan, list(indices)).targets != IGNORED).sum())
+        mine = samples_of_step(self.plan.parallel, self.engine.mesh.coord, indices[0])
         lr = learning_rate(step, self.plan.job.optim, STEPS)
         loss_sum, norm = self.engine.gradients([single.micro_batch(self.plan, one) for one in mine], tokens)
         self.engine.update(norm, lr)
@@ -114,7 +114,7 @@ def undisturbed() -> list[float]:
     return [outcome.loss for outcome in single.train(plan_of("one process"), STEPS, torch.float64)]
 
 
-def as_stored(piece: Piece, save: Save) -> bool:
+def as_stored(piece: StatePiece, save: Save) -> bool:
     """Whether a piece, padding left out, has the elements that are in the files."""
     stored = piece.unpadded()
     if stored is None:

@@ -90,7 +90,7 @@ def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
     Block.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
     registered = {"params": engine.buckets.param_tensors, "grads": engine.buckets.grad_tensors}
-    memory = StepMemory(torch.device("cpu"), registered, engine.pipeline.trace.running, plan.job.train.compile)
+    memory = StepMemory(torch.device("cpu"), registered, engine.pipeline.action_times.running, plan.job.train.compile)
     found = []
     for step in range(3):
         held: dict[str, int] = {}

@@ -15,7 +15,7 @@ from orchestrator.plan.document import Data
 from tests.trainer.test_data_tokenizer import word_level
 from trainer.data import build
 from trainer.data.build import open_tokens
-from trainer.data.progress import bar, thinned
+from trainer.data.progress import bar, rate_limited
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
 
@@ -269,7 +269,7 @@ def test_bar_draws_on_a_terminal_only():
 
 def test_thinned_keeps_the_first_and_last_of_each_phase():
     now, log = [0.0], Log()
-    call = thinned(log, 1.0, clock=lambda: now[0])
+    call = rate_limited(log, 1.0, clock=lambda: now[0])
     for phase in ("hash", "tokenise"):
         for done in range(11):
             now[0] += 0.3

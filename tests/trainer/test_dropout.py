@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.reference import dropout as twin
-from trainer.data.batch import MicroBatch, numbered
+from trainer.data.batch import MicroBatch, with_serials
 from trainer.model.dropout import AttentionDropout, Dropout, seed_dropout
 
 SERIAL = torch.arange(96).reshape(2, 48) + 10_000
@@ -69,7 +69,7 @@ def test_a_shard_draws_what_the_whole_draws_for_it():
 
 def test_tokens_are_numbered_by_the_place_of_their_sample():
     tokens = torch.zeros(2, 4, dtype=torch.int64)
-    batch = numbered(MicroBatch(tokens, tokens, tokens, None), [5, 9])
+    batch = with_serials(MicroBatch(tokens, tokens, tokens, None), [5, 9])
     assert batch.serial.tolist() == [[20, 21, 22, 23], [36, 37, 38, 39]]
 
 

@@ -52,9 +52,9 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
     for step in range(count):
         before = {info.name: weight.clone() for info, weight in engine.buckets.full_params()}
         valid = int((micro_batch(plan, list(range(step * size, (step + 1) * size))).targets != IGNORED).sum())
-        places = samples_of_step(plan.parallel, mesh.coord, step * size)
+        indices = samples_of_step(plan.parallel, mesh.coord, step * size)
         scale = engine.loss_scale
-        _, norm = engine.gradients([micro_batch(plan, one) for one in places], valid)
+        _, norm = engine.gradients([micro_batch(plan, one) for one in indices], valid)
         grads = {name: grad.float() / scale for name, grad in engine.buckets.full_grads().items()}
         applied = engine.update(norm, 1e-3)
         engine.buckets.wait_params()

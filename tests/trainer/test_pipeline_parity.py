@@ -63,17 +63,17 @@ def pipeline_rank(rank, plan, dtype, steps=1, prepare=None):
         prepare(stage)
     buckets = GradBuckets(list(part.parameters()), mesh, 0, dtype, 1 << 12, counter)
     pipeline = Pipeline.from_plan(*(plan, part.stages, part.loss, mesh, counter), dtype=dtype, on_grad=buckets.on_grad)
-    items, notes, work_off = data(plan), [], pipeline._queue.work_off
-    pipeline._queue.work_off = lambda owed: [notes.extend(owed), work_off(owed)]
+    items, notes, compute = data(plan), [], pipeline._queue.compute
+    pipeline._queue.compute = lambda owed: [notes.extend(owed), compute(owed)]
     for _ in range(steps):
         buckets.expect(len(items))
         loss = pipeline.run(items, 1.0 / valid(items))
         buckets.finish()
     if mesh.group("pp"):
         dist.all_reduce(loss, group=mesh.group("pp"))
-    order = [str(action) for action in pipeline.trace.order()]
+    order = [str(action) for action in pipeline.action_times.order()]
     sent = dict(counter.bytes)  # of all steps
-    left = len(pipeline._held) + len(pipeline._owed) + len(pipeline.transfers._inbox)
+    left = len(pipeline._saved) + len(pipeline._deferred) + len(pipeline.transfers._inbox)
     return {
         "loss": loss,
         "grads": buckets.full_grads(),

@@ -109,8 +109,11 @@ def test_measured_order_is_the_simulated_one(name, pp, vpp):
     def rank_main(rank):
         pipe = pipeline(rank, schedule)
         pipe.run(batches(schedule))
-        spans = [[str(a), pipe.trace.began + start, pipe.trace.began + end] for a, start, end in pipe.trace.spans()]
-        return {"spans": spans, "bubble": pipe.trace.bubble_ratio()}
+        spans = [
+            [str(a), pipe.action_times.began + start, pipe.action_times.began + end]
+            for a, start, end in pipe.action_times.spans()
+        ]
+        return {"spans": spans, "bubble": pipe.action_times.bubble_ratio()}
 
     found = run_ranks(rank_main, pp)
     ends = {action: end for result in found for action, _, end in result["spans"]}
@@ -130,7 +133,7 @@ def test_a_slow_stage_leaves_bubbles_on_the_others():
         timer = PhaseTimer()
         pipe = pipeline(rank, schedule, lambda: Toy(0.02 if rank else 0.0), timer=timer)
         pipe.run(batches(schedule))
-        return {"bubble": pipe.trace.bubble_ratio(), "phases": timer.take()}
+        return {"bubble": pipe.action_times.bubble_ratio(), "phases": timer.take()}
 
     fast, slow = run_ranks(rank_main, 2)
     assert fast["bubble"] > 1 > slow["bubble"]
@@ -147,7 +150,7 @@ def test_one_rank_needs_no_process_group_and_a_table_runs():
     total = pipe.run(batches(schedule), loss_scale=0.5)
     loss = 4 * plain(None, None).sum()
     (0.5 * loss).backward()
-    assert [str(action) for action in pipe.trace.order()] == [str(action) for action in schedule.orders[0]]
+    assert [str(action) for action in pipe.action_times.order()] == [str(action) for action in schedule.orders[0]]
     torch.testing.assert_close(total, loss.detach())
     for name, param in pipe.stages[0].named_parameters():
         torch.testing.assert_close(param.grad, dict(plain.named_parameters())[name].grad)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.model.linear import Embedding, Linear
-from trainer.pipeline.split import WeightQueue, install
+from trainer.pipeline.split import DeferredWeightGrads, install
 
 
 def layers(bias: bool = True) -> nn.Sequential:
@@ -31,7 +31,7 @@ def test_equals_autograd(shape, bias, deferred):
     whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
     plain(whole).square().sum().backward()
 
-    queue = WeightQueue(told.append)
+    queue = DeferredWeightGrads(told.append)
     install([split], queue)
     if deferred:
         queue.open()
@@ -41,14 +41,14 @@ def test_equals_autograd(shape, bias, deferred):
     if deferred:
         notes = queue.close()
         assert len(notes) == 2
-        queue.work_off(notes)
+        queue.compute(notes)
         assert not notes  # each activation is dropped as soon as it is used
     assert [id(param) for param in told] == [id(split[3].weight), id(split[0].weight)]  # in order of backward
     torch.testing.assert_close(gradients(split), gradients(plain), rtol=1e-12, atol=1e-12)
 
 
 def test_weight_gradients_accumulate_over_micro_batches():
-    plain, split, queue = layers(), layers(), WeightQueue()
+    plain, split, queue = layers(), layers(), DeferredWeightGrads()
     install([split], queue)
     owed = []
     for seed in range(3):
@@ -58,21 +58,21 @@ def test_weight_gradients_accumulate_over_micro_batches():
         split(x).sum().backward()
         owed.append(queue.close())
     for notes in reversed(owed):  # in any order
-        queue.work_off(notes)
+        queue.compute(notes)
     torch.testing.assert_close(gradients(split), gradients(plain), rtol=1e-12, atol=1e-12)
 
 
 def test_hooks_on_a_split_weight_stay_silent():
     """torch runs a post-accumulate-grad hook even when the gradient is None: the queue alone must report a weight."""
     net, told, hooked = layers(), [], []
-    queue = WeightQueue(told.append)
+    queue = DeferredWeightGrads(told.append)
     install([net], queue)
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda p: hooked.append(p))
     queue.open()
     net(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
     assert all(param.grad is not None for param in hooked) and len(hooked) == 4  # two biases, the norm's two
-    queue.work_off(queue.close())
+    queue.compute(queue.close())
     assert not {id(param) for param in told} & {id(param) for param in hooked} and len(told) == 2
 
 
@@ -80,7 +80,7 @@ def test_a_shared_matrix_keeps_its_op():
     embed, head = Embedding(11, 4), Linear(4, 11)
     head.weight = embed.weight
     op = head.op
-    install([nn.ModuleList([embed, head])], WeightQueue())
+    install([nn.ModuleList([embed, head])], DeferredWeightGrads())
     assert head.op is op
 
 
@@ -88,15 +88,15 @@ def test_an_op_that_something_else_replaced_is_refused():
     linear = Linear(4, 4)
     linear.op = lambda x, weight, bias: x @ weight.T
     with pytest.raises(ValueError, match="cannot replace the op"):
-        install([linear], WeightQueue())
+        install([linear], DeferredWeightGrads())
 
 
 def test_a_weight_gradient_sums_leading_dimensions_and_adds_in_place():
     linear, x, grad = Linear(5, 7, bias=False), torch.randn(2, 3, 5), torch.randn(2, 3, 7)
-    queue, whole = WeightQueue(), torch.einsum("abi,abo->oi", x, grad)
-    queue.work_off([(linear, x, grad)])
+    queue, whole = DeferredWeightGrads(), torch.einsum("abi,abo->oi", x, grad)
+    queue.compute([(linear, x, grad)])
     torch.testing.assert_close(linear.weight.grad, whole)
     first = linear.weight.grad
-    queue.work_off([(linear, x, grad)])
+    queue.compute([(linear, x, grad)])
     assert linear.weight.grad is first  # it may be a bucket's view
     torch.testing.assert_close(first, 2 * whole)

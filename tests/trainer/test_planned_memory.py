@@ -82,14 +82,14 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     mesh, device = Mesh.from_plan(plan, rank), torch.device("cpu")
     engine = Engine(plan, mesh, device, recipe(plan.job.train))
     lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, engine.optimizer.tensors)
-    found = StepMemory(device, dict(zip(STATES, lists, strict=True)), engine.pipeline.trace.running)
-    queue, note = engine.pipeline._queue, engine.pipeline._queue.note
+    found = StepMemory(device, dict(zip(STATES, lists, strict=True)), engine.pipeline.action_times.running)
+    queue, note = engine.pipeline._queue, engine.pipeline._queue.add
 
     def noted(linear, x: torch.Tensor, grad: torch.Tensor) -> None:
         found.tracker.keep(grad)
         note(linear, x, grad)
 
-    queue.note = noted
+    queue.add = noted
     for step in range(2):
         batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, mesh.coord, step)]
         with found.measure({}):

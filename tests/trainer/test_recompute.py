@@ -86,8 +86,8 @@ def test_sequence_parallel_inputs_are_not_kept_whole():
 
     def work(rank):
         again = run(plan, Mesh.from_plan(plan, rank), "none")
-        original = apply.Columns
-        apply.Columns = lambda group, counter, sp, keep=False: original(group, counter, sp, keep=True)
+        original = apply.OverlappedColumnLinears
+        apply.OverlappedColumnLinears = lambda group, counter, sp, keep=False: original(group, counter, sp, keep=True)
         whole = run(plan, Mesh.from_plan(plan, rank), "none")
         return {"saved": whole["kept"] - again["kept"], "same": again["loss"] == whole["loss"]}
 

@@ -37,8 +37,8 @@ def whole_batches(plan: Plan, step: int, rank: int) -> tuple[list[MicroBatch], i
     size = plan.parallel.global_batch_samples
     consumed = step * size
     valid = int((micro_batch(plan, list(range(consumed, consumed + size))).targets != IGNORED).sum())
-    places = samples_of_step(plan.parallel, plan.ranks[rank].coord, consumed)
-    return [micro_batch(plan, one) for one in places], valid
+    indices = samples_of_step(plan.parallel, plan.ranks[rank].coord, consumed)
+    return [micro_batch(plan, one) for one in indices], valid
 
 
 def new_stage(plan: Plan, index: int, count: int) -> Stage:

@@ -12,7 +12,7 @@ from orchestrator.plan.schedules import Kind, schedule_of
 from orchestrator.plan.worker import trace_file
 from tests.beds.plans import make_plan
 from tests.trainer.test_loop import finish
-from trainer.metrics.memory import CATEGORIES, Point, StorageTracker, thin
+from trainer.metrics.memory import CATEGORIES, Point, StorageTracker, downsample
 
 TEXT = Path(json.__file__).parent
 KIB = 1024
@@ -68,7 +68,7 @@ def test_a_storage_that_is_filled_and_emptied_counts_while_it_is_full():
 def test_thinning_keeps_the_peak_and_the_end():
     points = [Point(0.001 * i, {"buffers": (i * 7919) % 1000}) for i in range(5000)]
     points[1234] = Point(1.234, {"buffers": 10**6})
-    few = thin(points, 100)
+    few = downsample(points, 100)
     assert len(few) <= 200 and few == sorted(few, key=lambda point: point.at)
     assert points[1234] in few and few[-1] == points[-1]
 

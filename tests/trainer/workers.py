@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from orchestrator.plan import Plan, to_json
-from orchestrator.plan.worker import EventReport, PulseReport, Report, StepReport, WorkerEnv
+from orchestrator.plan.worker import EventReport, ProgressReport, Report, StepReport, WorkerEnv
 from trainer.__main__ import main
 from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
 from trainer.verify.huge_pages import collapse
@@ -115,11 +115,11 @@ class Workers:
         raise AssertionError(f"rank {rank} never reported {seen!r}: {self.log(rank)}")
 
     def reports(self, rank: int = 0) -> list[StepReport | EventReport]:
-        """What it did, without its pulse."""
+        """What it did, without its progress."""
         path = self.reports_of(rank)
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         found = [msgspec.json.decode(line, type=Report) for line in lines]
-        return [report for report in found if not isinstance(report, PulseReport)]
+        return [report for report in found if not isinstance(report, ProgressReport)]
 
     def steps(self, rank: int = 0) -> list[StepReport]:
         return [report for report in self.reports(rank) if isinstance(report, StepReport)]

@@ -69,7 +69,7 @@ def main() -> int:
     reporter.close()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # as the trainer leaves: after a lost peer, destructors of groups would wait for it
+    os._exit(code)  # as in trainer.__main__: after a lost peer, destructors of groups would wait for it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured: groups of ranks that meet on one tier of the network, operations, message sizes. Pure."""
+"""The cases of `orch bench`: groups of ranks on one network tier, operations, message sizes. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20)  # bytes of the whole tensor; p2
 class Case(Struct, frozen=True):
     """Groups that run the same operations at the same time."""
 
-    level: str  # the tier on which neighbours of a group meet: "nvlink" (inside one domain), or a switch level
+    level: str  # tier that connects the group's neighbours: "nvlink" (inside one domain) or a switch level
     groups: tuple[tuple[int, ...], ...]
 
     @property
@@ -27,8 +27,8 @@ class Case(Struct, frozen=True):
 
 
 def cases(plan: Plan) -> list[Case]:
-    """Inside domains: pairs, and everyone. On each switch level: the ranks of a pair of nodes that meet there, and one
-    node of every block below a switch; equal ranks of all those nodes at once, as they share their nodes' links.
+    """Inside NVLink domains: pairs, and all ranks. On each switch level: pairs of nodes that it connects, and one node
+    of every block below a switch; equal local ranks of those nodes at once, as they share their nodes' links.
     """
     cluster = plan.cluster
     index = {name: i for i, name in enumerate(cluster.node_names)}

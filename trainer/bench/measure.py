@@ -1,4 +1,4 @@
-"""Seconds of one operation, as a training step would see it: every rank takes part, the slowest rank counts."""
+"""Measures seconds per operation as a training step sees it: all ranks take part, the slowest one counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from trainer.comm.collectives import CommCounter, all_gather, all_reduce, all_to_all, reduce_scatter, start_rotate
+from trainer.precision import DTYPES
 
 _BATCHES = 5
 _BATCH_S = 0.08  # operations are repeated until a batch lasts about this long
 _MOST_REPEATS = 200
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def seconds(once: Callable[[], object] | None, device: torch.device) -> float:
@@ -41,7 +40,7 @@ def seconds(once: Callable[[], object] | None, device: torch.device) -> float:
 
 
 def operation(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Tensor | list]:
-    """One call of a collective of the trainer on a tensor of `size` bytes (p2p: a message of `size` to the next)."""
+    """A function that runs a collective of the trainer on `size` bytes (p2p: a message of `size` to the next rank)."""
     n, counter = group.size(), CommCounter()
     whole = torch.zeros(max(size // 4 // n, 1) * n, device=device)
     if name == "all_reduce":
@@ -60,7 +59,7 @@ def operation(name: str, size: int, group: dist.ProcessGroup, device: torch.devi
 
 
 def compute(precision: str, device: torch.device) -> dict[str, float]:
-    """What one rank computes while all do: FLOP/s of a matrix product and of attention, bytes/s, seconds a call."""
+    """Speed of one rank while all compute: FLOP/s of a matrix product and of attention, bytes/s, seconds per call."""
     dtype = DTYPES[precision]
     small = device.type == "cpu"
     side = 512 if small else 8192

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as one safetensors file, whatever layout wrote it: full names, full shapes, no pieces."""
+"""Exports the weights of a checkpoint, whatever layout wrote it, as one safetensors file with full names and shapes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.parallel.params import whole
 from trainer.precision import DTYPES
 
 from .files import write_stream
-from .format import Piece
-from .load import Found
-from .restore import Stored
+from .format import StatePiece
+from .load import VerifiedCheckpoint
+from .restore import StoredState
 
-#: What is exported: the weights in the optimizer's precision.
+#: Kind of state that is exported: the weights in the optimizer's precision.
 KIND = "master"
 FILE = "model.safetensors"
 
@@ -40,7 +40,7 @@ class Exported(Struct, frozen=True):
     rejected: list[str] = []  # newer checkpoints that did not verify, and why
 
 
-def export(found: Found, out: Path, dtype: str = "fp32", rejected: list[str] | None = None) -> Exported:
+def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: list[str] | None = None) -> Exported:
     """Write the weights of a verified checkpoint to `out`/model.safetensors, one parameter in memory at a time.
 
     In fp32 they are the master weights to the bit; bf16 and fp16 are rounded from those. Tied weights are there once.
@@ -75,9 +75,9 @@ def export(found: Found, out: Path, dtype: str = "fp32", rejected: list[str] | N
     )
 
 
-def _weights(found: Found, shapes: dict[str, list[int]], dtype: torch.dtype) -> Iterator[Tensor]:
-    stored = Stored(found)
+def _weights(found: VerifiedCheckpoint, shapes: dict[str, list[int]], dtype: torch.dtype) -> Iterator[Tensor]:
+    stored = StoredState(found)
     for name, shape in shapes.items():
         tensor = torch.empty(torch.Size(shape).numel(), dtype=torch.float32)
-        stored.fill([Piece(KIND, whole(name, tuple(shape)), 0, tensor)])
+        stored.fill([StatePiece(KIND, whole(name, tuple(shape)), 0, tensor)])
         yield tensor.to(dtype)

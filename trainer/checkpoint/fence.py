@@ -1,9 +1,9 @@
 """Fencing: at most one plan epoch of one run may commit into a checkpoint folder.
 
-After a network split or a lost agent an old worker can come back to life and write. The newest epoch leaves its token
-in the folder; whoever holds an older one finds that out under the folder's lock, before its rename, and ends with 77.
-In an elastic run the coordinator may have moved and claimed a newer epoch whose workers have not come here yet: that
-ends an old epoch too.
+After a network split or a lost agent an old worker may resume and try to write. The newest epoch leaves its token in
+the folder; a worker with an older token notices under the folder's lock, before its rename, and exits with 77. In an
+elastic run the coordinator may have claimed a newer epoch whose workers have not reached the folder yet: that fences an
+old epoch too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .format import FENCE
 class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     run_id: str
     epoch: int
-    claims: str = ""  # folder of an elastic run in which its epochs are claimed
+    claims: str = ""  # folder in which an elastic run claims its epochs
 
     @classmethod
     def of(cls, env: WorkerEnv) -> Fence:
@@ -35,10 +35,10 @@ class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def claim(folder: Path, token: Fence) -> None:
-    """Become the folder's only writer and sweep up what killed saves left.
+    """Become the folder's only writer and delete what killed saves left.
 
-    Raises Fenced when a newer epoch of the same run holds it. Another run's claim is taken over: the folder was given
-    to this run by its plan, and the other run finds itself fenced at its next save.
+    Raises Fenced when a newer epoch of the same run holds it. Another run's claim is taken over, since the plan gave
+    the folder to this run; the other run is fenced at its next save.
     """
     _make(folder)
     _check_claims(folder, token)
@@ -52,7 +52,7 @@ def claim(folder: Path, token: Fence) -> None:
 
 
 def _make(folder: Path) -> None:
-    """With the names of all that is new made durable: a checkpoint in a folder that a power cut takes is none."""
+    """Create the folder and fsync every new parent: after a power cut the folder itself must still be there."""
     new = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for one in new:

@@ -43,7 +43,7 @@ def write_stream(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] = {},
 ) -> tuple[int, str]:
-    """The same for tensors that are made one after the other: `entries` says what is to come, in that order."""
+    """`write_tensors` for tensors that are produced one by one; `entries` lists their keys and shapes in that order."""
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for key, (dtype, shape) in entries.items():
         begin, end = end, end + prod(shape) * dtype.itemsize
@@ -75,9 +75,9 @@ def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryv
 
 
 class TensorFile:
-    """A safetensors file of 1-D tensors, of which any range can be read by itself.
+    """A safetensors file of 1-D tensors, of which any range can be read alone.
 
-    By pread, not by mapping the file: what cannot be read is an OSError here and not the death of the process (SIGBUS).
+    Reads with pread instead of mmap: an unreadable block is then an OSError and not a SIGBUS that kills the process.
     """
 
     def __init__(self, file: BinaryIO, path: Path):
@@ -123,8 +123,8 @@ def sha256(path: Path) -> str:
 
 
 def sha256_from_disk(path: Path) -> str:
-    """The hash of what the disk holds of a file that was fsynced: its pages are dropped from memory first, as far as
-    the file system does that."""
+    """The hash of an fsynced file as the disk holds it: its pages are first dropped from memory, where the file system
+    supports that."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,11 +1,11 @@
-"""What a checkpoint is: folder names, the manifest, and the pieces of state that ranks offer and ask for.
+"""The format of a checkpoint: folder names, the manifest, and the pieces of state that ranks write and read.
 
     checkpoints/
         fence.json                   who may write here: the newest run and plan epoch
         step-00000100/               committed: the rename that made this name was the last act
             manifest.json            everything below, with the sha256 of every file
             rank-00000.safetensors   one file a rank: flat slices under full parameter names
-        .tmp-step-00000200.e3/       a save under way, or what a killed one left
+        .tmp-step-00000200.e3/       staging folder of a save in progress, or left by a killed one
 
 State is stored by full names (`layers.17.attn.wq.weight`), global shapes, and where each slice lies in them, never by
 rank or stage, so that any layout can read what any other has written. Padding is not stored.
@@ -27,7 +27,7 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.parallel.params import ParamInfo
 
-from .geometry import Part, tiling_problem
+from .geometry import BlockRange, tiling_problem
 
 SCHEMA = "orch.checkpoint/2"
 MANIFEST = "manifest.json"
@@ -47,7 +47,7 @@ def rank_file(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """A contiguous range of one rank's slice of one parameter (or of its optimizer state).
 
     `data` is a 1-D view of live state: a save reads it, a load writes it. Its elements are `offset`, `offset + 1`, ...
@@ -59,10 +59,10 @@ class Piece:
     offset: int
     data: Tensor
 
-    def unpadded(self) -> Piece | None:
-        """Without the padding at the end of dimension 0; None if nothing else is in it.
+    def unpadded(self) -> StatePiece | None:
+        """This piece without the padding at the end of dimension 0; None if it holds only padding.
 
-        Only dimension 0 is ever padded (vocabulary rows), so what is valid is a prefix of the flat tensor.
+        Only dimension 0 is ever padded (vocabulary rows), so the valid elements are a prefix of the flat tensor.
         """
         info = self.info
         if info.shard_dim is None:
@@ -73,16 +73,16 @@ class Piece:
         if info.shard_dim != 0:
             raise CheckpointError(f"{info.name}: padding of dimension {info.shard_dim} cannot be stored")
         valid = size * prod(info.global_shape[1:]) - self.offset
-        return Piece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
+        return StatePiece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
 
     @property
-    def part(self) -> Part:
-        """Where the elements of `data` lie in the global parameter."""
-        return Part(*block(self.info), self.offset, self.data.numel())
+    def block_range(self) -> BlockRange:
+        """Position of the elements of `data` in the global parameter."""
+        return BlockRange(*block(self.info), self.offset, self.data.numel())
 
 
 class Slice(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the flat elements [offset, offset + count) of a file's tensor lie in the global parameter.
+    """Position of the flat elements [offset, offset + count) of a file's tensor in the global parameter.
 
     They are consecutive elements of the block [start, stop) of dimension `dim` (None: of the whole parameter).
     """
@@ -97,8 +97,8 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True):
     count: int
 
     @property
-    def part(self) -> Part:
-        return Part(self.dim, self.start, self.stop, self.offset, self.count)
+    def block_range(self) -> BlockRange:
+        return BlockRange(self.dim, self.start, self.stop, self.offset, self.count)
 
 
 def block(info: ParamInfo) -> tuple[int | None, int, int]:
@@ -115,7 +115,7 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of the plan that wrote it: for messages, and to tell a resume to the bit from one on another layout."""
+    """Degrees of the plan that wrote it: for messages, and to tell a bitwise resume from one on another layout."""
 
     tp: int
     cp: int
@@ -130,7 +130,7 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The last file written of a checkpoint, and the only one that says what the others are."""
+    """Describes every other file of a checkpoint; written last."""
 
     schema: str = SCHEMA
     hash: str = ""  # sha256 of this file with the hash itself left out
@@ -139,7 +139,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plan_hash: str
     layout: Layout
     step: int  # optimizer steps completed
-    samples: int  # consumed so far, globally: the whole state of the data order
+    samples: int  # consumed so far, over all ranks: the complete state of the data order
     created: float  # Unix seconds
     data: str = ""  # key of the token files that the samples came from
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
@@ -151,11 +151,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def coverage_problem(manifest: Manifest) -> str | None:
-    """None, or the first parameter that the files do not hold exactly once in every kind of state that they hold:
-    a shard that nobody writes, a replica written twice."""
-    parts: dict[tuple[str, Kind], list[Part]] = {}
+    """None, or the first parameter that the files do not hold exactly once for every kind of state: a shard that no
+    rank wrote, or a data-parallel replica written twice."""
+    parts: dict[tuple[str, Kind], list[BlockRange]] = {}
     for _, one in manifest.slices():
-        parts.setdefault((one.name, one.kind), []).append(one.part)
+        parts.setdefault((one.name, one.kind), []).append(one.block_range)
     kinds = sorted({kind for _, kind in parts})
     for name, shape in manifest.parameters.items():
         for kind in kinds:
@@ -165,7 +165,7 @@ def coverage_problem(manifest: Manifest) -> str | None:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's file, sealed with its hash."""
+    """The manifest as JSON, with its own hash filled in."""
     raw = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, hash="")), indent=1)
     return raw.replace(_hash_line(""), _hash_line(hashlib.sha256(raw).hexdigest()), 1)
 
@@ -190,5 +190,5 @@ def _hash_line(digest: str) -> bytes:
     return b'"hash": "%s"' % digest.encode()
 
 
-def parameter_shapes(pieces: Iterable[Piece]) -> dict[str, list[int]]:
+def parameter_shapes(pieces: Iterable[StatePiece]) -> dict[str, list[int]]:
     return {piece.info.name: list(piece.info.global_shape) for piece in pieces}

@@ -1,10 +1,10 @@
-"""Where two slices of one parameter have elements in common: pure arithmetic, no tensors.
+"""Overlap of two slices of one parameter: pure arithmetic, no tensors.
 
-A slice is a flat range of a block `start..stop` of one dimension of the parameter (`format.Slice`, `format.Piece`).
-See the parameter as a matrix whose rows are all that comes before that dimension: the block is then some columns of
-it, and a flat range of the block at most three rectangles - the rest of its first row, whole rows, the beginning of its
-last row. Two slices have in common what their rectangles have in common. A range of a block of dimension 0, or of the
-whole parameter, is a run of elements: it becomes rectangles in whatever matrix the other slice needs.
+A slice is a flat range of a block `start..stop` of one dimension (`format.Slice`, `format.StatePiece`). View the
+parameter as a matrix whose rows are all dimensions before that one: the block is a range of columns, and a flat range
+of the block is at most three rectangles (the rest of its first row, whole rows, the beginning of its last row). Two
+slices overlap where their rectangles do. A range of a block of dimension 0, or of the whole parameter, is a run of
+elements: it becomes rectangles in whichever matrix the other slice needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
+class BlockRange(NamedTuple):
     """Elements `[offset, offset + count)` of the flattened block `start..stop` of dimension `dim` (None: of all)."""
 
     dim: int | None
@@ -24,9 +24,9 @@ class Part(NamedTuple):
     count: int
 
 
-class Common(NamedTuple):
-    """A rectangle of elements that two parts share. Its element (row, column) is number
-    `left + row * left_step + column` of the one part and `right + row * right_step + column` of the other."""
+class Overlap(NamedTuple):
+    """A rectangle of elements that two ranges share. Its element (row, column) is number
+    `left + row * left_step + column` of the left one and `right + row * right_step + column` of the right one."""
 
     rows: int
     columns: int
@@ -37,7 +37,7 @@ class Common(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A part as the flat range `[first, first + count)` of `width` columns, from `column` on, of a matrix."""
+    """A block range as the flat range `[first, first + count)` of `width` columns, from `column` on, of a matrix."""
 
     width: int
     column: int
@@ -58,10 +58,10 @@ class _Rows(NamedTuple):
         return row * self.width + column - self.column - self.first
 
 
-def common(left: Part, right: Part, shape: Sequence[int]) -> list[Common]:
-    """What two parts of one parameter of `shape` share, in the order of its elements.
+def overlaps(left: BlockRange, right: BlockRange, shape: Sequence[int]) -> list[Overlap]:
+    """The rectangles that two ranges of one parameter of `shape` share, in element order.
 
-    Raises ValueError if they cut it along two different dimensions behind the first: no layout does.
+    Raises ValueError if they cut it along two different dimensions behind the first, which no layout does.
     """
     inner = {part.dim for part in (left, right) if part.dim}
     if len(inner) > 1:
@@ -75,11 +75,11 @@ def common(left: Part, right: Part, shape: Sequence[int]) -> list[Common]:
             column, columns = max(x, other_x), min(y, other_y) - max(x, other_x)
             if rows > 0 and columns > 0:
                 places = one.index(row, column), one.width, other.index(row, column), other.width
-                found.append(Common(rows, columns, *places))
+                found.append(Overlap(rows, columns, *places))
     return found
 
 
-def _rows(part: Part, shape: Sequence[int], pitch: int) -> _Rows:
+def _rows(part: BlockRange, shape: Sequence[int], pitch: int) -> _Rows:
     if part.dim:
         unit = prod(shape[part.dim + 1 :])
         return _Rows((part.stop - part.start) * unit, part.start * unit, part.offset, part.count)
@@ -87,12 +87,12 @@ def _rows(part: Part, shape: Sequence[int], pitch: int) -> _Rows:
     return _Rows(pitch, 0, before + part.offset, part.count)
 
 
-def tiling_problem(parts: Sequence[Part], shape: Sequence[int]) -> str | None:
-    """None if the parts hold every element of a parameter of `shape` exactly once, else what is wrong.
+def tiling_problem(parts: Sequence[BlockRange], shape: Sequence[int]) -> str | None:
+    """None if the ranges hold every element of a parameter of `shape` exactly once, else what is wrong.
 
-    As every layout cuts: blocks of one dimension that follow each other, each cut into ranges that follow each other.
+    Expects the cuts that layouts make: consecutive blocks of one dimension, each cut into consecutive ranges.
     """
-    blocks: dict[tuple[int | None, int, int], list[Part]] = {}
+    blocks: dict[tuple[int | None, int, int], list[BlockRange]] = {}
     for part in parts:
         blocks.setdefault((part.dim, part.start, part.stop), []).append(part)
     if len({dim for dim, _, _ in blocks}) != 1:
@@ -111,7 +111,7 @@ def tiling_problem(parts: Sequence[Part], shape: Sequence[int]) -> str | None:
 
 
 def _run_problem(spans: Sequence[tuple[int, int]], size: int, where: str) -> str | None:
-    """Whether the half-open spans, sorted, follow each other from 0 to `size`."""
+    """None if the half-open spans, sorted, cover 0 to `size` without gap or overlap, else the first problem."""
     at = 0
     for start, stop in [*spans, (size, size)]:
         if start != at:

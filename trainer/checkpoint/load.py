@@ -1,6 +1,6 @@
-"""Choosing: the newest checkpoint whose every byte is as it was written; older ones only after naming what is broken.
+"""Chooses the newest checkpoint whose every byte is as written; reports each newer one that fails verification.
 
-Ranks share the verification: rank r hashes files r, r + world, ... and all learn of any problem, so all choose the same
+Ranks share the work: rank r hashes files r, r + world, ... and all ranks learn of any problem, so all choose the same
 folder.
 """
 
@@ -21,19 +21,21 @@ from .retention import committed
 
 
 @dataclass(frozen=True)
-class Found:
-    """A verified checkpoint."""
+class VerifiedCheckpoint:
+    """A checkpoint whose files have all been verified."""
 
     path: Path
     manifest: Manifest
 
     @property
-    def age(self) -> tuple[int, int]:
-        """(epoch, step): of two, the greater one is of the run's present."""
+    def version(self) -> tuple[int, int]:
+        """(epoch, step): of two checkpoints of a run, the greater one is the newer state."""
         return self.manifest.epoch, self.manifest.step
 
 
-def newest(folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lambda path, why: None) -> Found | None:
+def newest(
+    folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lambda path, why: None
+) -> VerifiedCheckpoint | None:
     """The newest committed checkpoint that verifies; None if there has never been one. Every rank must call it.
 
     `on_reject(path, problem)` is called on every rank for each newer one that does not verify. Raises CheckpointError
@@ -46,7 +48,7 @@ def newest(folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lam
         path = folder / name
         manifest, problem = _verify(path, rank)
         if manifest is not None and problem is None:
-            return Found(path, manifest)
+            return VerifiedCheckpoint(path, manifest)
         rejected.append(f"{name}: {problem}")
         on_reject(path, problem or "")
     if rejected:
@@ -68,13 +70,13 @@ def newest_committed(folder: Path, rank: int) -> tuple[int, int]:
     return msgspec.json.decode(messages.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int])
 
 
-def at_step(folder: Path, step: int, rank: int) -> Found:
+def at_step(folder: Path, step: int, rank: int) -> VerifiedCheckpoint:
     """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not there or not whole."""
     path = folder / step_name(step)
     manifest, problem = _verify(path, rank)
     if manifest is None or problem is not None:
         raise CheckpointError(f"{path}: {problem}")
-    return Found(path, manifest)
+    return VerifiedCheckpoint(path, manifest)
 
 
 def _verify(path: Path, rank: int) -> tuple[Manifest | None, str | None]:

@@ -1,4 +1,4 @@
-"""One run's checkpoints as the training loop sees them: claim, resume, save beside training, save now."""
+"""A run's checkpoints as the training loop uses them: claim, resume, background save, synchronous save."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.worker.reporter import Reporter
 
 from .background import BackgroundSave
 from .fence import Fence
-from .format import Manifest, Piece
-from .load import Found, newest, newest_committed
-from .replicas.peer_restore import Copy, Recall
-from .replicas.replicate import MemoryCopies, open_memory
+from .format import Manifest, StatePiece
+from .load import VerifiedCheckpoint, newest, newest_committed
+from .replicas.peer_restore import PeerRestore, Replica
+from .replicas.replicate import InMemoryReplicas, open_replica_store
 from .restore import restore
 from .retention import set_aside
 from .save import Contents, Target, claim, layout_of, save
@@ -36,48 +36,53 @@ class Checkpoints:
         memory: Path | None = None,
     ):
         """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused.
-        `memory`: this node's folder for copies, if the plan wants some."""
+        `memory`: this node's folder for in-memory replicas, used if the plan asks for them."""
         self.target, self.reporter = Target(folder, token, plan, rank, data), reporter
         wanted = memory is not None and plan.job.checkpoint.memory_every_steps > 0
-        self.copies = MemoryCopies(self.target, open_memory(memory, reporter), reporter) if wanted else None
+        self.replicas = (
+            InMemoryReplicas(self.target, open_replica_store(memory, reporter), reporter) if wanted else None
+        )
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
         self._background = BackgroundSave(self.target, self.keep_last)
         self._started, self._stall_s = 0.0, 0.0  # of the save under way
 
-    def resume(self, pieces: Callable[[], Sequence[Piece]]) -> Manifest | None:
+    def resume(self, pieces: Callable[[], Sequence[StatePiece]]) -> Manifest | None:
         """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.
 
-        A copy in the nodes' memory that is newer, in epoch and then step, is used instead, if it is whole. Checkpoints
-        that are newer and do not verify are reported (event `checkpoint_rejected`) and set aside under another name.
-        Raises Fenced, CheckpointError.
+        A complete in-memory replica with a newer (epoch, step) is used instead. Newer checkpoints that fail
+        verification are reported (event `checkpoint_rejected`) and renamed. Raises Fenced, CheckpointError.
         """
         folder, token, rank = self.target.folder, self.target.token, self.target.rank
         claim(folder, token, rank)
         start = time.perf_counter()
-        recall = Recall(self.target.plan, rank, token.run_id, self.copies.memory) if self.copies is not None else None
-        copy = recall.newest() if recall is not None else None
-        if copy is not None and copy.age > newest_committed(folder, rank):
-            found = self._fetched(recall, copy, pieces)
+        peer_restore = (
+            PeerRestore(self.target.plan, rank, token.run_id, self.replicas.store)
+            if self.replicas is not None
+            else None
+        )
+        replica = peer_restore.newest() if peer_restore is not None else None
+        if replica is not None and replica.version > newest_committed(folder, rank):
+            found = self._fetch_replica(peer_restore, replica, pieces)
             if found is not None:
-                return self._filled(found, pieces, start, "memory")
-            copy = None
+                return self._fill(found, pieces, start, "memory")
+            replica = None
         found, problem, source = None, None, "disk"
         try:
             found = self._verified()
         except CheckpointError as error:
             problem = error
-        if copy is not None and (found is None or copy.age > found.age):  # the disk's newest was damaged
-            fetched = self._fetched(recall, copy, pieces)
+        if replica is not None and (found is None or replica.version > found.version):  # the disk's newest was damaged
+            fetched = self._fetch_replica(peer_restore, replica, pieces)
             found, source = (fetched, "memory") if fetched is not None else (found, "disk")
         if found is not None:
-            return self._filled(found, pieces, start, source)
+            return self._fill(found, pieces, start, source)
         if problem is not None:
             raise problem
         return None
 
-    def _verified(self) -> Found | None:
+    def _verified(self) -> VerifiedCheckpoint | None:
         """The newest checkpoint on disk that verifies; newer ones are reported and set aside."""
         rejected = []
 
@@ -91,28 +96,32 @@ class Checkpoints:
                 set_aside(path, self.target.token)
         return found
 
-    def _fetched(self, recall: Recall, copy: Copy, pieces: Callable[[], Sequence[Piece]]) -> Found | None:
+    def _fetch_replica(
+        self, peer_restore: PeerRestore, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]
+    ) -> VerifiedCheckpoint | None:
         try:
-            return recall.fetch(copy, pieces())
+            return peer_restore.fetch(replica, pieces())
         except CheckpointError as error:
-            self._rejected(copy.name, str(error))
+            self._rejected(replica.name, str(error))
             return None
 
     def _rejected(self, path: str, problem: str) -> None:
         if self.target.rank == 0:
             self.reporter.event("checkpoint_rejected", path=path, problem=problem)
 
-    def _filled(self, found: Found, pieces: Callable[[], Sequence[Piece]], start: float, source: str) -> Manifest:
+    def _fill(
+        self, found: VerifiedCheckpoint, pieces: Callable[[], Sequence[StatePiece]], start: float, source: str
+    ) -> Manifest:
         plan, rank = self.target.plan, self.target.rank
         restore(found, pieces(), rank, layout_of(plan), plan.job.train.seed)
         if source == "disk":
             self.saved_step = self.verified_step = found.manifest.step
-        else:  # no promise about what is on disk, but none that it may go either
+        else:  # that checkpoint is not verified, but retention must not delete it either
             self.verified_step = newest_committed(self.target.folder, rank)[1]
         self._resumed(found, start, source)
         return found.manifest
 
-    def _resumed(self, found: Found, start: float, source: str) -> None:
+    def _resumed(self, found: VerifiedCheckpoint, start: float, source: str) -> None:
         manifest, plan = found.manifest, self.target.plan
         if self.target.rank == 0:
             self.reporter.event(
@@ -128,13 +137,13 @@ class Checkpoints:
                 same_data=manifest.data == self.target.data,
             )
 
-    # ------------------------------------------------------------------------------------------- beside training
+    # ------------------------------------------------------------------------------------------- in the background
 
-    def start(self, pieces: Sequence[Piece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> None:
-        """Begin to save `step` while training goes on. A save still under way is waited for: there is memory for one.
+    def start(self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> None:
+        """Start to save `step` while training continues. Waits for a save in progress: there is memory for one copy.
 
-        A save that fails, this one or the one before, is the event `checkpoint_failed`: what is in memory is not lost,
-        and the next one may succeed. Raises Fenced.
+        A failed save (this one or the one before) is reported as the event `checkpoint_failed` and training continues,
+        since the next save may succeed. Raises Fenced.
         """
         self.settle()
         if step == self.saved_step:
@@ -146,15 +155,15 @@ class Checkpoints:
 
     @property
     def vote(self) -> int:
-        """To be summed over the ranks at each step boundary, for `advance`."""
+        """This rank's vote; its sum over all ranks at a step boundary goes to `advance`."""
         return self._background.vote
 
     def advance(self, votes: int) -> None:
-        """At a step boundary: let a save under way go on. Raises Fenced."""
+        """At a step boundary: let a save in progress enter its next phase. Raises Fenced."""
         self._follow(lambda: self._background.advance(votes))
 
     def settle(self) -> None:
-        """Wait until no save is under way. Raises Fenced."""
+        """Wait until no save is in progress. Raises Fenced."""
         self._follow(self._background.settle)
 
     def _follow(self, move: Callable[[], int | None]) -> None:
@@ -179,7 +188,7 @@ class Checkpoints:
 
     def save(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StatePiece],
         step: int,
         samples: int,
         scalars: Mapping[str, float] = {},
@@ -187,8 +196,8 @@ class Checkpoints:
     ) -> None:
         """Commit the checkpoint of `step` before returning, unless that step is on disk already.
 
-        Without `read_back` it is faster, for a notice that leaves little time; retention then keeps the newest one that
-        was read back beside it. Raises SaveError, Fenced.
+        Without `read_back` it is faster, for a termination signal that leaves little time; retention then also keeps
+        the newest checkpoint that was read back. Raises SaveError, Fenced.
         """
         self.settle()
         if step == self.saved_step:

@@ -1,8 +1,8 @@
-"""Filling live state from a verified checkpoint, whatever layout wrote it.
+"""Fills live state from a verified checkpoint, whatever layout wrote it.
 
-Each rank finds its slices by full name and place, in whichever files they are, and reads those bytes and no others:
-runs of elements go from the file into the live tensor; of a matrix that is cut along its columns, rows of at least a
-page are read one by one, and shorter ones together with what lies between them.
+Each rank finds its slices by parameter name and position in any of the files and reads only those bytes. Runs of
+elements are read straight into the live tensor. Of a matrix cut along its columns, rows of at least a page are read one
+by one, and shorter rows together with the bytes between them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 
 from .files import DTYPES, TensorFile
-from .format import RNG_KEY, FileRecord, Layout, Piece, Slice, rank_file
-from .geometry import Common, common
-from .load import Found
+from .format import RNG_KEY, FileRecord, Layout, Slice, StatePiece, rank_file
+from .geometry import Overlap, overlaps
+from .load import VerifiedCheckpoint
 
 #: Rows shorter than this are not worth a read each: the kernel would read the page anyway.
 PAGE_BYTES = 4096
-#: Of short rows, this much of the file at a time.
+#: Bytes of the file that are read at once for short rows.
 SPAN_BYTES = 16 << 20
 
 
 class _Read(NamedTuple):
     part: Slice
-    piece: Piece
-    shared: Common
+    piece: StatePiece
+    shared: Overlap
 
 
-def restore(found: Found, pieces: Iterable[Piece], rank: int, layout: Layout, seed: int) -> None:
-    """Fill the pieces' data from the checkpoint, bit for bit, and this rank's random state.
+def restore(found: VerifiedCheckpoint, pieces: Iterable[StatePiece], rank: int, layout: Layout, seed: int) -> None:
+    """Fill the pieces' data, bit for bit, and this rank's random state from the checkpoint.
 
-    `layout` is that of the pieces. On the one that wrote the checkpoint each rank gets its random state back; on
-    another the ranks' streams begin anew, from `seed`, the step and the rank.
+    `layout` is that of the pieces. If it wrote the checkpoint, each rank gets its random state back; on another layout
+    each rank's generator is seeded from `seed`, the step and the rank.
 
     Raises CheckpointError if an element is missing, has another dtype, or belongs to a parameter of another shape;
     OSError, with the file's name, if a file cannot be read.
     """
-    Stored(found).fill(pieces)
+    StoredState(found).fill(pieces)
     own = rank_file(rank)
     if found.manifest.layout == layout and any(record.file == own for record in found.manifest.files):
         state = torch.empty_like(torch.get_rng_state())
@@ -54,21 +54,21 @@ def restore(found: Found, pieces: Iterable[Piece], rank: int, layout: Layout, se
         torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True))
 
 
-class Stored:
+class StoredState:
     """The state in a verified checkpoint, by kind and full name."""
 
-    def __init__(self, found: Found):
+    def __init__(self, found: VerifiedCheckpoint):
         self.found = found
         self._parts: dict[tuple[str, str], list[tuple[FileRecord, Slice]]] = {}
         for record, part in found.manifest.slices():
             self._parts.setdefault((part.kind, part.name), []).append((record, part))
 
-    def files(self, pieces: Iterable[Piece]) -> set[str]:
+    def files(self, pieces: Iterable[StatePiece]) -> set[str]:
         """Names of the files that hold any of the pieces. Raises as `restore`."""
         return {record.file for wanted in _present(pieces) for record, _ in self._find(wanted)}
 
-    def fill(self, pieces: Iterable[Piece]) -> None:
-        """Fill the pieces' data, whichever files hold it. Raises as `restore`."""
+    def fill(self, pieces: Iterable[StatePiece]) -> None:
+        """Fill the pieces' data from whichever files hold it. Raises as `restore`."""
         reads: dict[str, list[_Read]] = {}
         for wanted in _present(pieces):
             for record, read in self._find(wanted):
@@ -78,11 +78,11 @@ class Stored:
                 for part, piece, shared in wants:
                     _copy(file, part.key, piece.data, shared)
 
-    def _find(self, wanted: Piece) -> list[tuple[FileRecord, _Read]]:
+    def _find(self, wanted: StatePiece) -> list[tuple[FileRecord, _Read]]:
         _check_shape(self.found, wanted)
         reads, missing = [], wanted.data.numel()
         for record, part in self._parts.get((wanted.kind, wanted.info.name), []):
-            for shared in common(part.part, wanted.part, wanted.info.global_shape):
+            for shared in overlaps(part.block_range, wanted.block_range, wanted.info.global_shape):
                 _check_dtype(self.found, record, wanted)
                 missing -= shared.rows * shared.columns
                 reads.append((record, _Read(part, wanted, shared)))
@@ -94,16 +94,16 @@ class Stored:
         return reads
 
 
-def _present(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Without padding, and without what is nothing else."""
+def _present(pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
+    """The pieces without padding; those that are only padding are left out."""
     for piece in pieces:
         wanted = piece.unpadded()
         if wanted is not None and wanted.data.numel():
             yield wanted
 
 
-def _copy(file: TensorFile, key: str, data: Tensor, shared: Common) -> None:
-    """The rectangle `shared` of the file's tensor `key` (left) into `data` (right)."""
+def _copy(file: TensorFile, key: str, data: Tensor, shared: Overlap) -> None:
+    """Read the rectangle `shared` of the file's tensor `key` (left) into `data` (right)."""
     shape, step = (shared.rows, shared.columns), (shared.right_step, 1)
     into = data.as_strided(shape, step, data.storage_offset() + shared.right)
     here = data.device.type == "cpu"
@@ -122,7 +122,7 @@ def _copy(file: TensorFile, key: str, data: Tensor, shared: Common) -> None:
         into[row : row + rows].copy_(span.as_strided((rows, shared.columns), (shared.left_step, 1)))
 
 
-def _check_shape(found: Found, piece: Piece) -> None:
+def _check_shape(found: VerifiedCheckpoint, piece: StatePiece) -> None:
     shape = found.manifest.parameters.get(piece.info.name)
     if shape is None:
         raise CheckpointError(f"{found.path.name} has no parameter {piece.info.name}: it is of another model")
@@ -133,7 +133,7 @@ def _check_shape(found: Found, piece: Piece) -> None:
         )
 
 
-def _check_dtype(found: Found, record: FileRecord, piece: Piece) -> None:
+def _check_dtype(found: VerifiedCheckpoint, record: FileRecord, piece: StatePiece) -> None:
     stored, wanted = record.dtypes.get(piece.kind), DTYPES[piece.data.dtype]
     if stored != wanted:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which committed checkpoints there are, and which may go."""
+"""Lists committed checkpoints and deletes old ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
             named = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
             found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
             if found or all(path.exists() for _, path in named):
-                return found  # else all have gone since they were listed: for newer ones, which are looked for
+                return found  # else all were replaced by newer ones since they were listed: list again
     return []
 
 
 def prune(folder: Path, keep_last: int, protected: int | None = None) -> list[int]:
-    """Delete all but the newest `keep_last` checkpoints (at least one) and the step `protected`; the steps that go.
+    """Delete all but the newest `keep_last` checkpoints (at least one) and the step `protected`; the deleted steps.
 
-    `protected` is the newest that is known to read back as it was written: it goes only when a newer one is.
+    `protected` is the newest step that has been read back as written; it is deleted only after a newer one has been.
     """
     old = [(step, path) for step, path in committed(folder)[max(keep_last, 1) :] if step != protected]
     for _, path in old:
@@ -37,7 +37,7 @@ def prune(folder: Path, keep_last: int, protected: int | None = None) -> list[in
 
 
 def discard(path: Path) -> None:
-    """Delete a committed folder such that a crash half-way leaves no folder that looks committed."""
+    """Delete a committed folder so that a crash half-way leaves no folder that looks committed."""
     trash = path.with_name(f".trash-{path.name}-{time.time_ns()}")
     path.rename(trash)
     sync_folder(path.parent)  # the new name first: a power cut must not find the old one with half its files
@@ -45,6 +45,6 @@ def discard(path: Path) -> None:
 
 
 def set_aside(path: Path, token: Fence) -> None:
-    """Give a checkpoint that did not verify a name that is no step's: kept for whoever looks into it, never counted."""
+    """Rename a checkpoint that failed verification: kept for inspection, no longer listed as committed."""
     with contextlib.suppress(OSError):
         path.rename(path.with_name(f"{path.name}.rejected-e{token.epoch}"))

@@ -1,4 +1,4 @@
-"""Saving: every rank writes one file, rank 0 commits with a rename, and nothing half-written ever has a step's name.
+"""Saves a checkpoint: every rank writes one file into a staging folder, rank 0 commits by renaming the folder.
 
 Order (reliability.md 3.4): fence -> files (fsync, read back) -> manifest (fsync) -> folder (fsync) -> fence again,
 under the lock -> rename -> parent (fsync) -> prune. A crash at any point leaves the previous checkpoints as they were.
@@ -33,8 +33,8 @@ from .format import (
     FileRecord,
     Layout,
     Manifest,
-    Piece,
     Slice,
+    StatePiece,
     block,
     coverage_problem,
     decode,
@@ -44,13 +44,13 @@ from .format import (
 )
 from .retention import discard, prune
 
-#: What rank 0's error is on the other ranks, by its exit code.
+#: Class with which every rank raises an error of rank 0, by its exit code.
 _ERRORS: dict[int, type[TrainerError]] = {Exit.FENCED: Fenced, Exit.CONFIG: CheckpointError}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where checkpoints go and who writes them there."""
+    """Folder that checkpoints are written to, and who writes."""
 
     folder: Path
     token: Fence
@@ -58,25 +58,25 @@ class Target:
     rank: int
     data: str = ""  # key of the token files
 
-    def place(self, step: int) -> Path:
-        """The folder of a save under way."""
+    def staging(self, step: int) -> Path:
+        """The staging folder of a save of `step`."""
         return self.folder / f".tmp-{step_name(step)}.e{self.token.epoch}"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank puts into the checkpoint of `step`. `read_back`: files are read from the disk and compared before
-    the save counts as good; only one that was may take the place of an older one that was."""
+    """What one rank writes into the checkpoint of `step`. `read_back`: files are read from the disk and compared before
+    the save counts as verified; only a verified save may replace an older verified one."""
 
     step: int
     samples: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[StatePiece]
     scalars: dict[str, float] = field(default_factory=dict)
     random_state: Tensor = field(default_factory=torch.get_rng_state)
     read_back: bool = True
 
 
-class Answer(Struct):
+class RankOutcome(Struct):
     """One rank's outcome of its part of a save."""
 
     record: FileRecord | None
@@ -84,15 +84,15 @@ class Answer(Struct):
     error: str = ""
 
 
-class Verdict(Struct):
-    """Rank 0's word to all: the committed folder's bytes, or why there is none."""
+class CommitOutcome(Struct):
+    """What rank 0 broadcasts after a commit: bytes of the committed folder, or the error and its exit code."""
 
     bytes: int = 0
     error: str = ""
     exit: int = 0
 
     def result(self) -> int:
-        """The bytes. Raises what rank 0 met."""
+        """The bytes. Raises rank 0's error."""
         if self.error:
             raise _ERRORS.get(self.exit, SaveError)(self.error)
         return self.bytes
@@ -106,56 +106,56 @@ def layout_of(plan: Plan) -> Layout:
 
 
 def save(target: Target, contents: Contents, keep_last: int, protected: int | None = None) -> int:
-    """Write and commit a checkpoint; bytes of all its files. Every rank must call it.
+    """Write and commit a checkpoint; bytes of all its files. Collective.
 
-    The pieces are what this rank alone is to write (owners of a slice, one data-parallel replica). `protected` is the
-    newest older step that is known to be good: pruning spares it whatever `keep_last` says. Raises the same error on
-    every rank: SaveError if any rank could not write, Fenced if a newer epoch owns the folder.
+    The pieces are those that only this rank writes (owner of a slice, one data-parallel replica). `protected` is the
+    newest older step that is verified: pruning keeps it whatever `keep_last` is. Raises the same error on every rank:
+    SaveError if any rank could not write, Fenced if a newer epoch owns the folder.
     """
     begin(target, contents.step)
-    answers = gather(write(target.place(contents.step), target.rank, contents))
-    return agree(target.rank, lambda: commit(target, contents, answers, keep_last, protected))
+    outcomes = gather(write(target.staging(contents.step), target.rank, contents))
+    return on_rank_zero(target.rank, lambda: commit(target, contents, outcomes, keep_last, protected))
 
 
 def begin(target: Target, step: int) -> None:
-    """Make the folder of a save under way. Raises Fenced, SaveError."""
+    """Create the staging folder. Collective. Raises Fenced, SaveError."""
 
     def make() -> int:
         fence.check(target.folder, target.token)
-        place = target.place(step)
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(mode=0o700)
+        staging = target.staging(step)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(mode=0o700)
         return 0
 
-    agree(target.rank, make)
+    on_rank_zero(target.rank, make)
 
 
-def gather(mine: Answer) -> list[Answer]:
-    """Every rank's answer on rank 0, nothing on the others."""
-    return [msgspec.json.decode(raw, type=Answer) for raw in messages.gather_bytes(msgspec.json.encode(mine))]
+def gather(mine: RankOutcome) -> list[RankOutcome]:
+    """Every rank's outcome on rank 0, nothing on the others."""
+    return [msgspec.json.decode(raw, type=RankOutcome) for raw in messages.gather_bytes(msgspec.json.encode(mine))]
 
 
-def agree(rank: int, action: Callable[[], int]) -> int:
+def on_rank_zero(rank: int, action: Callable[[], int]) -> int:
     """Run `action` on rank 0; its result, or its error raised anew, on every rank."""
-    return tell(verdict_of(action) if rank == 0 else Verdict())
+    return broadcast_outcome(outcome_of(action) if rank == 0 else CommitOutcome())
 
 
-def tell(verdict: Verdict) -> int:
-    """Rank 0's verdict as a result, or as its error, on every rank."""
-    raw = messages.broadcast_bytes(msgspec.json.encode(verdict))
-    return msgspec.json.decode(raw, type=Verdict).result()
+def broadcast_outcome(outcome: CommitOutcome) -> int:
+    """Rank 0's outcome on every rank: the bytes, or its error raised."""
+    raw = messages.broadcast_bytes(msgspec.json.encode(outcome))
+    return msgspec.json.decode(raw, type=CommitOutcome).result()
 
 
 def claim(folder: Path, token: Fence, rank: int) -> None:
-    """Rank 0 claims the folder for this epoch; every rank must call it and raises what rank 0 met."""
-    agree(rank, lambda: fence.claim(folder, token) or 0)
+    """Rank 0 claims the folder for this epoch. Collective; every rank raises rank 0's error."""
+    on_rank_zero(rank, lambda: fence.claim(folder, token) or 0)
 
 
 # ---------------------------------------------------------------------------------------------- one rank's part
 
 
-def write(place: Path, rank: int, contents: Contents) -> Answer:
-    """This rank's file in the folder `place`, durable when this returns; and read back, if the contents say so."""
+def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
+    """Write this rank's file into `staging`: durable on return, and read back if `contents.read_back`."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
     slices, shapes, dtypes = [], {}, {}
     for piece in contents.pieces:
@@ -170,61 +170,61 @@ def write(place: Path, rank: int, contents: Contents) -> Answer:
         shapes[stored.info.name] = list(stored.info.global_shape)
         slices.append(Slice(key, stored.info.name, stored.kind, dim, start, stop, stored.offset, stored.data.numel()))
     name = rank_file(rank)
-    path = place / name
+    path = staging / name
     try:
         size, digest = write_tensors(path, tensors)
         if contents.read_back and sha256_from_disk(path) != digest:
-            return Answer(record=None, error=f"{name}: does not read back as it was written")
+            return RankOutcome(record=None, error=f"{name}: does not read back as it was written")
     except OSError as error:
-        return Answer(record=None, error=f"{name}: {error.strerror or error}")
-    return Answer(record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes)
+        return RankOutcome(record=None, error=f"{name}: {error.strerror or error}")
+    return RankOutcome(record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes)
 
 
 # ---------------------------------------------------------------------------------------------- rank 0's part
 
 
-def verdict_of(action: Callable[[], int]) -> Verdict:
-    """What `action` returned or what it met."""
+def outcome_of(action: Callable[[], int]) -> CommitOutcome:
+    """The result or the error of `action`."""
     try:
-        return Verdict(bytes=action())
+        return CommitOutcome(bytes=action())
     except TrainerError as error:
-        return Verdict(error=str(error), exit=error.exit)
+        return CommitOutcome(error=str(error), exit=error.exit)
     except OSError as error:
-        return Verdict(error=f"{error.filename or 'checkpoint'}: {error.strerror or error}", exit=Exit.USER)
+        return CommitOutcome(error=f"{error.filename or 'checkpoint'}: {error.strerror or error}", exit=Exit.USER)
 
 
 def commit(
-    target: Target, contents: Contents, answers: Iterable[Answer], keep_last: int, protected: int | None = None
+    target: Target, contents: Contents, outcomes: Iterable[RankOutcome], keep_last: int, protected: int | None = None
 ) -> int:
-    """Make the files that the ranks have written a checkpoint; bytes of all of them. Raises SaveError, Fenced."""
-    answers = list(answers)
-    problem = next((f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error), "")
-    manifest = manifest_of(target, contents, answers)
+    """Commit the files that the ranks have written; bytes of all of them. Raises SaveError, Fenced."""
+    outcomes = list(outcomes)
+    problem = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
+    manifest = manifest_of(target, contents, outcomes)
     return publish(target, manifest, problem, keep_last, contents.read_back, protected)
 
 
 def publish(
     target: Target, manifest: Manifest, problem: str, keep_last: int, read_back: bool, protected: int | None = None
 ) -> int:
-    """Give the files that lie in the manifest's place its step's name, unless there was a `problem` or they do not hold
-    every element once; bytes of all of them. Raises SaveError, Fenced; then the place is gone."""
-    place, step = target.place(manifest.step), manifest.step
+    """Rename the staging folder to its step's name, unless there was a `problem` or the files do not hold every element
+    once; bytes of all files. Raises SaveError, Fenced; the staging folder is then deleted."""
+    staging, step = target.staging(manifest.step), manifest.step
     try:
         if problem:
             raise SaveError(f"checkpoint of step {step}: {problem}")
         if problem := coverage_problem(manifest):
             raise SaveError(f"checkpoint of step {step} would be useless: {problem}")
-        _rename(target, place, manifest, read_back)
+        _rename(target, staging, manifest, read_back)
     except (TrainerError, OSError):
-        shutil.rmtree(place, ignore_errors=True)
-        fence.check(target.folder, target.token)  # a new owner that swept up meanwhile is the better explanation
+        shutil.rmtree(staging, ignore_errors=True)
+        fence.check(target.folder, target.token)  # if a new owner deleted the staging folder, that is the better error
         raise
     prune(target.folder, keep_last, step if read_back else protected)
     return sum(record.bytes for record in manifest.files)
 
 
-def manifest_of(target: Target, contents: Contents, answers: Sequence[Answer]) -> Manifest:
-    """What the files that all ranks have written are."""
+def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutcome]) -> Manifest:
+    """The manifest of the files that all ranks have written."""
     return Manifest(
         run_id=target.token.run_id,
         epoch=target.token.epoch,
@@ -235,22 +235,22 @@ def manifest_of(target: Target, contents: Contents, answers: Sequence[Answer]) -
         created=time.time(),
         scalars=contents.scalars,
         data=target.data,
-        parameters={name: shape for answer in answers for name, shape in answer.shapes.items()},
-        files=[answer.record for answer in answers if answer.record is not None],
+        parameters={name: shape for outcome in outcomes for name, shape in outcome.shapes.items()},
+        files=[outcome.record for outcome in outcomes if outcome.record is not None],
     )
 
 
-def _rename(target: Target, place: Path, manifest: Manifest, read_back: bool) -> None:
-    write_atomic(place / MANIFEST, encode(manifest))  # also makes the names of the ranks' files durable
+def _rename(target: Target, staging: Path, manifest: Manifest, read_back: bool) -> None:
+    write_atomic(staging / MANIFEST, encode(manifest))  # also makes the names of the ranks' files durable
     if read_back:
         try:
-            decode((place / MANIFEST).read_bytes())
+            decode((staging / MANIFEST).read_bytes())
         except CheckpointError as error:
             raise SaveError(f"{MANIFEST}: does not read back as it was written ({error})") from None
     with locked(target.folder):
         fence.check(target.folder, target.token)
         final = target.folder / step_name(manifest.step)
-        if final.exists():  # an earlier epoch got here, was found bad, and this one has come again
+        if final.exists():  # an earlier epoch saved this step and was rejected
             discard(final)
-        place.rename(final)
+        staging.rename(final)
     sync_folder(target.folder)

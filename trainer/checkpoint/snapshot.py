@@ -1,4 +1,4 @@
-"""A copy of this rank's state in host memory, taken between two steps, so that it can be written while the next run."""
+"""Copies this rank's state to host memory between two steps, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .format import Piece
+from .format import StatePiece
 
 
 class Snapshots:
-    """Makes one copy after the other, in the same memory: as much as the pieces take, from the first one on.
+    """Takes one copy after another into the same memory, allocated by the first.
 
-    Copies from a GPU go into page-locked memory, at the speed of its link, and `take` returns when all have arrived.
+    Copies from a GPU go into page-locked memory; `take` returns when all have arrived.
     """
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The pieces with their data copied. The copy before must not be needed any more."""
+    def take(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
+        """The pieces with their data copied. Overwrites the previous copy."""
         pieces = list(pieces)
         if [(one.dtype, one.shape) for one in self._kept] != [(one.data.dtype, one.data.shape) for one in pieces]:
             self._kept = [self._room(piece.data) for piece in pieces]

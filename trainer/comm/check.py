@@ -1,8 +1,8 @@
-"""Before step 0: every worker holds the agreed plan and stands where that plan says.
+"""Checks before step 0 that every worker has loaded the same plan and runs on the node and GPU that the plan says.
 
-A worker on the wrong node trains correctly and slowly (its tensor-parallel group crosses the network), and a worker
-with another plan trains wrongly; neither fails by itself. So all ranks exchange who and where they are, each judges the
-whole table with the same pure function, and all end with the same line and exit code 65.
+A worker on the wrong node trains correctly but slowly (its tensor-parallel group crosses the network), and a worker
+with another plan trains wrongly; neither fails by itself. So all ranks exchange their identities, each checks the whole
+table with the same pure function, and all raise the same error (exit code 65).
 """
 
 from __future__ import annotations
@@ -16,30 +16,24 @@ from trainer.errors import PlanMismatch
 from .messages import all_gather_bytes
 
 
-class Seat(Struct, frozen=True, kw_only=True):
-    """Who one worker is. `told` is the plan hash that its agent gave it, `held` that of the plan file it has read."""
+class WorkerIdentity(Struct, frozen=True, kw_only=True):
+    """One worker. `assigned_plan`: plan hash given by its agent; `loaded_plan`: that of the plan file it has read."""
 
     rank: int
     node: str
     local_rank: int
     epoch: int
-    told: str
-    held: str
+    assigned_plan: str
+    loaded_plan: str
 
 
-def seat_of(plan: Plan, env: WorkerEnv) -> Seat:
-    return Seat(
-        rank=env.rank,
-        node=env.node,
-        local_rank=env.local_rank,
-        epoch=env.epoch,
-        told=env.plan_hash,
-        held=plan.hash,
-    )
+def identity_of(plan: Plan, env: WorkerEnv) -> WorkerIdentity:
+    same = {name: getattr(env, name) for name in ("rank", "node", "local_rank", "epoch")}
+    return WorkerIdentity(**same, assigned_plan=env.plan_hash, loaded_plan=plan.hash)
 
 
 def check_env(plan: Plan, env: WorkerEnv) -> None:
-    """What must hold before this rank may join a group at all. Raises PlanMismatch."""
+    """Check this rank and world size before joining any group. Raises PlanMismatch."""
     world = plan.parallel.world_size
     if env.world_size != world:
         raise PlanMismatch(f"rank {env.rank} was started for {env.world_size} workers, the plan has {world}")
@@ -48,37 +42,34 @@ def check_env(plan: Plan, env: WorkerEnv) -> None:
 
 
 def check_peers(plan: Plan, env: WorkerEnv) -> None:
-    """Exchange seats over the default group and judge them. Every rank must call it; every rank raises or none does."""
-    problem = find_mismatch(plan, exchange(seat_of(plan, env)))
+    """Exchange identities over the default group and check them. Collective; all ranks raise PlanMismatch or none."""
+    everyone = all_gather_bytes(json.encode(identity_of(plan, env)))  # by rank
+    problem = find_mismatch(plan, [json.decode(raw, type=WorkerIdentity) for raw in everyone])
     if problem:
         raise PlanMismatch(problem)
 
 
-def exchange(seat: Seat) -> list[Seat]:
-    """All ranks' seats, by rank of the default group."""
-    return [json.decode(raw, type=Seat) for raw in all_gather_bytes(json.encode(seat))]
-
-
-def find_mismatch(plan: Plan, seats: list[Seat]) -> str | None:
-    """None, or one line naming the first rank that contradicts the plan or its peers. Pure; the same on every rank."""
-    first = seats[0]
-    for index, seat in enumerate(seats):
-        who = f"rank {index} on {seat.node!r}"
-        if seat.rank != index:
-            return f"{who} calls itself rank {seat.rank}"
-        if seat.epoch != first.epoch:
-            return f"{who} is of plan epoch {seat.epoch}, rank 0 on {first.node!r} of {first.epoch}"
-        if seat.told != seat.held:
-            return f"{who} was told plan {seat.told[:12] or '(none)'}, its plan file is {seat.held[:12]}"
-        if seat.held != first.held:
-            return f"{who} has plan {seat.held[:12]}, rank 0 on {first.node!r} has {first.held[:12]}"
+def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
+    """None, or one line naming the first rank that contradicts the plan or its peers. Pure; equal on every rank."""
+    first = workers[0]
+    for index, worker in enumerate(workers):
+        who = f"rank {index} on {worker.node!r}"
+        if worker.rank != index:
+            return f"{who} calls itself rank {worker.rank}"
+        if worker.epoch != first.epoch:
+            return f"{who} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
+        if worker.assigned_plan != worker.loaded_plan:
+            assigned = worker.assigned_plan[:12] or "(none)"
+            return f"{who} was told plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
+        if worker.loaded_plan != first.loaded_plan:
+            return f"{who} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has {first.loaded_plan[:12]}"
     occupant = {(rank.node, rank.gpu): rank.rank for rank in plan.ranks}
-    for seat, place in zip(seats, plan.ranks, strict=True):
-        if (seat.node, seat.local_rank) != (place.node, place.gpu):
-            meant = occupant.get((seat.node, seat.local_rank))
+    for worker, planned in zip(workers, plan.ranks, strict=True):
+        if (worker.node, worker.local_rank) != (planned.node, planned.gpu):
+            meant = occupant.get((worker.node, worker.local_rank))
             whose = "no rank's place" if meant is None else f"rank {meant}'s place"
             return (
-                f"rank {seat.rank} runs on {seat.node!r} as local rank {seat.local_rank}, which is {whose}:"
-                f" the plan puts it on {place.node!r} as local rank {place.gpu}"
+                f"rank {worker.rank} runs on {worker.node!r} as local rank {worker.local_rank}, which is {whose}:"
+                f" the plan puts it on {planned.node!r} as local rank {planned.gpu}"
             )
     return None

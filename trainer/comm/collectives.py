@@ -1,9 +1,9 @@
-"""Collectives on the hot path, and the account of what they cost.
+"""Collectives on the hot path, with counters of bytes and exposed time.
 
-Every call names the axis it serves and the counter that keeps its books; a group of None (one member) costs nothing
-and returns its input. Bytes are what one rank sends with ring algorithms (Patarasuk & Yuan 2009; NCCL's rings):
+Every call names the axis it serves and the counter that records it; a group of None (one member) costs nothing and
+returns its input. Bytes are what one rank sends with ring algorithms (Patarasuk & Yuan 2009; NCCL's rings):
 all-reduce 2(n-1)/n B, reduce-scatter and all-gather (n-1)/n B with B the size of the whole buffer, point-to-point B.
-Seconds are exposed time: how long the caller's thread (CPU) or stream (CUDA) stood still.
+Seconds are exposed time: how long the caller's thread (CPU) or stream (CUDA) waited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TransferTrace(Protocol):
 
     def transfer(self, name: str, axis: str, size: int) -> None: ...
 
-    def under_way(self, work: dist.Work | None) -> Callable[[], None]: ...
+    def on_arrival(self, work: dist.Work | None) -> Callable[[], None]: ...
 
 
 @dataclass
@@ -35,16 +35,16 @@ class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
     trace: TransferTrace | None = None  # records the transfers of the steps that are traced
-    subject: str = ""  # what is sent now, for people
-    started: int = 0  # transfers, ever
-    inside: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread stands still for
-    last: str = ""  # the transfer that was started last
+    subject: str = ""  # what is sent now, for display
+    started: int = 0  # transfers since the start
+    waiting_in: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread waits for
+    last: str = ""  # the latest transfer
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def sent(self, what: str, axis: str, size: int, calls: int = 1) -> None:
+    def count_sent(self, what: str, axis: str, size: int, calls: int = 1) -> None:
         self.bytes[axis] += size
         self.calls[axis] += calls
         self.started += 1
@@ -52,23 +52,23 @@ class CommCounter:
         if self.trace is not None:
             self.trace.transfer(self.last, axis, size)
 
-    def under_way(self, work: dist.Work | None = None) -> Callable[[], None]:
-        """What to call when the transfer that was `sent` last has arrived."""
-        return self.trace.under_way(work) if self.trace is not None else _nothing
+    def on_arrival(self, work: dist.Work | None = None) -> Callable[[], None]:
+        """The function to call when the latest transfer has arrived."""
+        return self.trace.on_arrival(work) if self.trace is not None else _nothing
 
     def waiting(self, axis: str, tensor: Tensor, what: str = "") -> _Stopwatch:
-        """Context manager around a wait for `what`, the transfer started last. On CUDA it records events and does not
-        stop the host."""
+        """Context manager that times a wait for `what` (default: the latest transfer). On CUDA it records events and
+        does not block the host."""
         return _Stopwatch(self, axis, tensor.is_cuda, what or self.last)
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a place where the host waits for its device, and so for whomever that waits for."""
-        self.inside = self.last, "device"
+        """Context manager around a host wait for the device, which may itself wait for other ranks."""
+        self.waiting_in = self.last, "device"
         try:
             yield
         finally:
-            self.inside = None
+            self.waiting_in = None
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -80,7 +80,7 @@ class CommCounter:
         return self._seconds
 
     def take(self) -> tuple[dict[str, int], dict[str, float]]:
-        """(bytes, seconds) by axis since the last call; starts again at zero."""
+        """(bytes, seconds) by axis since the last call; resets both."""
         result = dict(self.bytes), dict(self.seconds)
         self.bytes.clear(), self.calls.clear(), self._seconds.clear()
         return result
@@ -97,7 +97,7 @@ class _Stopwatch:
         self.counter, self.axis, self.cuda, self.what = counter, axis, cuda, what
 
     def __enter__(self) -> None:
-        self.counter.inside = self.what, self.axis
+        self.counter.waiting_in = self.what, self.axis
         if self.cuda:
             self.begin = torch.cuda.Event(enable_timing=True)
             self.begin.record()
@@ -105,7 +105,7 @@ class _Stopwatch:
             self.begin = perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.counter.inside = None
+        self.counter.waiting_in = None
         if self.cuda:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
@@ -115,9 +115,9 @@ class _Stopwatch:
 
 
 class Handle:
-    """A collective under way. `wait` returns its result; waiting twice is harmless.
+    """A collective in progress. `wait` returns its result; waiting twice is harmless.
 
-    Keep it until then: torch cancels a transfer whose handle is dropped. `finish` runs once, when the data is here.
+    Keep it until then: torch cancels a transfer whose handle is dropped. `finish` runs once, when the data has arrived.
     """
 
     __slots__ = ("_arrived", "_axis", "_counter", "_finish", "_result", "_what", "_work")
@@ -132,16 +132,16 @@ class Handle:
         what: str = "",
     ):
         self._result, self._work, self._axis, self._counter, self._finish = result, work, axis, counter, finish
-        self._arrived, self._what = counter.under_way(work), what or counter.last
+        self._arrived, self._what = counter.on_arrival(work), what or counter.last
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
 
     @property
     def work(self) -> dist.Work | None:
-        """torch's own handle, for callers that wait themselves; not where `finish` has something to do."""
+        """torch's own handle, for callers that wait themselves. Raises RuntimeError if there is a `finish` to run."""
         if self._finish is not None:
-            raise RuntimeError("this collective ends with work of its own: use wait()")
+            raise RuntimeError("this collective has a finish step: use wait()")
         return self._work
 
     def wait(self) -> Tensor:
@@ -165,7 +165,7 @@ def start_all_reduce(
     if group is None:
         return Handle(tensor, None, axis, counter)
     n = group.size()
-    counter.sent("all-reduce", axis, 2 * tensor.nbytes * (n - 1) // n)
+    counter.count_sent("all-reduce", axis, 2 * tensor.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     return Handle(tensor, work, axis, counter)
@@ -180,7 +180,7 @@ def start_reduce_scatter(
     n = group.size()
     if out is None:
         out = tensor.new_empty(tensor.shape[0] // n, *tensor.shape[1:])
-    counter.sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n)
+    counter.count_sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
         if tensor.is_cuda:
             return Handle(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), axis, counter)
@@ -197,7 +197,7 @@ def start_all_gather(
     n = group.size()
     if out is None:
         out = tensor.new_empty(n * tensor.shape[0], *tensor.shape[1:])
-    counter.sent("all-gather", axis, out.nbytes * (n - 1) // n)
+    counter.count_sent("all-gather", axis, out.nbytes * (n - 1) // n)
     with counter.waiting(axis, tensor):
         if tensor.is_cuda:
             work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
@@ -209,8 +209,8 @@ def start_all_gather(
 def start_send(
     tensor: Tensor, to: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
 ) -> Handle:
-    """To the global rank `to`. The tensor must not change before the wait."""
-    counter.sent("send", axis, tensor.nbytes)
+    """Send to the global rank `to`. The tensor must not change before the wait."""
+    counter.count_sent("send", axis, tensor.nbytes)
     with counter.waiting(axis, tensor):
         work = dist.isend(tensor, dst=to, group=group, tag=tag)
     return Handle(tensor, work, axis, counter)
@@ -219,7 +219,7 @@ def start_send(
 def start_receive(
     out: Tensor, source: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
 ) -> Handle:
-    """From the global rank `source` into `out`, whose shape both sides know from the plan."""
+    """Receive from the global rank `source` into `out`, whose shape both sides know from the plan."""
     what = f"receive from rank {source}"
     with counter.waiting(axis, out, what):
         work = dist.irecv(out, src=source, group=group, tag=tag)
@@ -231,12 +231,12 @@ def start_rotate(
 ) -> Callable[[], list[Tensor]]:
     """Send `tensors` to the global rank `to` and receive as many of the same shapes from `source`.
 
-    Returns a function that waits and gives what arrived. All members of the group must call it. On CUDA all transfers
-    start as one batch, since NCCL may deadlock on a ring of single sends.
+    The returned function waits and returns the received tensors. All members of the group must call `start_rotate`. On
+    CUDA all transfers start as one batch, since NCCL may deadlock on a ring of single sends.
     """
     arrived = [torch.empty_like(tensor) for tensor in tensors]
-    counter.sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), len(tensors))
-    ended = counter.under_way()
+    counter.count_sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), len(tensors))
+    ended = counter.on_arrival()
     with counter.waiting(axis, tensors[0]):
         if tensors[0].is_cuda:
             operations = [dist.P2POp(dist.isend, tensor, to, group) for tensor in tensors]
@@ -284,8 +284,8 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, count
         return tensor
     n = group.size()
     out = torch.empty_like(tensor)
-    counter.sent("all-to-all", axis, tensor.nbytes * (n - 1) // n)
-    ended = counter.under_way()
+    counter.count_sent("all-to-all", axis, tensor.nbytes * (n - 1) // n)
+    ended = counter.on_arrival()
     with counter.waiting(axis, tensor):
         dist.all_to_all_single(out, tensor, group=group)
     ended()

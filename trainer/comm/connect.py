@@ -1,4 +1,4 @@
-"""Joining the default process group of a run: one store, one prefix for each plan epoch."""
+"""Joins the default process group of a run: one store, one key prefix per plan epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
 from trainer.errors import DeviceError
 
-#: A peer that says nothing for this long is lost. Generous: a first step may compile, a node may read a slow disk.
+#: A peer that is silent for this long is lost. Generous: a first step may compile, a node may read a slow disk.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -33,8 +33,8 @@ def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
 def connect(env: WorkerEnv, device: torch.device) -> None:
     """Create the default group: gloo for CPU tensors (checks, stop flags, checkpoints) and NCCL for CUDA ones.
 
-    Rank 0 hosts the store. Keys are prefixed by run and epoch, so that a worker left over from an earlier epoch can
-    meet nobody in this one. Raises torch's network errors (see `trainer.errors.is_peer_loss`).
+    Rank 0 hosts the store. Keys are prefixed by run and epoch, so that a worker left over from an earlier epoch cannot
+    join this one. Raises torch's network errors (see `trainer.errors.is_peer_loss`).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -53,8 +53,8 @@ def connect(env: WorkerEnv, device: torch.device) -> None:
 
 
 def _keep_gloo_on_loopback() -> None:
-    # gloo would bind to whatever this machine's host name resolves to: a VPN, an address of yesterday's network.
-    # It takes the interface from the environment only.
+    # gloo binds to whatever this machine's host name resolves to, such as a VPN or a stale address. Its interface can
+    # be set in the environment only.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,7 +1,7 @@
-"""All-gather, reduce-scatter and rotation for gloo (CPU), of operations that gloo does well.
+"""All-gather, reduce-scatter and ring exchange for gloo (CPU), built from operations that gloo does fast.
 
 gloo's own all-gather copies through buffers of the whole size; its reduce-scatter is an all-reduce and a slice, twice
-the bytes of a ring; its sends hold up the caller. `python -m benchmarks.collectives` measures these beside gloo's own.
+the bytes of a ring; its sends block the caller. `python -m benchmarks.collectives` compares these with gloo's own.
 
 Order matters as in any collective: all members of a group start these calls in the same order.
 """
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Works(dist.Work):
-    """Several operations as one."""
+class CombinedWork(dist.Work):
+    """Several operations as one `Work`."""
 
     def __init__(self, works: list[dist.Work]):
         super().__init__()
@@ -32,18 +32,20 @@ class Works(dist.Work):
 
 
 def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> dist.Work:
-    """Every rank broadcasts its piece into its place in `out` [n*k, ...]; a `tensor` that lies there is not copied."""
+    """Every rank broadcasts its piece into its slot of `out` [n*k, ...]; a `tensor` that already lies there is not
+    copied."""
     pieces = out.view(group.size(), *tensor.shape)
     mine = pieces[group.rank()]
     if mine.data_ptr() != tensor.data_ptr():
         mine.copy_(tensor)
-    return Works([dist.broadcast(piece, group=group, group_src=i, async_op=True) for i, piece in enumerate(pieces)])
+    return CombinedWork(
+        [dist.broadcast(piece, group=group, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
+    )
 
 
 def start_exchange(tensor: Tensor, out: Tensor, to: int, source: int, group: dist.ProcessGroup) -> dist.Work:
-    """`tensor` to the group's rank `to`, `out` from its rank `source`: an all-to-all in which all else is empty.
-
-    All members must call it, each for the ring of which it is a part.
+    """Send `tensor` to the group's rank `to` and receive `out` from its rank `source`: an all-to-all whose other pieces
+    are empty. All members must call it.
     """
     send, receive = [0] * group.size(), [0] * group.size()
     send[to], receive[source] = tensor.numel(), out.numel()
@@ -51,16 +53,16 @@ def start_exchange(tensor: Tensor, out: Tensor, to: int, source: int, group: dis
 
 
 class ReduceScatter:
-    """The pieces [n, ...] of `tensor` on their way; `finish`, after `work`, adds those that are this rank's into `out`.
+    """A reduce-scatter in progress: `work` delivers the pieces [n, ...] of `tensor`, then `finish` sums into `out`.
 
-    They are added in rank order, so the sum does not depend on who came first, and bf16 is added in fp32.
+    Pieces are added in rank order, so the sum does not depend on arrival order; bf16 is added in fp32.
     """
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, out: Tensor):
         n, me = group.size(), group.rank()
         pieces = tensor.view(n, *out.shape)
         self.out = out
-        if n == 2:  # the own piece need not travel; `out` may be its very memory, it is read before it is written
+        if n == 2:  # the own piece is not sent; `out` may be its memory, which is read before it is written
             self.mine, self.arrived = pieces[me], torch.empty_like(out, memory_format=torch.contiguous_format)
             self.work = start_exchange(pieces[1 - me], self.arrived, 1 - me, 1 - me, group)
         else:

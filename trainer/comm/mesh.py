@@ -1,4 +1,4 @@
-"""The process groups of one rank, taken from the plan's group lists. No arithmetic on ranks happens here."""
+"""The process groups of one rank, taken from the plan's group lists."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.plan.schedules import copies_of
 
-#: Order of creation, the same on every rank. "kv": tp ranks that share one key/value head. "shard": ranks of "grad"
-#: that together hold one copy of what ZeRO shards; "replica": those of "grad" with the same shard (hybrid sharding).
+#: Order of creation, equal on every rank. "kv": tp ranks that share one key/value head. "shard": ranks of "grad" that
+#: together hold one copy of the ZeRO-sharded state; "replica": those of "grad" with the same shard (hybrid sharding).
 GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place and its groups. A group of one member is None: every communication helper then does nothing."""
+    """One rank's coordinates and groups. A group of one member is None: every collective then does nothing."""
 
     rank: int
     coord: Coord
@@ -29,12 +29,12 @@ class Mesh:
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int, timeout: timedelta | None = None) -> Mesh:
-        """Create this rank's process groups; every rank of the plan must call it at the same time.
+        """Create this rank's process groups. Collective over all ranks of the plan.
 
-        Only members meet to create a group (`use_local_synchronization`), so that the cost for a rank does not grow
-        with the world; the one order in `GROUPS` keeps overlapping groups from waiting on each other in a ring.
-        Groups with equal members share one communicator, except "pp": its point-to-point traffic is asynchronous
-        and must not be ordered behind collectives.
+        Only a group's members synchronise to create it (`use_local_synchronization`), so a rank's cost does not grow
+        with the world size; the fixed order of `GROUPS` prevents a cyclic wait between overlapping groups. Groups with
+        equal members share one communicator, except "pp": its point-to-point transfers are asynchronous and must not
+        queue behind collectives.
         """
         members = {name: members_of(plan, name, rank) for name in GROUPS}
         made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -45,13 +45,13 @@ class Mesh:
                 made[key] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
             groups[name] = made[key] if len(ranks) > 1 else None
             if name == "embedding" and not ranks and plan.parallel.pp > 2:
-                # torch names a group by how many a rank has made before: all ranks must make equally many
+                # torch names a group by the number of groups created before: all ranks must create equally many
                 dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
         return cls(rank, plan.ranks[rank].coord, MappingProxyType(members), MappingProxyType(groups))
 
     @classmethod
     def alone(cls, plan: Plan, rank: int = 0) -> Mesh:
-        """The same place without process groups: for one process, dry runs and tests of pure code."""
+        """The same coordinates without process groups: for one process, dry runs and tests of pure code."""
         members = {name: members_of(plan, name, rank) for name in GROUPS}
         return cls(rank, plan.ranks[rank].coord, MappingProxyType(members), MappingProxyType(dict.fromkeys(GROUPS)))
 
@@ -73,8 +73,8 @@ class Mesh:
 def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     """Global ranks of the group of `rank` on an axis or composite; empty if it is in none.
 
-    Ascending, because that is how torch numbers the members of a group whatever order it is given: with dp nested
-    inside cp, the plan's own order (cp fastest) would be another.
+    Ascending, since torch numbers the members of a group so whatever order it is given; with dp nested inside cp, the
+    plan's own order (cp fastest) differs.
     """
     if name == "kv":
         return _kv_replicas(plan, rank)
@@ -94,11 +94,11 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def _hybrid(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """ "grad" cut into runs of `zero_group` neighbours: a run shards, equal places of the runs hold the same shard."""
+    """ "grad" cut into runs of `zero_group` neighbours: a run shards, equal positions in the runs hold equal shards."""
     ranks = members_of(plan, "grad", rank)
     size = plan.parallel.zero_group or len(ranks)
-    run, place = divmod(ranks.index(rank), size)
-    return ranks[run * size : (run + 1) * size] if name == "shard" else ranks[place::size]
+    run, position = divmod(ranks.index(rank), size)
+    return ranks[run * size : (run + 1) * size] if name == "shard" else ranks[position::size]
 
 
 def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
@@ -106,12 +106,12 @@ def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
 
     They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so "model" is a half.
     """
-    place = plan.ranks[rank].coord.pp
+    mine = plan.ranks[rank].coord.pp
     if name == "embedding":  # both ends of the model are on each outer rank: nothing to sum
         return (rank,)
     if name == "model":
         half = plan.parallel.pp // 2
         ranks = next(sorted(group) for group in plan.groups["model"] if rank in group)
-        return tuple(other for other in ranks if (plan.ranks[other].coord.pp < half) == (place < half))
+        return tuple(other for other in ranks if (plan.ranks[other].coord.pp < half) == (mine < half))
     own = next(group for group in plan.groups["grad"] if rank in group)
-    return tuple(sorted(own + [members_of(plan, "pp", other)[-1 - place] for other in own]))
+    return tuple(sorted(own + [members_of(plan, "pp", other)[-1 - mine] for other in own]))

@@ -1,6 +1,6 @@
-"""Small messages between all ranks of the default group: checks, verdicts, checkpoint manifests, step counts.
+"""Small control messages between all ranks of the default group: checks, outcomes, manifests, step counts.
 
-For the control path only, on CPU tensors and so on gloo. Without a process group a rank is alone.
+Uses CPU tensors, hence gloo. Without a process group the world size is 1.
 """
 
 from __future__ import annotations

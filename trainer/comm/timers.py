@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 
 class PhaseTimer:
-    """Accumulates seconds by phase name; `take` hands them out and starts over.
+    """Accumulates seconds by phase name; `take` returns and resets them.
 
-    Phases may nest; each second is counted once, in the innermost phase, so the phases of a step never sum to more
-    than its wall time. On CUDA kernels run behind the host: pass `synchronize=torch.cuda.synchronize` to charge them to
-    the phase that launched them, at the price of draining the queue at each edge.
+    Phases may nest; each second is counted once, in the innermost phase, so the phases of a step never sum to more than
+    its wall time. CUDA kernels run asynchronously: `synchronize=torch.cuda.synchronize` charges them to the phase that
+    launched them, at the cost of a device synchronisation at each phase boundary.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None):
@@ -20,8 +20,8 @@ class PhaseTimer:
         self._seconds: dict[str, float] = {}
         self._inner: list[float] = []  # seconds already charged to phases inside each open one
         self.now = ""  # the innermost phase that is open
-        self.entered = 0  # phases, ever
-        self.spans: list[tuple[str, float, float]] | None = None  # (phase, start, end) on the clock; a list: kept
+        self.entered = 0  # phases since the start
+        self.spans: list[tuple[str, float, float]] | None = None  # (phase, start, end), recorded if a list
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -42,7 +42,7 @@ class PhaseTimer:
                 self._inner[-1] += spent
 
     def add(self, name: str, seconds: float) -> None:
-        """Charge seconds that somebody else has measured."""
+        """Add seconds that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:

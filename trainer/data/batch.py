@@ -1,4 +1,4 @@
-"""What a pipeline stage needs to know of one micro-batch."""
+"""The micro-batch: the tokens and labels that a pipeline stage reads."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ IGNORED = -100  # a target that does not count, as in `torch.nn.functional.cross
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """All [batch, sequence], int64. Every stage builds its own: data is a pure function, only hidden states travel."""
+    """All [batch, sequence], int64. Every stage builds its own, since data is a pure function of the step."""
 
     tokens: Tensor
     targets: Tensor  # the next token, or IGNORED
     positions: Tensor  # from 0, within the sample or, where documents are kept apart, within the document
     documents: Tensor | None  # number of the document within the sample; None: attention sees the whole sample
-    serial: Tensor | None = None  # number of the token in the run's order of data: what dropout draws by
+    serial: Tensor | None = None  # number of the token in the run's data order, the counter of dropout
 
     @property
     def valid_tokens(self) -> int:
-        """Targets that count. On an accelerator this waits for the device; ask before `to`."""
+        """Number of targets that count. On an accelerator this waits for the device: call it before `to`."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On `device`; from pinned memory the copy does not stop the host."""
+        """The batch on `device`; from pinned memory the copy does not block the host."""
         return self.each(lambda part: part.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
-        """In page-locked host memory (CUDA only)."""
+        """The batch in page-locked host memory (CUDA only)."""
         return self.each(Tensor.pin_memory)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Every tensor changed alike."""
+        """The batch with `change` applied to every tensor."""
         return MicroBatch(*(None if part is None else change(part) for part in vars(self).values()))
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
     """A micro-batch from [batch, sequence + 1] token ids: inputs are all but the last, targets all but the first.
 
-    With `eod`, the id that ends a document, documents are kept apart: attention and positions restart behind each
-    `eod`, and its own target, the unforeseeable start of the next document, does not count (Llama 3, arXiv 2407.21783,
-    section 3.2). Without it, a sample is one stretch of text, as in GPT-2 and GPT-3.
+    With `eod`, the id that ends a document, documents are isolated: attention and positions restart after each `eod`,
+    whose own target, the start of the next document, does not count (Llama 3, arXiv 2407.21783, section 3.2). Without
+    it, a sample is one text, as in GPT-2 and GPT-3.
     """
     tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
     steps = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -58,12 +58,12 @@ def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:
-    """The same samples, of which no token counts: the loss is zero, and so is every gradient."""
+    """The same samples with all targets ignored: loss and gradients are zero."""
     return replace(batch, targets=torch.full_like(batch.targets, IGNORED))
 
 
-def numbered(batch: MicroBatch, places: Sequence[int]) -> MicroBatch:
-    """The batch with its tokens' serials; `places`: of its samples in the run's order of data."""
+def with_serials(batch: MicroBatch, indices: Sequence[int]) -> MicroBatch:
+    """The batch with its tokens' serial numbers; `indices`: those of its samples in the run's data order."""
     length = batch.tokens.shape[1]
-    serial = torch.tensor(places)[:, None] * length + torch.arange(length)
+    serial = torch.tensor(indices)[:, None] * length + torch.arange(length)
     return replace(batch, serial=serial)

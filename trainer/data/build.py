@@ -1,9 +1,9 @@
-"""From a plan's `data` section to an open token store: tokenised once, by whoever comes first, for everybody.
+"""Opens the token store of a plan's `data` section; the first process tokenises the corpus once for all.
 
-Under `cache_dir`: `<key>/` holds the token files of one content and tokenizer. `seen/<state>.json` remembers which key
-a set of files (by path, size and modification time) had, so that a start does not read the corpus again.
-`seen/<state>.lock` makes all processes of a node, and of a shared file system that has locks, wait for the first.
-Without working locks two may build at once; the rename decides, and both results are the same.
+Under `cache_dir`: `<key>/` holds the token files of one content and tokenizer. `seen/<state>.json` maps a set of files
+(by path, size and modification time) to its key, so that a start does not read the corpus again. `seen/<state>.lock`
+makes all processes of a node, and of a shared file system that supports locks, wait for the first. Without working
+locks two may build at once; the first rename wins, and both results are equal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.plan.document import Data
-from trainer.data.corpus import Piece, Source, find_sources, read_pieces
+from trainer.data.corpus import Source, TextPiece, find_sources, read_pieces
 from trainer.data.store import FORMAT, TokenStore, TokenWriter
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.durable import sync_folder
 from trainer.errors import DataError
 
-#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (another process is at it; 0 of 0).
+#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (for another process; 0 of 0).
 Progress = Callable[[str, int, int], None]
 
 BATCH_BYTES = 4 << 20  # text encoded at once: enough for a parallel tokenizer's threads
@@ -55,16 +55,16 @@ def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
     seen = cache / "seen" / f"{state}.json"
     try:
         seen.parent.mkdir(parents=True, exist_ok=True)
-        if store := _known(cache, seen):
+        if store := _cached_store(cache, seen):
             return store
         with _locked(seen.with_suffix(".lock"), lambda: report("wait", 0, 0)):
-            if store := _known(cache, seen):
+            if store := _cached_store(cache, seen):
                 return store
             key = _content_key(sources, tokenizer, report)
             if not (cache / key / "index.json").exists():
                 _build(cache, key, sources, tokenizer, report)
             if _state_of(find_sources(data.paths, data.extensions), tokenizer) != state:
-                shutil.rmtree(cache / key)  # its content may not be what its key says
+                shutil.rmtree(cache / key)  # its content may not match its key
                 raise DataError("the corpus changed while it was being read; start again when it is complete")
             _write_atomically(seen, msgspec.json.encode(_Seen(key)))
             return TokenStore(cache / key)
@@ -73,7 +73,7 @@ def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
         raise DataError(f"cannot write token files under {cache} ({what}); choose another data.cache_dir") from error
 
 
-def _known(cache: Path, seen: Path) -> TokenStore | None:
+def _cached_store(cache: Path, seen: Path) -> TokenStore | None:
     try:
         key = msgspec.json.decode(seen.read_bytes(), type=_Seen).key
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -85,7 +85,7 @@ def _known(cache: Path, seen: Path) -> TokenStore | None:
 
 
 def _state_of(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
-    """Changes whenever a file may have changed. Costs no reading."""
+    """A digest that changes whenever a file may have changed; reads no file."""
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     for source in sources:
         digest.update(f"{source.path}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape"))
@@ -93,7 +93,7 @@ def _state_of(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
 
 
 def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> str:
-    """Equal exactly when the token files would be: names and places of files do not matter, order and kind do."""
+    """A digest that is equal exactly if the token files would be: of content, order and kind, not of file names."""
     total, done = sum(source.size for source in sources), 0
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     buffer = memoryview(bytearray(BATCH_BYTES))
@@ -115,7 +115,7 @@ def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progre
 
 
 def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> None:
-    """Into a folder of our own, then one rename. What a killed process left behind is swept up first."""
+    """Build in a private folder, then rename it. Deletes what killed processes have left first."""
     host = socket.gethostname()
     _sweep(cache, host)
     folder = cache / f"{key}.tmp-{host}-{os.getpid()}"
@@ -129,7 +129,7 @@ def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenize
             writer.abandon()
         try:
             folder.rename(cache / key)
-        except OSError as error:  # somebody without our lock was faster: theirs is as good
+        except OSError as error:  # another process without our lock was faster, with an equal result
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         sync_folder(cache)
@@ -139,7 +139,7 @@ def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenize
 
 def _encode(sources: Sequence[Source], tokenizer: Tokenizer, writer: TokenWriter, report: Progress) -> None:
     total, done = sum(source.size for source in sources), 0
-    pending: list[Piece] = []
+    pending: list[TextPiece] = []
     size = 0
 
     def flush() -> None:
@@ -184,8 +184,8 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on a file. The kernel drops it when the process dies, however it dies. Polls, so that a
-    signal's handler runs and `waiting` can report."""
+    """Hold an exclusive lock on a file, released by the kernel if the process dies. Polls, so that signal handlers run
+    and `waiting` can report."""
     with path.open("a") as file:
         while True:
             try:

@@ -1,6 +1,6 @@
 """Text files as a sorted list of sources and a stream of documents.
 
-A text file is one document; a `.jsonl` file holds one a line, in the string field `text`.
+A text file is one document; a `.jsonl` file holds one per line, in the string field `text`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from trainer.errors import DataError
 
-STDLIB = "stdlib"  # the path that means: the sources of the running Python's own standard library
+STDLIB = "stdlib"  # path that stands for the sources of the running Python's standard library
 PIECE_BYTES = 4 << 20  # a file is read in pieces of about this size: memory does not grow with the corpus
 LINE_BYTES = 64 << 20  # longest accepted line of a .jsonl file
 
@@ -36,8 +36,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of UTF-8 text, cut between characters (between lines where there are any)."""
+class TextPiece:
+    """Part of a UTF-8 text, cut between lines, or between characters where there are no lines."""
 
     text: bytes
     ends_document: bool
@@ -68,7 +68,7 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
         if root.is_file():
             _take(found, root.name, root.resolve(), root.stat())
             continue
-        real = root.resolve()  # once: every rank comes here at every start, and a corpus may have a million files
+        real = root.resolve()  # once: every rank does this at every start, and a corpus may have a million files
         for file in sorted(_walk(real, path == STDLIB), key=lambda file: file.path.split(os.sep)):
             place = Path(file.path)
             if (suffix := place.suffix.lower()) not in extensions:
@@ -105,7 +105,7 @@ def _walk(root: Path, is_stdlib: bool) -> Iterator[os.DirEntry[str]]:
 # --------------------------------------------------------------------------------------------------- documents
 
 
-def read_pieces(source: Source) -> Iterator[Piece]:
+def read_pieces(source: Source) -> Iterator[TextPiece]:
     """The text of a file; empty documents are left out.
 
     Raises DataError for a file that cannot be read, is not UTF-8 text, or has a line that is not a JSON object with a
@@ -118,7 +118,7 @@ def read_pieces(source: Source) -> Iterator[Piece]:
         raise DataError(f"cannot read {source.path}: {error.strerror}") from error
 
 
-def _read_text(file: BinaryIO, source: Source) -> Iterator[Piece]:
+def _read_text(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
     offset, rest, chunk = 0, b"", file.read(PIECE_BYTES)
     while chunk:
         following = file.read(PIECE_BYTES)
@@ -127,12 +127,12 @@ def _read_text(file: BinaryIO, source: Source) -> Iterator[Piece]:
         text, rest, chunk = text[:cut], text[cut:], following
         if text:
             _check_text(text, source, offset)
-            yield Piece(text, ends_document=not following)
+            yield TextPiece(text, ends_document=not following)
             offset += cut
 
 
 def _last_character(text: bytes) -> int:
-    """Where the last character of UTF-8 text begins: its end may still be unread."""
+    """Index at which the last character of UTF-8 text begins; its end may still be unread."""
     index = len(text) - 1
     while index > 0 and len(text) - index < 4 and text[index] & 0xC0 == 0x80:
         index -= 1
@@ -149,7 +149,7 @@ def _check_text(text: bytes, source: Source, offset: int) -> None:
         raise DataError(f"{source.path} is not UTF-8 text: {error.reason} at offset {where}") from None
 
 
-def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[Piece]:
+def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
     number = 0
     while line := file.readline(LINE_BYTES + 1):
         number += 1
@@ -162,4 +162,4 @@ def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[Piece]:
         except (msgspec.DecodeError, UnicodeError) as error:
             raise DataError(f'{source.path}:{number}: expected {{"text": "..."}}: {error}') from None
         if text:
-            yield Piece(text, ends_document=True)
+            yield TextPiece(text, ends_document=True)

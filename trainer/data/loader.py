@@ -1,4 +1,4 @@
-"""The micro-batches of one rank, step after step; the next step's are read while this one computes."""
+"""Loads the micro-batches of one rank step by step; reads the next step's while this one computes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
-from trainer.data.batch import MicroBatch, from_windows, numbered
+from trainer.data.batch import MicroBatch, from_windows, with_serials
 from trainer.data.order import SampleOrder, micro_batches_at, samples_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
 
 
 class Loader:
-    """Reads what `samples_of_step` says, from a token store. No state but the read-ahead: any step at any time."""
+    """Reads the samples of `samples_of_step` from a token store. Stateless but for the read-ahead."""
 
     def __init__(self, plan: Plan, coord: Coord, store: TokenStore, pin_memory: bool = False):
-        """`pin_memory`: in page-locked memory, from which a copy to a CUDA device runs beside the computation.
+        """`pin_memory`: use page-locked memory, from which copies to a CUDA device overlap with computation.
 
         Raises DataError when the corpus is shorter than one sample or has ids that the model has no row for.
         """
@@ -53,17 +53,17 @@ class Loader:
         return batches
 
     def samples_at(self, consumed: int) -> int:
-        """Samples that the step after `consumed` takes, over all ranks."""
+        """Samples of the step after `consumed`, over all ranks."""
         return samples_at(self.parallel, self.ramp, consumed)
 
     def _read(self, consumed: int) -> list[MicroBatch]:
         many = micro_batches_at(self.parallel, self.ramp, consumed)
-        return [self._micro_batch(places) for places in samples_of_step(self.parallel, self.coord, consumed, many)]
+        return [self._micro_batch(indices) for indices in samples_of_step(self.parallel, self.coord, consumed, many)]
 
-    def _micro_batch(self, places: list[int]) -> MicroBatch:
-        windows = [self.store.window(self.order(place), self.seq_len) for place in places]
+    def _micro_batch(self, indices: list[int]) -> MicroBatch:
+        windows = [self.store.window(self.order(index), self.seq_len) for index in indices]
         batch = from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
-        batch = numbered(batch, places) if self.dropout else batch
+        batch = with_serials(batch, indices) if self.dropout else batch
         return batch.pinned() if self._pin else batch
 
     def close(self) -> None:

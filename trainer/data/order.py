@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, number of samples consumed), the same for every layout.
 
 An epoch visits each sample once, in the order of a keyed permutation that is computed, not stored: a Feistel network
-over the smallest even number of bits that holds the index, walked until it lands inside (cycle-walking; Black &
-Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). O(1) time and memory at any place, so a resume costs
+over the smallest even number of bits that holds the index, applied until the result is in range (cycle-walking; Black &
+Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). O(1) time and memory at any index, so a resume costs
 nothing.
 """
 
@@ -58,7 +58,7 @@ def _mix(value: int) -> int:
 
 
 class SampleOrder:
-    """Which sample of the corpus is the n-th that the run consumes, over all epochs."""
+    """Maps the n-th sample that the run consumes, over all epochs, to its number in the corpus."""
 
     def __init__(self, samples: int, seed: int):
         self.samples, self.seed = samples, seed
@@ -72,7 +72,7 @@ class SampleOrder:
 
 
 def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int:
-    """Micro-batches a rank reads in the step that starts after `consumed` samples: all, or fewer during a ramp.
+    """Micro-batches per rank in the step that starts after `consumed` samples: all, or fewer during a ramp.
 
     The global batch is `start + (full - start) * consumed / over`, rounded down to whole micro-batches on every
     replica (at least one each); DeepSeek-V3 ramps like this, arXiv 2412.19437, section 4.2. Where replicas take
@@ -86,7 +86,7 @@ def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) 
 
 
 def samples_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int:
-    """Samples that the step after `consumed` takes, over all ranks."""
+    """Samples of the step after `consumed`, over all ranks."""
     return sum(_counts(parallel, micro_batches_at(parallel, ramp, consumed))) * parallel.micro_batch_size
 
 
@@ -96,7 +96,7 @@ def samples_of_step(
     """Places in the global order that a rank reads in the step that starts after `consumed` samples:
     [micro-batches of this replica][micro_batch_size].
 
-    A step takes the next `global_batch_samples` places, whatever the layout: micro-batch by micro-batch, within it
+    A step takes the next `global_batch_samples` indices, whatever the layout: micro-batch by micro-batch, within it
     replica by replica (dp outermost, then ep), those left out that have had all of theirs. Ranks that differ only in
     tp, cp or pp read the same samples. `micro_batches`: of this step, if not the plan's.
     """

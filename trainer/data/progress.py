@@ -1,4 +1,4 @@
-"""A progress bar for a terminal, and reports thinned out for everything else."""
+"""A progress bar for a terminal, and reports rate_limited out for everything else."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def bar(stream: TextIO) -> Progress:
                 stream.write("\n")
         stream.flush()
 
-    return thinned(draw, 0.1)
+    return rate_limited(draw, 0.1)
 
 
-def thinned(progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic) -> Progress:
+def rate_limited(progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic) -> Progress:
     """At most one call in `every_s` seconds, but the first and the last of every phase always."""
     last_phase, last_time = "", 0.0
 

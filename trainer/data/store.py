@@ -1,7 +1,7 @@
 """Token files: a folder with `tokens.bin`, `documents.bin` and `index.json`, memory-mapped when read.
 
-`tokens.bin` is every document's ids followed by the end-of-document id, little-endian uint16 (uint32 above 65536 ids);
-`documents.bin` is where each document begins, and the total, little-endian uint64; `index.json` says the rest.
+`tokens.bin`: every document's ids followed by the end-of-document id, little-endian uint16 (uint32 above 65536 ids).
+`documents.bin`: the offset of each document, and the total, little-endian uint64. `index.json`: `Index`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = "orch.tokens/1"
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `index.json` holds."""
+    """Content of `index.json`."""
 
     format: str
     key: str  # sha256 of format, tokenizer and content: equal for equal tokens
@@ -74,7 +74,7 @@ class TokenWriter:
         sync_folder(self.folder)
 
     def abandon(self) -> None:
-        """Close the files without an index: the folder is never read."""
+        """Close the files without writing an index: the folder is then never read."""
         self._tokens.close()
         self._documents.close()
 

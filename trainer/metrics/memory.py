@@ -1,13 +1,13 @@
-"""Bytes of memory by category over time, from the life of every storage: nothing here is a formula.
+"""Measures bytes of memory by category over time, from the lifetime of every storage.
 
-`params`, `grads` and `optimizer` are storages that the trainer registers; weights that ZeRO-3 gathers for a while are
-params too. `activations` is what is kept for a backward pass: what autograd saves, what outlives the forward that made
-it, what recomputation makes again. `buffers` is everything else that comes and goes inside a step: temporaries,
-gradients on their way, whole buffers under communication. `total` is their sum.
+`params`, `grads` and `optimizer` are storages that the trainer registers; weights that ZeRO-3 gathers temporarily are
+params too. `activations` are kept for backward: what autograd saves, what outlives the forward that made it, what
+recomputation computes again. `buffers` is everything else inside a step: temporaries, gradients not yet reduced,
+communication buffers. `total` is the sum.
 
-A dispatch mode watches every storage that an operator creates until it is freed. It costs some microseconds an operator
-and runs only on the steps that are measured. With compiled blocks it stays off, since it would be compiled itself, or
-stop compilation: what autograd saves is then counted as it is saved, and temporaries are not seen.
+A dispatch mode tracks every storage that an operator creates until it is freed. It costs some microseconds per operator
+and runs only on measured steps. With compiled blocks it stays off, since it would be compiled too or prevent
+compilation: then only what autograd saves is counted, and temporaries are missed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 @dataclass(slots=True)
-class Life:
-    """One storage: its bytes, its category as far as it is known, and from when to when it held memory."""
+class StorageLife:
+    """One storage: its bytes, its category as far as known, and when it was allocated and freed."""
 
     size: int
     category: str
@@ -55,7 +55,7 @@ class Life:
 
 
 class Point(NamedTuple):
-    """What is held from `at` (seconds of the tracker's clock) until the next point."""
+    """Bytes held from `at` (seconds of the tracker's clock) until the next point."""
 
     at: float
     held: dict[str, int]  # bytes by category
@@ -66,11 +66,11 @@ class Point(NamedTuple):
 
 
 class StorageTracker(DispatchMode):
-    """Follows every storage that exists or comes into being while the mode is on.
+    """Tracks registered storages and every storage that is created while the mode is on.
 
-    A storage that is neither registered nor made by an operator was there before and is not counted. `running` gives
-    the number of the pipeline action that runs now and whether it is a forward, None between them. `opaque`: there are
-    compiled blocks, so what autograd saves may be new.
+    A storage that is neither registered nor made by an operator existed before and is not counted. `running` gives the
+    number of the current pipeline action and whether it is a forward, None between actions. `opaque`: there are
+    compiled blocks, so autograd may save storages that no operator has shown.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class StorageTracker(DispatchMode):
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         super().__init__()
-        self.lives: list[Life] = []
+        self.lives: list[StorageLife] = []
         self._registered, self._running, self._opaque, self._clock = registered or {}, running, opaque, clock
-        self._known: dict[int, Life | None] = {}  # by storage; None: there before
+        self._known: dict[int, StorageLife | None] = {}  # by storage; None: existed before
         self._finalizers: list[weakref.finalize] = []
 
     def __enter__(self) -> StorageTracker:
         now = self._clock()
         for category, storage in self._list():
             if storage_key(storage) not in self._known:
-                self._follow(storage, Life(storage.nbytes(), category, now))
+                self._follow(storage, StorageLife(storage.nbytes(), category, now))
         self._around = contextlib.ExitStack()
         self._around.enter_context(warnings.catch_warnings())
         warnings.filterwarnings(
             "ignore", "A saved_tensors_hooks context", FutureWarning
-        )  # what it keeps, `_judge` sees
+        )  # what it keeps, `_classify` sees
         self._around.enter_context(saved_tensors_hooks(self._saved, lambda tensor: tensor))
         self._around.enter_context(watch_resizes(self._resized))
         return self if self._opaque else super().__enter__()
@@ -104,25 +104,25 @@ class StorageTracker(DispatchMode):
         if not self._opaque:
             super().__exit__(*error)
         self._around.close()
-        for category, storage in self._list():  # what became one of these during the step
+        for category, storage in self._list():  # registered only during the step
             if life := self._known.get(storage_key(storage)):
                 life.category = category
         for life in self.lives:
             if math.isinf(life.died):
-                self._judge(life)
+                self._classify(life)
         for finalizer in self._finalizers:  # the storages outlive this tracker
             finalizer.detach()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        self._meet(_tensors(args), new=False)
+        self._note_storages(_tensors(args), new=False)
         if kwargs:
-            self._meet(_tensors(kwargs.values()), new=False)
+            self._note_storages(_tensors(kwargs.values()), new=False)
         out = func(*args, **kwargs)
-        self._meet(_tensors((out,)), new=True)
+        self._note_storages(_tensors((out,)), new=True)
         return out
 
-    # ------------------------------------------------------------------------------------------- what is seen
+    # ------------------------------------------------------------------------------------------- results
 
     @property
     def live(self) -> int:
@@ -135,7 +135,7 @@ class StorageTracker(DispatchMode):
         return max((point.total for point in self.points()), default=0)
 
     def points(self) -> list[Point]:
-        """The whole story: one point for each moment at which something changed."""
+        """One point for each moment at which a storage was allocated or freed."""
         changes = [(life.born, life.size, life.category) for life in self.lives if life.size]
         changes += [(life.died, -life.size, life.category) for life in self.lives if math.isfinite(life.died)]
         held, found = dict.fromkeys(CATEGORIES, 0), []
@@ -153,19 +153,19 @@ class StorageTracker(DispatchMode):
             for storage in _storages(tensors()):
                 yield category, storage
 
-    def _meet(self, tensors: Iterator[Tensor], new: bool) -> None:
+    def _note_storages(self, tensors: Iterator[Tensor], new: bool) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._known:
-                self._follow(storage, self._newborn(storage.nbytes()) if new else None)
+                self._follow(storage, self._new_storage(storage.nbytes()) if new else None)
 
-    def _newborn(self, size: int) -> Life:
+    def _new_storage(self, size: int) -> StorageLife:
         number, forward = self._running() or (None, False)
         again = number is not None and not forward and torch.is_grad_enabled()  # recomputation, inside a backward
         category = "activations" if again else "buffers"
-        return Life(size, category, self._clock(), forward=number if forward else None)
+        return StorageLife(size, category, self._clock(), forward=number if forward else None)
 
-    def _follow(self, storage: torch.UntypedStorage, life: Life | None) -> None:
+    def _follow(self, storage: torch.UntypedStorage, life: StorageLife | None) -> None:
         key = storage_key(storage)
         self._known[key] = life
         if life is not None:
@@ -177,37 +177,37 @@ class StorageTracker(DispatchMode):
     def _forget(self, key: int) -> None:
         life = self._known.pop(key)
         if life is not None:
-            self._judge(life)
+            self._classify(life)
             life.died = self._clock()
 
-    def _judge(self, life: Life) -> None:
-        """What outlives the forward that made it is kept for backward."""
+    def _classify(self, life: StorageLife) -> None:
+        """A storage that outlives the forward that made it is an activation."""
         if life.category == "buffers" and life.forward is not None and self._running() != (life.forward, True):
             life.category = "activations"
 
     def keep(self, tensor: Tensor) -> None:
-        """Somebody keeps `tensor` for a later part of backward."""
+        """Count `tensor` as an activation: it is kept for a later part of backward."""
         life = self._known.get(storage_key(tensor.untyped_storage()))
         if life is not None and life.category == "buffers":
             life.category = "activations"
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        """Autograd saves a tensor for backward."""
+        """Hook: autograd saves a tensor for backward."""
         storage = tensor.untyped_storage()
         life = self._known.get(storage_key(storage))
         if life is not None:
             life.category = "activations" if life.category == "buffers" else life.category
         elif self._opaque and storage_key(storage) not in self._known:
-            self._follow(storage, Life(storage.nbytes(), "activations", self._clock()))
+            self._follow(storage, StorageLife(storage.nbytes(), "activations", self._clock()))
         return tensor
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP2 gathers weights into storages that it fills and empties."""
+        """Hook: FSDP2 gathers weights into storages that it resizes."""
         key, now = storage_key(storage), self._clock()
         before = self._known.get(key)
         if before is not None:
             before.died = now
-        after = Life(storage.nbytes(), "params", now)
+        after = StorageLife(storage.nbytes(), "params", now)
         if key in self._known:
             self._known[key] = after
             self.lives.append(after)
@@ -216,7 +216,7 @@ class StorageTracker(DispatchMode):
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Of what an operator takes or returns: its lists need no registry of tree nodes, which costs half of a step."""
+    """Tensors among an operator's arguments or results; torch's own tree flattening would double a step's time."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -224,8 +224,8 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def thin(points: list[Point], most: int) -> list[Point]:
-    """At most about `most` of the points, peaks and valleys of each stretch of time among them."""
+def downsample(points: list[Point], most: int) -> list[Point]:
+    """At most about `most` of the points: the largest, smallest and last of each time interval."""
     if len(points) <= most:
         return points
     start, width = points[0].at, (points[-1].at - points[0].at) / (most // 2) or 1.0
@@ -260,15 +260,15 @@ class StepMemory:
         self.tracker = StorageTracker()
 
     def points(self) -> list[Point]:
-        """Of the step measured last."""
+        """The points of the latest measured step."""
         return self.tracker.points()
 
     @contextlib.contextmanager
     def measure(self, result: dict[str, int]) -> Iterator[None]:
-        """Fills `result` with bytes by category, and their `total`, at the step's peak when the block ends.
+        """When the block ends, fills `result` with bytes by category, and their `total`, at the step's peak.
 
-        On CUDA the total is the allocator's own peak; what it holds beyond what was seen (rounding, workspaces of
-        libraries) counts as buffers.
+        On CUDA the total is the allocator's peak; the part that was not tracked (rounding, library workspaces) counts
+        as buffers.
         """
         cuda = self.device.type == "cuda"
         if cuda:

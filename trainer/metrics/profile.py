@@ -1,4 +1,4 @@
-"""What is measured of a step beyond its time: memory by category where asked, and the timeline of the first steps."""
+"""Profiles steps: memory by category at the configured interval, and the timeline of the first steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Profile:
-    """Costs nothing on the steps that it does not look at."""
+    """Costs nothing on steps that are not profiled."""
 
     def __init__(self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter):
         self.every, self.traced = plan.job.metrics.memory_every_steps, plan.job.metrics.trace_steps
@@ -30,13 +30,13 @@ class Profile:
             "grads": engine.buckets.grad_tensors,
             "optimizer": engine.optimizer.tensors,
         }
-        self.memory = StepMemory(device, registered, engine.pipeline.trace.running, plan.job.train.compile)
+        self.memory = StepMemory(device, registered, engine.pipeline.action_times.running, plan.job.train.compile)
         path, about = trace_file(env.run_dir, env.rank), {"plan": plan.hash, "epoch": env.epoch}
         self.trace = StepTrace(path, env.rank, device, self._failed, about)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[dict[str, int]]:
-        """Around optimizer step `number`; the dict has bytes by category afterwards, or nothing."""
+        """Context manager around optimizer step `number`; afterwards its dict has bytes by category if measured."""
         measured: dict[str, int] = {}
         traced = number <= self.traced
         if not traced and not (self.every and number % self.every == 0):
@@ -47,11 +47,13 @@ class Profile:
             if traced:
                 engine.counter.trace = self.trace
                 around.callback(setattr, engine.counter, "trace", None)
-                around.enter_context(self.trace.step(number, self.memory.points, engine.pipeline.trace, engine.timer))
+                around.enter_context(
+                    self.trace.step(number, self.memory.points, engine.pipeline.action_times, engine.timer)
+                )
             around.enter_context(self.memory.measure(measured))
             yield measured
 
     def _failed(self, error: OSError) -> None:
-        """A full disk costs the timeline, not the run."""
+        """A full disk ends tracing, not the run."""
         self.traced = 0
         self.reporter.event("trace_failed", error=str(error))

@@ -1,11 +1,11 @@
-"""The first steps of a run as a timeline: what ran when, which transfers were under way, what memory was held.
+"""Writes the first steps of a run as a timeline: pipeline actions, phases, transfers and memory.
 
-One file a rank, in Chrome's trace format, which Perfetto and chrome://tracing show; `orch report` draws its memory.
+One file per rank, in Chrome's trace format, shown by Perfetto and chrome://tracing; `orch report` draws its memory.
 Rows: the pipeline's actions, the host's phases, one for the transfers of each axis, and memory by category.
 
-A transfer begins when it is launched. It ends when its data is here as far as that can be known: on CUDA from events on
-the stream that waits for it; on gloo an all-reduce tells itself, of all else it is only known when somebody waited
-(`"end": "waited for"`).
+A transfer starts when it is launched. It ends when its data has arrived, if that is known: on CUDA from events on the
+stream that waits for it; on gloo only an all-reduce reports it, of others only the end of the wait is known (`"end":
+"waited for"`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from trainer.comm.timers import PhaseTimer
 from trainer.durable import write_atomic
-from trainer.pipeline.action_times import Trace
+from trainer.pipeline.action_times import ActionTimes
 
-from .memory import Point, thin
+from .memory import Point, downsample
 
-#: Changes of memory that a step's timeline keeps: peaks and valleys of so many slices of its time.
+#: Memory points per step in the file, about.
 MOST_POINTS = 1000
 ACTIONS, PHASES, STEPS = 0, 1, 2  # rows
 
@@ -41,7 +41,7 @@ class Transfer:
     size: int  # bytes that this rank sends
     start: Mark
     end: Mark = None
-    measured: bool = False  # `end` is when the data was here, not when somebody had waited for it
+    measured: bool = False  # `end` is when the data arrived, not when a wait for it ended
 
     def arrived(self, at: Mark, measured: bool) -> None:
         if self.end is None:
@@ -59,7 +59,7 @@ class StepTrace:
         failed: Callable[[OSError], None],
         about: Mapping[str, Any] = {},
     ):
-        """`failed` is told why the file could not be written; `about` goes into it."""
+        """`failed` is called with the error if the file cannot be written; `about` is stored in the file."""
         self.path, self.rank, self.failed = path, rank, failed
         self.about = {"rank": rank, "device": device.type, **about}
         self._cuda = device.type == "cuda"
@@ -74,9 +74,11 @@ class StepTrace:
         self._sent: Transfer | None = None
 
     @contextlib.contextmanager
-    def step(self, number: int, points: Callable[[], list[Point]], actions: Trace, timer: PhaseTimer) -> Iterator[None]:
-        """Everything inside belongs to step `number`. `points`: its memory, asked at its end. Written then, also when
-        the step fails: one that ran out of memory is worth a look."""
+    def step(
+        self, number: int, points: Callable[[], list[Point]], actions: ActionTimes, timer: PhaseTimer
+    ) -> Iterator[None]:
+        """Record the block as step `number`; `points` gives its memory at its end. The file is also written when the
+        step fails, to show what ran out of memory."""
         self._transfers, timer.spans = [], []
         if self._cuda:
             torch.cuda.synchronize()
@@ -87,7 +89,7 @@ class StepTrace:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # the step's own failure is the one to tell
+            with contextlib.suppress(Exception):  # the step's own error matters more
                 self._end(number, points, actions, timer)
             raise
         self._end(number, points, actions, timer)
@@ -95,12 +97,12 @@ class StepTrace:
     # ------------------------------------------------------------------------------------------- transfers
 
     def transfer(self, name: str, axis: str, size: int) -> None:
-        """A transfer starts now."""
+        """Record that a transfer starts now."""
         self._sent = Transfer(name, axis, size, self._now())
         self._transfers.append(self._sent)
 
-    def under_way(self, work: dist.Work | None) -> Callable[[], None]:
-        """What to call when somebody has waited for the transfer that started last."""
+    def on_arrival(self, work: dist.Work | None) -> Callable[[], None]:
+        """The function to call after a wait for the latest transfer."""
         transfer, self._sent = self._sent, None
         if transfer is None:
             return lambda: None
@@ -121,7 +123,7 @@ class StepTrace:
         """Seconds of perf_counter."""
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3 if self._cuda else mark
 
-    def _end(self, number: int, points: Callable[[], list[Point]], actions: Trace, timer: PhaseTimer) -> None:
+    def _end(self, number: int, points: Callable[[], list[Point]], actions: ActionTimes, timer: PhaseTimer) -> None:
         spans, timer.spans = timer.spans, None
         self._span(STEPS, f"step {number}", self._origin_s, perf_counter(), {})
         for (kind, stage, micro_batch), start, end in actions.spans():
@@ -131,7 +133,7 @@ class StepTrace:
             self._span(PHASES, name, start, end, {})
         for number, transfer in enumerate(self._transfers):
             self._transfer(len(self._events) + number, transfer)
-        for at, held in thin(points(), MOST_POINTS):
+        for at, held in downsample(points(), MOST_POINTS):
             self._event("C", "memory", max(at, self._origin_s), 0, args=held)
         try:
             write_trace(self.path, self._events, self.about)
@@ -155,7 +157,7 @@ class StepTrace:
 
 
 def write_trace(path: Path, events: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """A whole file, readable by its owner alone."""
+    """Write the file atomically, readable by its owner only."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_atomic(path, msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}))
     path.chmod(0o600)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model
 
 from .dropout import AttentionDropout
-from .linear import Linear, beside
+from .linear import Linear, apply_linears
 from .rope import Rope, rotate
 
 #: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], documents [b, s] or None) -> [b, s, heads, d];
@@ -20,9 +20,9 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Attention(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden] without the output bias, which the block adds after its boundary.
+    """[b, s, hidden] -> [b, s, hidden] without the output bias, which the block adds after `attn_out`.
 
-    Head counts are read off the weights' shapes, so a rank with a slice of the heads needs no other code. `core` is
+    Head counts follow from the weights' shapes, so a rank with a slice of the heads runs the same code. `core` is
     replaceable: context parallelism puts its own there.
     """
 
@@ -35,12 +35,12 @@ class Attention(nn.Module):
         self.wv = Linear(model.hidden, keys, model.bias)
         self.wo = Linear(queries, model.hidden)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
-        self.columns = beside
+        self.apply_linears = apply_linears
         self.drop = AttentionDropout(model.dropout) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
 
     def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
-        read = self.columns(x, (self.wq, self.wk, self.wv))
+        read = self.apply_linears(x, (self.wq, self.wk, self.wv))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in read)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -64,7 +64,7 @@ class SDPA:
         return out.transpose(1, 2)
 
     def _dropped(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None) -> Tensor:
-        """Probabilities in the open, since the fused kernels draw masks of their own."""
+        """Attention with explicit probabilities, since the fused kernels draw masks of their own."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
         if self.causal and mask is None:

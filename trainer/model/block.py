@@ -1,8 +1,8 @@
 """One pre-norm decoder block and its MLP.
 
-Around attention and MLP stand four boundaries, identities here. Parallelism replaces them: what leaves `attn_in` and
-`mlp_in` is what a column-parallel matrix may read, what enters `attn_out` and `mlp_out` is a row-parallel matrix's
-partial sum. Output biases are added after the boundary, else tp ranks would add them tp times.
+Attention and MLP are each a region between two modules that are identities here: `attn_in` and `attn_out`, `mlp_in` and
+`mlp_out`. Tensor parallelism replaces them: the first make the input of column-parallel linears, the second sum the
+partial results of row-parallel ones. Output biases are added after that, else tp ranks would add them tp times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.plan.document import Model
 
 from .attention import Attention
 from .dropout import Dropout
-from .linear import Linear, beside
+from .linear import Linear, apply_linears
 from .norm import make_norm
 from .rope import Rope
 
@@ -38,13 +38,13 @@ class MLP(nn.Module):
         self.down = Linear(model.ffn_hidden, model.hidden)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
         self.activation = ACTIVATIONS[model.activation]
-        self.columns = beside
+        self.apply_linears = apply_linears
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            (up,) = self.columns(x, (self.up,))
+            (up,) = self.apply_linears(x, (self.up,))
             return self.down(self.activation(up))
-        gate, up = self.columns(x, (self.gate, self.up))
+        gate, up = self.apply_linears(x, (self.gate, self.up))
         return self.down(self.activation(gate) * up)
 
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
         x = x + self.drop_attn(_biased(attended, self.attn.out_bias), rows)
         return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x)), self.mlp.out_bias), rows)
 
-    # The two halves up to their partial sums are methods, so that recomputation can be put around each.
+    # The two halves up to their partial sums are methods, so that recomputation can wrap each.
 
     def attend(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
         return self.attn(self.attn_in(self.norm1(x)), serial, documents, rope)

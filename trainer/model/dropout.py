@@ -1,9 +1,9 @@
 """Dropout (Srivastava et al. 2014) whose masks do not depend on the layout: a counter-based generator (Salmon et al.
 2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module, token, feature).
 
-A token's `serial` is its number in the run's order of data, so every step, sample and position has its own; shards of
-a sequence carry the serials of their tokens. So any rank draws for the elements that it holds what one process would
-draw, recomputation draws the same again, and a resumed run what an undisturbed one does. No generator has a state.
+A token's `serial` is its number in the run's data order, different for every step, sample and position; shards of a
+sequence carry the serials of their tokens. So any rank draws the same mask for its elements as a single process, and so
+do recomputation and a resumed run. No generator has a state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     return (x ^ _shifted(x, 32)) * _SECOND >= int(rate * 2.0**64) - (1 << 63)
 
 
-def numbered(start: int, count: int, device: torch.device) -> Tensor:
+def mixed_counters(start: int, count: int, device: torch.device) -> Tensor:
     """Mixed int64 numbers start, start + 1, ... of features or heads."""
     return mix(torch.arange(start, start + count, device=device) * _STEP)
 
@@ -50,7 +50,7 @@ class Seeded(nn.Module):
         super().__init__()
         self.rate, self.scale = rate, 1.0 / (1.0 - rate)
         self.salt: Tensor | None = None  # int64 scalar, from `seed_dropout`
-        self.numbered = numbered  # replaceable: a compiler must not see it
+        self.mixed_counters = mixed_counters  # replaceable: a compiler must not see it
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
@@ -63,7 +63,7 @@ class Dropout(Seeded):
         """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
         if not self.rate:
             return x
-        columns = self.numbered(0, x.shape[-1], x.device)
+        columns = self.mixed_counters(0, x.shape[-1], x.device)
         keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
         return x.masked_fill(~keep, 0.0) * self.scale
 
@@ -77,7 +77,7 @@ class AttentionDropout(Seeded):
 
     def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
         """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by `scale`."""
-        head = self.numbered(self.first_head, heads, queries.device)
+        head = self.mixed_counters(self.first_head, heads, queries.device)
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
         columns = mix(keys[:, None, :] * _STEP + head[:, None])[:, :, None, :]
         return kept(rows, columns, self.rate)

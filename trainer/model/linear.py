@@ -1,5 +1,5 @@
-"""The two modules that hold matrices. Each works through a replaceable `op`, so that techniques (vocabulary shards,
-FP8, split weight gradients) are put on from outside and the model never learns of them.
+"""The two modules that hold matrices. Each calls a replaceable `op`, so that techniques (vocabulary shards, split
+weight gradients) are applied from outside and the model does not know them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Linear(nn.Module):
         return self.op(x, self.weight, self.bias)
 
 
-def beside(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
-    """Matrices that read the same input. Modules keep this replaceable too: parallelism runs them as one operation."""
+def apply_linears(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+    """Outputs of linears that share an input. Replaceable too: tensor parallelism runs them as one operation."""
     return [linear(x) for linear in linears]
 
 

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, as a sum: whoever knows the global token count divides, once."""
+"""The loss of one micro-batch as a sum; the engine divides once, by the global number of valid tokens."""
 
 from __future__ import annotations
 

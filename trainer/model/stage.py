@@ -10,7 +10,7 @@ from orchestrator.plan.document import Model
 
 from .block import Block
 from .dropout import Dropout
-from .linear import Embedding, Linear, beside
+from .linear import Embedding, Linear, apply_linears
 from .norm import make_norm
 from .rope import rope_tables
 
@@ -29,9 +29,8 @@ class Stage(nn.Module):
 
     Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on every layout. With
     tied embeddings the head's weight is `embed.weight`; a last stage that is not also the first holds its own copy
-    under that name. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and
-    `head_in` are boundaries like those of a block; `rows` picks what hidden states hold of the
-    sequence.
+    under that name. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and `head_in`
+    are replaced by tensor parallelism like those of a block; `rows` selects the part of the sequence in hidden states.
     """
 
     def __init__(self, model: Model, layers: range, first: bool, last: bool):
@@ -49,7 +48,7 @@ class Stage(nn.Module):
         if last:
             self.norm = make_norm(model)
             self.head = Linear(model.hidden, model.vocab)
-            self.columns = beside
+            self.apply_linears = apply_linears
             self.tie()
 
     def tie(self) -> None:
@@ -73,5 +72,5 @@ class Stage(nn.Module):
             x = block(x, serial, batch.documents, rope, rows)
         if not self.last:
             return x
-        (logits,) = self.columns(self.head_in(self.norm(x)), (self.head,))
+        (logits,) = self.apply_linears(self.head_in(self.norm(x)), (self.head,))
         return logits

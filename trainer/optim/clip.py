@@ -8,8 +8,8 @@ from torch import Tensor
 from trainer.comm.collectives import all_reduce
 from trainer.parallel.data.buckets import GradBuckets
 
-#: Elements summed in one go. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; over rows of this length,
-#: added up in fp64, it is right to 3e-7 at the same speed.
+#: Elements summed in fp32 at a time. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; rows of this length,
+#: added in fp64, are exact to 3e-7 at the same speed.
 ROW = 512
 
 
@@ -26,9 +26,8 @@ def squared_norm(flat: Tensor) -> Tensor:
 def grad_norm(buckets: GradBuckets, scale: float = 1.0) -> Tensor:
     """The 2-norm of the whole model's gradient after `finish`, times `scale`: 0-d float64, the same on every rank.
 
-    Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Shards
-    are summed over the data-parallel ranks (ZeRO-1) and parts over the model's (tp, pp). Stays on the device: no host
-    synchronisation here.
+    Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Sums
+    over the shards of data-parallel ranks (ZeRO) and over the model's ranks (tp, pp). Does not synchronise the host.
     """
     owned = [squared_norm(bucket.grad_shard) for bucket in buckets.buckets if bucket.owner]
     device = buckets.buckets[0].grad_shard.device
@@ -40,9 +39,9 @@ def grad_norm(buckets: GradBuckets, scale: float = 1.0) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients by so that their norm is at most `max_norm` (0 = no clipping).
+    """The factor that limits the gradients' norm to `max_norm` (0 = no clipping).
 
-    The 1e-6 is `torch.nn.utils.clip_grad_norm_`'s, so that a single process with torch's own gives the same weights.
+    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, so that torch in one process gives the same weights.
     """
     if max_norm <= 0:
         return torch.ones_like(norm)

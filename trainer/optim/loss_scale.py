@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 INITIAL = 2.0**16
 GROWTH_INTERVAL = 2000
-#: Below this a gradient that overflows is broken, not badly scaled.
+#: At this scale a gradient that overflows is not finite for another reason than the scale.
 LOWEST = 2.0**-14
 
 

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step."""
+"""Learning-rate schedules: pure functions of the step."""
 
 from __future__ import annotations
 

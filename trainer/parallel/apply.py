@@ -1,12 +1,12 @@
-"""From a plan to what one rank trains. This file states the order in which techniques are put on the model:
+"""Builds one rank's part of the model. The techniques are applied in this order:
 
-1. refuse what is not proven                          legal.check
-2. build each stage on meta, whole: names and shapes  model.Stage
-3. cut it over tp: the registry of parameters         tensor.shard
-4. allocate this rank's slices and fill them          model.init_stage, seed_dropout (same numbers on every layout)
-5. boundaries: communication at the edges of blocks   tensor.Boundary, columns.Columns; vocab.ShardedLookup
-6. attention over a sequence shard                    context.place_cores
-7. recomputation, which repeats all of the above      recompute.apply_recompute
+1. refuse unsupported plans                           legal.check
+2. build each stage whole on meta: names and shapes   model.Stage
+3. shard it over tp: the registry of parameters       tensor.shard
+4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on every layout)
+5. tensor-parallel communication                      tensor.Region, column_parallel, vocab.ShardedLookup
+6. attention over a sequence shard                    context.apply_context_parallel
+7. recomputation of all of the above                  recompute.apply_recompute
 8. compilation, block by block, of all of the above   nn.Module.compile
 9. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
 """
@@ -28,11 +28,11 @@ from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
 from . import legal
-from .column_parallel import Columns
-from .context.apply import place_cores
+from .column_parallel import OverlappedColumnLinears
+from .context.apply import apply_context_parallel
 from .params import ParamInfo, ParamTable
 from .recompute import apply_recompute, recompute_mode
-from .tensor import Boundary, Copy, Gather, KeepShard, Reduce, Scatter, shard
+from .tensor import Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
 from .vocab import ShardedLookup, VocabParallelLoss
 
 #: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp rank
@@ -40,7 +40,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One rank's part of the model: its stages in model order, their loss and the registry of its parameters."""
 
     stages: list[Stage]
@@ -64,7 +64,7 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     indices: Sequence[int] | None = None,
-) -> Part:
+) -> ModelPart:
     """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp, ...) of this rank.
 
     Raises LayoutError for a plan that this trainer does not run.
@@ -85,19 +85,19 @@ def build(
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         seed_dropout(stage, plan.job.train.seed, device)
         if mesh.group("tp") is not None:
-            place_boundaries(stage, infos, mesh, plan, counter)
+            apply_tensor_parallel(stage, infos, mesh, plan, counter)
         if mesh.group("cp") is not None:
-            place_cores(stage, par.cp_method, mesh, counter)
+            apply_context_parallel(stage, par.cp_method, mesh, counter)
         if plan.model.dropout:
-            number_heads(stage, plan, mesh)
+            set_dropout_heads(stage, plan, mesh)
         apply_recompute(stage, plan.job.train)
         if plan.job.train.compile:
             for block in stage.layers.values():
-                if mesh.group("cp") is not None:  # communication that the compiler would trace into
+                if mesh.group("cp") is not None:  # the compiler would trace into its communication
                     block.attn.core = torch.compiler.disable(block.attn.core)
-                for part in block.modules():  # a product that wraps around, which inductor takes for an index
+                for part in block.modules():  # its wrapping products look like indices to inductor
                     if isinstance(part, Seeded):
-                        part.numbered = torch.compiler.disable(part.numbered)
+                        part.mixed_counters = torch.compiler.disable(part.mixed_counters)
                 block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
@@ -105,11 +105,11 @@ def build(
         stages[-1].embed.weight = stages[0].embed.weight  # both ends on one rank: one parameter, no copy
         stages[-1].tie()
         table["embed.weight"] = replace(table["embed.weight"], tied=False)
-    return Part(stages, make_loss(plan, stages[-1], table, mesh, counter), table)
+    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table)
 
 
 def registry(plan: Plan, stage: Stage, tp_index: int) -> ParamTable:
-    """ParamInfo of every parameter of a stage that still has its global shapes."""
+    """ParamInfo of every parameter of a stage with global shapes, for tp rank `tp_index`."""
     model, par = plan.model, plan.parallel
     table = {}
     for name, param in stage.named_parameters():
@@ -130,36 +130,36 @@ def materialise(stage: Stage, table: ParamTable, device: torch.device, dtype: to
     stage.tie()
 
 
-def place_boundaries(stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter) -> None:
-    """Put tensor-parallel communication at the edges of blocks, embedding and head: what enters column-parallel
-    matrices inside of their operation, which overlaps it with their gradients. Where a schedule lets weight gradients
-    wait, their input waits with them, whole, and stands before the matrices."""
+def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter) -> None:
+    """Put tensor-parallel communication around blocks, embedding and head. Column-parallel linears contain the
+    communication of their input, which overlaps it with their gradients. If the schedule defers weight gradients, a
+    `Region` before the linears does it instead, since the deferred gradients need the whole input."""
     group, sp, train = mesh.group("tp"), plan.parallel.sp, plan.job.train
     into, out = (Gather, Scatter) if sp else (Copy, Reduce)
     splits = schedule_of(plan.parallel).splits_backward
     for layer, block in stage.layers.items():
-        block.attn_out, block.mlp_out = Boundary(out, group, counter), Boundary(out, group, counter)
+        block.attn_out, block.mlp_out = Region(out, group, counter), Region(out, group, counter)
         if splits:
-            block.attn_in, block.mlp_in = Boundary(into, group, counter), Boundary(into, group, counter)
+            block.attn_in, block.mlp_in = Region(into, group, counter), Region(into, group, counter)
         else:
-            again = recompute_mode(train, layer) != "none"
-            block.attn.columns = block.mlp.columns = Columns(group, counter, sp, keep=again)
+            keep = recompute_mode(train, layer) != "none"
+            block.attn.apply_linears = block.mlp.apply_linears = OverlappedColumnLinears(group, counter, sp, keep)
     if stage.first:
         rows = table["embed.weight"]
         stage.embed.op = ShardedLookup(rows.start, rows.stop)
-        stage.embed_out = Boundary(out, group, counter)
+        stage.embed_out = Region(out, group, counter)
         if sp:
-            stage.positions_out = KeepShard(mesh.size("tp"), mesh.index("tp"))
+            stage.positions_out = SequenceShard(mesh.size("tp"), mesh.index("tp"))
     if sp:
-        stage.rows = KeepShard(mesh.size("tp"), mesh.index("tp"))
+        stage.rows = SequenceShard(mesh.size("tp"), mesh.index("tp"))
     if stage.last and splits:
-        stage.head_in = Boundary(into, group, counter)
+        stage.head_in = Region(into, group, counter)
     elif stage.last:
-        stage.columns = Columns(group, counter, sp)
+        stage.apply_linears = OverlappedColumnLinears(group, counter, sp)
 
 
-def number_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
-    """Tell attention dropout which of the model's heads a core sees here."""
+def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
+    """Tell attention dropout the number of the first head of this rank in the whole model."""
     par, here = plan.parallel, plan.model.heads // plan.parallel.tp
     first = mesh.index("tp") * here
     if par.cp > 1 and par.cp_method == "ulysses":

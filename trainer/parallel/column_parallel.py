@@ -1,14 +1,14 @@
-"""Column-parallel matrices that read the same input, as one operation with its communication inside.
+"""Column-parallel linears that share an input, as one operation that overlaps its communication.
 
-What the boundaries `Copy` and `Gather` do one after the other happens at once here, as in Megatron-LM's linear layers
+The regions `Copy` and `Gather` communicate before the linears; here both happen at once, as in Megatron-LM's linears
 (`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). In backward:
 
     TP         all-reduce of the input's gradient                  | while the weights' gradients are computed
-    TP + SP    all-gather of the input, which was not kept whole   | while the input's gradient is computed
+    TP + SP    all-gather of the input, of which a shard was kept  | while the input's gradient is computed
                reduce-scatter of the input's gradient              | while the weights' gradients are computed
 
-With SP a rank so keeps its [b, s/tp, h] of the input from forward to backward, for one more all-gather. Blocks that are
-recomputed keep it whole (`keep`): they live for one backward only, and have just gathered it.
+With SP a rank keeps only its [b, s/tp, h] of the input from forward to backward, at the price of one more all-gather.
+Recomputed blocks keep the whole input (`keep`): they have just gathered it and live for one backward only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .tensor import AXIS, start_gather_sequence, start_scatter_sequence
 Later = Callable[[], Tensor]
 
 
-class Columns:
-    """In the place of `model.linear.beside`: x [b, s or s/tp, hidden] -> [b, s, a slice of the outputs] of each matrix.
+class OverlappedColumnLinears:
+    """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of each linear.
 
-    Raises ValueError for a matrix whose `op` something else has replaced.
+    Raises ValueError for a linear whose `op` has been replaced.
     """
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False):
@@ -41,24 +41,24 @@ class Columns:
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
         for linear in linears:
             if linear.op is not F.linear:
-                raise ValueError(f"the op {linear.op!r} of a Linear would not run beside its neighbours")
+                raise ValueError(f"the op {linear.op!r} of a Linear would not run: its linears are one operation here")
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return _Columns.apply(x, self, *weights, *biases)
+        return _OverlappedColumnLinears.apply(x, self, *weights, *biases)
 
     def start_gather(self, x: Tensor) -> Later:
-        """The whole sequence of what forward was given."""
+        """Start to gather the whole sequence of the input."""
         return start_gather_sequence(x, self.group, self.counter) if self.sp else lambda: x
 
     def start_sum(self, grad: Tensor) -> Later:
-        """The sum over ranks of the input's gradient, from that of the whole sequence, which is given away."""
+        """Start to sum the input's gradient over ranks; `grad` [b, s, h] is reused."""
         if self.sp:
             return start_scatter_sequence(grad, self.group, self.counter)
         return start_all_reduce(grad, self.group, AXIS, self.counter).wait
 
 
-class _Columns(torch.autograd.Function):
+class _OverlappedColumnLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: Columns, *params: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, columns: OverlappedColumnLinears, *params: Tensor | None) -> tuple[Tensor, ...]:
         many = len(params) // 2
         weights, biases = params[:many], params[many:]
         whole = columns.start_gather(x)()

@@ -1,6 +1,6 @@
-"""What one rank holds of each parameter: the registry that gradients, optimizer, norms and checkpoints read.
+"""The registry of one rank's parameter slices, read by gradients, optimizer, norms and checkpoints.
 
-A parameter is known by its full global name (`layers.17.attn.wq.weight`) and its full global shape, on every layout.
+A parameter has the same global name (`layers.17.attn.wq.weight`) and global shape on every layout.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class ParamInfo:
     name: str
     global_shape: tuple[int, ...]
     shard_dim: int | None  # dimension cut by tensor parallelism; None: every tp rank holds the whole tensor
-    start: int  # [start, stop) of the unpadded global `shard_dim` is here; empty for a shard of padding only
+    start: int  # this rank holds [start, stop) of the unpadded `shard_dim`; empty for a shard of padding only
     stop: int
     padded: int  # local size of `shard_dim`, padding at its end included
-    tp_partial_grad: bool  # several tp ranks hold it, each with a part of its gradient: sum over `grad_sum_group`
+    tp_partial_grad: bool  # held by several tp ranks, each with a partial gradient: sum over `grad_sum_group`
     replicas: tuple[int, ...]  # tp coordinates that hold this same slice
-    owner: bool  # this rank counts it in norms and writes it in checkpoints
-    decay: bool  # weight decay applies: matrices yes, norms and biases no
+    owner: bool  # this rank counts it in norms and writes it to checkpoints
+    decay: bool  # weight decay applies: to matrices, not to norms and biases
     tied: bool = False  # first and last stage hold copies: sum the gradient over the group "embedding"
 
     @property
@@ -40,7 +40,7 @@ class ParamInfo:
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
-        """Where the valid part of the local tensor lies in the global one (what a checkpoint records)."""
+        """Position of the local tensor without padding in the global one."""
         ranges = [slice(0, size) for size in self.global_shape]
         if self.shard_dim is not None:
             ranges[self.shard_dim] = slice(self.start, max(self.start, self.stop))
@@ -68,7 +68,7 @@ ParamTable = dict[str, ParamInfo]
 
 
 def whole(name: str, shape: tuple[int, ...]) -> ParamInfo:
-    """A parameter that this rank holds alone and entirely: no tensor parallelism."""
+    """ParamInfo of a parameter that is not sharded by tensor parallelism."""
     return ParamInfo(
         **{"name": name, "global_shape": tuple(shape), "shard_dim": None, "start": 0, "stop": shape[0]},
         **{"padded": shape[0], "tp_partial_grad": False, "replicas": (0,), "owner": True, "decay": len(shape) > 1},

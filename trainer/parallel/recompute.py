@@ -1,13 +1,13 @@
-"""Activation recomputation: what backward needs is computed again instead of kept (Chen et al. 2016, arXiv 1604.06174).
+"""Activation recomputation: backward computes activations again (Chen et al. 2016, arXiv 1604.06174).
 
-full       a block keeps its input alone; forward runs again, its communication included.
+full       a block keeps only its input; its forward runs again, communication included.
 selective  by operator: results of matrix products and of attention are kept, everything between them (norms, rotary
-           positions, activations; with sequence parallelism the gathered sequence) is made again. Cheap in FLOPs, and
+           positions, activations; with sequence parallelism the gathered sequence) is recomputed. Cheap in FLOPs, and
            with a fused attention it drops more than recomputing the attention core would (Korthikanti et al. 2022,
            arXiv 2205.05198, section 5, where the core was not fused yet).
-budget     one of these by layer, as the planner chose to fit `train.recompute_budget_gib`.
+budget     one of these per layer, as the planner chose to fit `train.recompute_budget_gib`.
 
-Recomputation wraps methods of a block on the instance: names of parameters do not change.
+Recomputation wraps methods of a block instance, so parameter names do not change.
 """
 
 from __future__ import annotations
@@ -39,26 +39,29 @@ def recompute_mode(train: Train, layer: str) -> str:
 
 
 def apply_recompute(stage: Stage, train: Train) -> None:
-    """Give every block of a stage the plan's mode. Gradients stay equal to the bit."""
+    """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal."""
     for layer, block in stage.layers.items():
         mode = recompute_mode(train, layer)
         if mode == "full":
-            block.forward = _again(block.forward)
+            block.forward = _checkpointed(block.forward)
         elif mode == "selective":
-            block.attend = _again(block.attend, _attention_contexts(block))
-            block.mix = _again(block.mix, partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set()))
+            block.attend = _checkpointed(block.attend, _attention_contexts(block))
+            block.mix = _checkpointed(
+                block.mix, partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
+            )
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
 
 def _attention_contexts(block: Block) -> Callable[[], Any]:
-    # A core of context parallelism attends block by block: keeping each partial result would cost more than it saves.
+    # A context-parallel core attends block by block: keeping each partial result would cost more than it saves.
     keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
     return partial(_contexts, products=3, keep=keep)
 
 
-def _again(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:
-    """`function`, keeping its inputs and what `contexts` says. Nothing here draws random numbers: no state is kept."""
+def _checkpointed(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:
+    """`function` with recomputation; keeps its inputs and what `contexts` selects. It draws no stateful random
+    numbers, so no random state is kept."""
     extra = {} if contexts is None else {"context_fn": contexts}
 
     def run(*args: Any) -> Any:
@@ -70,7 +73,7 @@ def _again(function: Callable[..., Any], contexts: Callable[[], Any] | None = No
 def _contexts(products: int, keep: set) -> Any:
     """Keep the first `products` matrix products and all of `keep`.
 
-    The last product of each half is left out: backward never reads it, and tensor parallelism sums into it in place.
+    The last product of each half is not kept: backward never reads it, and tensor parallelism sums into it in place.
     """
     seen = {False: 0, True: 0}  # by pass: forward, recomputation
 

@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism: which rank holds which rows, and the four boundaries around column/row pairs.
+"""Tensor and sequence parallelism: parameter slices, and the entries and exits of tensor-parallel regions.
 
 Column-parallel matrices (wq, wk, wv, gate, up) hold a slice of their output features, row-parallel ones (wo, down) a
-slice of their input features and give partial sums (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Between such
-pairs activations are whole on every rank, or, with sequence parallelism, sharded over the sequence (Korthikanti et al.
-2022, arXiv 2205.05198, section 4.2.2):
+slice of their input features and give partial sums (Shoeybi et al. 2019, arXiv 1909.08053, section 3). A column/row
+pair is a tensor-parallel region. Between regions activations are whole on every rank, or, with sequence parallelism,
+sharded over the sequence (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2):
 
-               into the pair                              out of the pair
+               into the region                            out of the region
     TP         Copy:    identity    / all-reduce          Reduce:  all-reduce     / identity
     TP + SP    Gather:  all-gather  / reduce-scatter      Scatter: reduce-scatter / all-gather    (forward / backward)
 """
@@ -35,13 +35,13 @@ VOCABULARY = ("embed.weight", "head.weight")
 
 
 def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool) -> ParamInfo:
-    """What tp rank `index` of `tp` holds of a parameter. Pure; degrees are checked by `legal.check`."""
+    """The slice of a parameter that tp rank `index` of `tp` holds. Pure; degrees are checked by `legal.check`."""
     dim, replicas, partial = None, tuple(range(tp)), sp and tp > 1
     part, parts = index, tp
     if tp == 1:
         pass
     elif name.endswith(KEY_VALUE):
-        # Fewer heads than ranks: neighbours hold the same head, each with the gradient of its own queries only.
+        # Fewer heads than ranks: neighbours hold the same head, and each has the gradient of its own queries only.
         share = max(1, tp // model.kv_heads)
         part, parts, dim = index // share, tp // share, 0
         replicas, partial = tuple(range(part * share, (part + 1) * share)), share > 1
@@ -65,11 +65,11 @@ def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, 
     )
 
 
-# ---------------------------------------------------------------------------------------------- boundaries
+# ---------------------------------------------------------------------------------------------- regions
 
 
-class Boundary(nn.Module):
-    """A communication at the edge of a column/row pair: [b, s or s/tp, hidden] -> [b, s or s/tp, hidden]."""
+class Region(nn.Module):
+    """Entry or exit of a tensor-parallel region: [b, s or s/tp, hidden] -> [b, s or s/tp, hidden]."""
 
     def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup, counter: CommCounter):
         super().__init__()
@@ -92,12 +92,12 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # In place: the gradient was just made by the matrices behind the boundary and nobody else holds it.
+        # In place: the linears behind the region have just made the gradient and nothing else holds it.
         return all_reduce(grad.contiguous(), ctx.group, AXIS, ctx.counter), None, None
 
 
 class Reduce(torch.autograd.Function):
-    """All-reduce forward (in place, on the partial sum that a row-parallel matrix just made), identity backward."""
+    """All-reduce forward (in place, on the partial sum of a row-parallel linear), identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
@@ -136,11 +136,11 @@ class Scatter(torch.autograd.Function):
         return gather_sequence(grad, ctx.group, ctx.counter), None, None
 
 
-class KeepShard(nn.Module):
+class SequenceShard(nn.Module):
     """[b, s, h] -> this rank's [b, s/tp, h], without communication.
 
-    For values that every rank computes alike (learned positions). Each rank's gradient is that of its own shard, so
-    the parameter behind it has a partial gradient.
+    For values that every rank computes alike (learned positions). Each rank has the gradient of its own shard, so the
+    gradient of the parameter behind it is partial.
     """
 
     def __init__(self, parts: int, index: int):
@@ -162,7 +162,7 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) 
 
 
 def start_gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Callable[[], Tensor]:
-    """`gather_sequence`, whose result is ready when the function is called that this returns.
+    """Start `gather_sequence`; the returned function waits for its result.
 
     Collectives join dimension 0, so for b > 1 the pieces are reordered.
     """
@@ -178,7 +178,7 @@ def start_gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCoun
 
 
 def start_scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Callable[[], Tensor]:
-    """`scatter_sequence`, whose result is ready when the function is called that this returns."""
+    """Start `scatter_sequence`; the returned function waits for its result."""
     batch, _, hidden = x.shape
     pieces = x.view(batch, group.size(), -1, hidden).transpose(0, 1).contiguous() if batch > 1 else x.contiguous()
     handle = start_reduce_scatter(pieces.view(-1, hidden), group, AXIS, counter)

@@ -1,7 +1,7 @@
-"""The vocabulary cut over tensor-parallel ranks: embedding lookup and cross-entropy.
+"""The vocabulary sharded over tensor-parallel ranks: embedding lookup and cross-entropy.
 
 Rank r of n holds rows [r*p, (r+1)*p) with p = ceil(vocab / n); rows past the vocabulary are padding, which no token
-looks up and no softmax counts. Full logits exist nowhere (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+looks up and no softmax counts. No rank holds full logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class VocabParallelLoss:
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
-    """The plain loss. torch's own keeps the log-softmax in fp32 from forward to backward; here the logits stay as they
-    are, and backward takes their softmax anew, in place of the gradient."""
+    """The unsharded loss. torch's own keeps the log-softmax in fp32 from forward to backward; this one keeps the logits
+    as they are and recomputes their softmax in backward, into the gradient's memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class _WholeCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Each rank reduces its columns to two numbers a token, log-sum-exp and the target's logit; one all-gather of
-    those is the only communication, and every rank adds them up in the same order.
+    """Each rank reduces its columns to two numbers per token, log-sum-exp and the target's logit. One all-gather of
+    those is the only communication; every rank adds them in the same order.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         if not valid:
             mine[0, 0] = -torch.inf
         for rows in _chunks(flat) if valid else ():
-            # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column tells lse best.
+            # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse most exactly.
             part = flat[rows, :valid]
             log_softmax = torch.log_softmax(part, dim=-1, dtype=wide)
             torch.sub(part.amax(-1), log_softmax.amax(-1), out=mine[0, 0, rows])

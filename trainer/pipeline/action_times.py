@@ -1,4 +1,4 @@
-"""What a pipeline rank really did in a step: the order of its actions and when each began and ended."""
+"""Measured times of the pipeline actions of one rank in a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from orchestrator.plan.schedules import Action, Kind, Span
 
 
-class Trace:
-    """Spans of the compute actions of one step. On CUDA events are recorded and the host is not stopped."""
+class ActionTimes:
+    """Start and end of each compute action of a step. On CUDA it records events and does not block the host."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -26,7 +26,7 @@ class Trace:
         self._origin = self._now() if self._cuda else None
 
     @contextlib.contextmanager
-    def record(self, action: Action) -> Iterator[None]:
+    def timed(self, action: Action) -> Iterator[None]:
         start, self._running = self._now(), action
         yield
         self._running = None
@@ -48,7 +48,7 @@ class Trace:
         return [Span(action, seconds(start) / 1e3, seconds(end) / 1e3) for action, start, end in self._marks]
 
     def bubble_ratio(self) -> float:
-        """Idle over busy time between this rank's first start and last end: waits for neighbours and transfers."""
+        """Idle over busy time between this rank's first start and last end; idle is waiting for other stages."""
         spans = self.spans()
         busy = sum(span.end - span.start for span in spans)
         return (spans[-1].end - spans[0].start) / busy - 1.0 if busy else 0.0

@@ -1,6 +1,6 @@
-"""Run a step of micro-batches through this rank's stages, in the order that the schedule says.
+"""Runs a step of micro-batches through this rank's stages in the order of the schedule.
 
-One rank without neighbours is the same program without transfers: plain gradient accumulation.
+With a single pipeline rank this is plain gradient accumulation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.comm.timers import PhaseTimer
 
-from .action_times import Trace
-from .split import Note, OnGrad, WeightQueue, install
+from .action_times import ActionTimes
+from .split import DeferredWeightGrad, DeferredWeightGrads, OnGrad, install
 from .transfer import Transfers
 
 
@@ -34,8 +34,8 @@ class Pipeline:
     """Executes one schedule on one rank.
 
     A stage is called as `stage(hidden or None, micro_batch)` and returns hidden states, or logits if it is the last.
-    Activations are held from a stage's forward to its backward by the autograd graph alone: outputs are let go as
-    soon as they are sent, so a rank holds what `peak_in_flight` says.
+    Only the autograd graph holds activations from a stage's forward to its backward: outputs are freed as soon as they
+    are sent, so a rank holds what `peak_in_flight` says.
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class Pipeline:
         self.loss, self.device = loss, device
         self.stages = dict(zip(mine, stages, strict=True))
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
-        self.trace = Trace(device)
+        self.action_times = ActionTimes(device)
         self._phase = timer.phase if timer else _no_phase
-        self._queue = WeightQueue(on_grad)
+        self._queue = DeferredWeightGrads(on_grad)
         if schedule.splits_backward:
             install(stages, self._queue, compiled)
-        self._held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self._owed: dict[tuple[int, int], list[Note]] = {}
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self._deferred: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
         self._micro_batches: Sequence[Batch] = ()
         self._total: Tensor
         self._scale: Tensor
-        self.adopt(schedule)
+        self.set_schedule(schedule)
 
-    def adopt(self, schedule: Schedule) -> None:
-        """Run `schedule` from the next step on: the same stages on the same ranks, another number of micro-batches."""
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Use `schedule` from the next step on: the same stages and ranks, another number of micro-batches."""
         program = lower(schedule)[self.rank]
-        # gloo matches messages by tag, so a receive may run ahead; NCCL wants one order for both ends of a pair, and
-        # its host thread runs ahead of the device anyway.
+        # gloo matches messages by tag, so receives may start early; NCCL needs the same order at both ends of a pair,
+        # and its host thread runs ahead of the device anyway.
         self.program = receive_early(program) if self.device.type == "cpu" else program
         self.schedule = self.transfers.schedule = schedule
 
@@ -132,7 +132,7 @@ class Pipeline:
         scalar = {"dtype": torch.promote_types(self.transfers.dtype, torch.float32), "device": self.device}
         self._micro_batches, self._total = micro_batches, torch.zeros((), **scalar)
         self._scale = torch.ones((), **scalar).mul_(loss_scale)  # keeps its dtype, copies nothing from the host
-        self.trace.restart()
+        self.action_times.restart()
         for action in self.program:
             match action.kind:
                 case Kind.F:
@@ -155,7 +155,7 @@ class Pipeline:
         batch, hidden = self._micro_batches[index], None
         if not self.schedule.is_first(stage):
             hidden = self._wait(action._replace(kind=Kind.RECV_F)).requires_grad_()
-        with self._phase("forward"), self.trace.record(action):
+        with self._phase("forward"), self.action_times.timed(action):
             out = self.stages[stage](hidden, batch)
             if self.schedule.is_last(stage):
                 out = self.loss(out, batch.targets)
@@ -163,28 +163,28 @@ class Pipeline:
             else:
                 self.transfers.put(Kind.SEND_F, stage, index, out.detach())
             # The edge keeps the graph alive and not the output: its memory is free once it is sent.
-            self._held[stage, index] = hidden, get_gradient_edge(out)
+            self._saved[stage, index] = hidden, get_gradient_edge(out)
 
     def _backward(self, action: Action) -> None:
         kind, stage, index = action
-        hidden, edge = self._held.pop((stage, index))
+        hidden, edge = self._saved.pop((stage, index))
         if self.schedule.is_last(stage):
             grad = self._scale
         else:
             grad = self._wait(action._replace(kind=Kind.RECV_B))
-        with self._phase("backward"), self.trace.record(action):
+        with self._phase("backward"), self.action_times.timed(action):
             if kind is Kind.I:
                 self._queue.open()
             torch.autograd.backward(edge, grad)
             if kind is Kind.I:
-                self._owed[stage, index] = self._queue.close()
+                self._deferred[stage, index] = self._queue.close()
             if hidden is not None:
                 self.transfers.put(Kind.SEND_B, stage, index, hidden.grad)
 
     def _weights(self, action: Action) -> None:
         _, stage, index = action
-        with self._phase("backward"), self.trace.record(action):
-            self._queue.work_off(self._owed.pop((stage, index)))
+        with self._phase("backward"), self.action_times.timed(action):
+            self._queue.compute(self._deferred.pop((stage, index)))
 
     def _wait(self, receive: Action) -> Tensor:
         with self._phase("pipeline_wait"):

@@ -1,10 +1,10 @@
-"""Split backward: a matrix's weight gradient waits until the schedule asks for it (zero-bubble, DualPipe).
+"""Split backward: the weight gradients of linears are deferred until the schedule runs them (zero-bubble, DualPipe).
 
-Each `Linear.op` is replaced by one whose backward computes the input's gradient at once and leaves the weight's as a
-note of its two factors. The weight is hidden from autograd (a hook on it would else run without a gradient), so its
-gradient reaches `param.grad` and `on_grad` from here alone. Nothing looks into the autograd graph, so it holds for
-compiled blocks (the op is a graph break), recomputed ones, and any attention mask. Everything that is not a matrix
-(norms, biases, embeddings) gets its gradient with the input's.
+Each `Linear.op` is replaced by one whose backward computes the input's gradient at once and stores the two factors of
+the weight's. The weight is hidden from autograd (whose hooks would run without a gradient), so its gradient reaches
+`param.grad` and `on_grad` only from here. Nothing depends on the autograd graph, so it works for compiled blocks (the
+op is a graph break), recomputed ones and any attention mask. All other parameters (norms, biases, embeddings) get their
+gradient together with the input's.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from torch import Tensor, nn
 
 from trainer.model.linear import Linear
 
-#: Told after `param.grad` has received one more micro-batch's gradient, as a post-accumulate-grad hook would be.
+#: Called after `param.grad` has received one more micro-batch's gradient, like a post-accumulate-grad hook.
 OnGrad = Callable[[Tensor], None]
-Note = tuple[Linear, Tensor, Tensor]  # whose weight, its input x [..., in], the gradient of its output [..., out]
+DeferredWeightGrad = tuple[
+    Linear, Tensor, Tensor
+]  # whose weight, its input x [..., in], the gradient of its output [..., out]
 
 
-class WeightQueue:
-    """Collects notes while a backward runs, and works them off later. While closed, it works each off at once."""
+class DeferredWeightGrads:
+    """Collects weight gradients to compute later while open; while closed, computes each at once."""
 
     def __init__(self, on_grad: OnGrad | None = None):
         self._on_grad = on_grad
-        self._notes: list[Note] | None = None
+        self._notes: list[DeferredWeightGrad] | None = None
 
     def open(self) -> None:
         self._notes = []
 
-    def close(self) -> list[Note]:
-        """What was noted since `open`, in order of backward."""
+    def close(self) -> list[DeferredWeightGrad]:
+        """The deferred gradients since `open`, in order of backward."""
         notes, self._notes = self._notes, None
         return notes
 
-    def note(self, linear: Linear, x: Tensor, grad: Tensor) -> None:
+    def add(self, linear: Linear, x: Tensor, grad: Tensor) -> None:
         if self._notes is None:
-            self.work_off([(linear, x, grad)])
+            self.compute([(linear, x, grad)])
         else:
             self._notes.append((linear, x, grad))
 
     @torch.no_grad()
-    def work_off(self, notes: list[Note]) -> None:
+    def compute(self, notes: list[DeferredWeightGrad]) -> None:
         """Compute the weight gradients, [out, in], summed over all leading dimensions of [..., in] and [..., out]; add
         each to its parameter, drop the activations one by one."""
         notes.reverse()
@@ -61,11 +63,11 @@ class WeightQueue:
                 self._on_grad(weight)
 
 
-def install(stages: Iterable[nn.Module], queue: WeightQueue, compiled: bool = False) -> None:
-    """Give every `Linear` in `stages` an op that can wait; `compiled`: one that the compiler leaves alone.
+def install(stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False) -> None:
+    """Give every `Linear` in `stages` a splitting op; `compiled`: one that the compiler does not trace.
 
-    A matrix that something else uses as well (a head tied to the embedding on the same rank) keeps its own op: its
-    parts must be summed within one backward, or its gradient would arrive twice.
+    A weight that another module uses too (a head tied to the embedding on the same rank) keeps its op: its gradients
+    must be summed within one backward, or two would arrive.
     """
     modules = [module for stage in stages for module in stage.modules()]
     holders = Counter(id(param) for module in modules for param in module.parameters(recurse=False))
@@ -79,11 +81,11 @@ def install(stages: Iterable[nn.Module], queue: WeightQueue, compiled: bool = Fa
 
 
 class SplitLinear:
-    """A `Linear.op`: F.linear forward; backward in one part or two, as the queue says."""
+    """A `Linear.op`: F.linear forward; backward defers the weight gradient while `queue` is open."""
 
-    def __init__(self, linear: Linear, queue: WeightQueue):
+    def __init__(self, linear: Linear, queue: DeferredWeightGrads):
         self.linear, self.queue = linear, queue
-        # Makes the output need a gradient where neither the hidden weight nor the input does.
+        # Makes the output require a gradient if neither the hidden weight nor the input does.
         self.anchor = torch.empty(0, requires_grad=True)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,5 +104,5 @@ class _Split(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        ctx.op.queue.note(ctx.op.linear, x, grad)
+        ctx.op.queue.add(ctx.op.linear, x, grad)
         return grad_x, None, grad_bias, None, None

@@ -1,4 +1,4 @@
-"""Hidden states and their gradients between neighbouring pipeline ranks: asynchronous, of shapes both sides know."""
+"""Sends hidden states and their gradients between neighbouring pipeline ranks, asynchronously, in fixed shapes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from trainer.errors import LayoutError
 
 AXIS = "pp"
 
-#: Sends under way at most where completion cannot be asked for (gloo only tells who waits). Waiting for an older send
-#: is safe: a lowered program ends even if every send blocks until it is received.
+#: Most sends in progress where completion cannot be polled (gloo reports it only to a waiter). Waiting for an older
+#: send is safe: a lowered program ends even if every send blocks until it is received.
 MOST_SENDS = 4
 
 
 class Transfers:
-    """The mailbox of one rank. What arrives is filed under its RECV action, from another rank or from this one."""
+    """The sends and receives of one rank. Received tensors are stored by RECV action, also those from a stage on this
+    rank."""
 
     def __init__(
         self,
@@ -37,10 +38,10 @@ class Transfers:
         self._sending: list[Handle] = []
 
     def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        """A stage's result: SEND_F its output, SEND_B its input's gradient. To a neighbour on this rank it goes at
-        once, without a copy; to another rank when the program says SEND.
+        """Hand over a stage's output (SEND_F) or its input's gradient (SEND_B): at once and without a copy to a stage
+        on this rank, else when the program runs the SEND action.
 
-        Shapes are checked here because gloo takes a short message into a long buffer and says nothing.
+        Raises LayoutError for another shape or dtype, since gloo accepts a short message into a long buffer.
         """
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise LayoutError(
@@ -55,8 +56,8 @@ class Transfers:
             self._outbox[Action(kind, stage, micro_batch)] = tensor.contiguous()
 
     def send(self, action: Action) -> None:
-        """Start a SEND; the tensor is let go when it has been sent."""
-        self._let_go()
+        """Start a SEND; the tensor is freed when it has been sent."""
+        self._free_sent()
         tensor = self._outbox.pop(action)
         self._sending.append(start_send(tensor, self._peer(action), self.group, AXIS, self.counter, self._tag(action)))
 
@@ -68,20 +69,20 @@ class Transfers:
         )
 
     def take(self, action: Action) -> Tensor:
-        """The tensor of a RECV, waiting for it if need be."""
+        """Wait for the tensor of a RECV."""
         found = self._inbox.pop(action)
         tensor = found.wait() if isinstance(found, Handle) else found
-        self._let_go()
+        self._free_sent()
         return tensor
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait for all sends."""
         for handle in self._sending:
             handle.wait()
         self._sending.clear()
 
-    def _let_go(self) -> None:
-        """Drop what has been sent: nothing else holds it, the graph keeps inputs and not outputs."""
+    def _free_sent(self) -> None:
+        """Free what has been sent: nothing else holds it, since the graph keeps inputs and not outputs."""
         self._sending = [handle for handle in self._sending if not handle.done()]
         if self.device.type == "cpu":
             while len(self._sending) > MOST_SENDS:

@@ -1,7 +1,7 @@
-"""`python -m trainer.verify CELLS`: a file of cells, one JSON object a line; verdicts on stdout in the same form.
+"""`python -m trainer.verify CELLS` reads a file of cells, one JSON object per line, and prints verdicts in that form.
 
-One process imports torch once and forks the ranks of every cell. `orch verify` starts it. Ends with 0 when every cell
-was judged, whatever the verdicts: those are for the caller.
+One process imports torch once and forks the ranks of every cell. `orch verify` starts it. Exits with 0 when every cell
+has a verdict, whatever the verdicts are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"trainer.verify: {args.cells}: {error}", file=sys.stderr)
         return Exit.CONFIG
 
-    from .judge import judge  # after the cells: a bad file is refused without a second of imports
+    from .judge import judge  # after the cells: a bad file is refused before a second of imports
 
     for verdict in judge(cells, args.precisions.split(","), args.together):
         print(msgspec.json.encode(verdict).decode(), flush=True)

@@ -1,11 +1,10 @@
-"""One rank of a layout against one process, element by element of everything that the rank holds.
+"""Compares one rank of a layout with one process, element by element of everything that the rank holds.
 
-Every rank compares all that it holds, so copies that drift apart are found too. Errors are relative to the largest
-element of each tensor. Two things that a reader may stumble over. The gradient of a key bias is zero (softmax does not
-see it), so what is found there is rounding; such a tensor is judged on the scale of the model's largest. And AdamW
-divides by sqrt(v) + eps, which multiplies the rounding of a gradient g by up to (g + eps) / eps: with eps = 1e-8 two
-correct fp32 programs differ by 1e-4 after two steps. In float64 that is 1e-13, and the plan's own recipe is used; in
-fp32 eps is 1e-2, about the largest gradient.
+Every rank compares all its tensors, so diverging replicas are found too. Errors are relative to the largest element of
+each tensor, with two exceptions. The gradient of a key bias is zero (softmax ignores it), so only rounding is measured
+there; such a tensor is scaled by the model's largest. And AdamW divides by sqrt(v) + eps, which multiplies the rounding
+of a gradient g by up to (g + eps) / eps: with eps = 1e-8 two correct fp32 programs differ by 1e-4 after two steps. In
+float64 that is 1e-13, and the plan's own eps is used; in fp32 eps is 1e-2, about the largest gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LIMIT = {RECIPES[name].param: limit for name, limit in LIMITS.items()}
 
 
 def with_eps(plan: Plan, precision: str) -> Plan:
-    """The plan as it is verified in a precision of LIMITS; one process takes the same."""
+    """The plan with the eps that is used to verify `precision` (a key of LIMITS); the single process uses it too."""
     if precision == "fp64":
         return plan
     optim = msgspec.structs.replace(plan.job.optim, eps=1e-2)
@@ -43,15 +42,14 @@ def with_eps(plan: Plan, precision: str) -> Plan:
 
 
 def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], packed: bool = False) -> dict[str, float]:
-    """A step of this rank for each of `expected`; the worst relative error of "loss", "norm", "grad <parameter>" and
-    "weight <parameter>", over all that the rank holds. Nan counts as infinite. Collective over the plan's ranks."""
+    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "grad <parameter>" and "weight
+    <parameter>" over all that this rank holds. Nan counts as infinite. Collective over the plan's ranks."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
     worst: dict[str, float] = {}
 
     def compare(what: str, found: Tensor, wanted: Tensor, model: float = 0.0) -> None:
-        """`model`: the largest element of all tensors of which this is one; the scale of one that is zero within the
-        limit."""
+        """`model`: the largest element of all such tensors, the scale for a tensor that is zero within the limit."""
         scale = largest(wanted)
         if scale < LIMIT[use.param] * model:
             scale = model
@@ -60,10 +58,10 @@ def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], pa
 
     for step, outcome in enumerate(expected, start=1):
         consumed, size = (step - 1) * plan.parallel.global_batch_samples, plan.parallel.global_batch_samples
-        places = samples_of_step(plan.parallel, mesh.coord, consumed)
+        indices = samples_of_step(plan.parallel, mesh.coord, consumed)
         whole = micro_batch(plan, list(range(consumed, consumed + size)))
         valid_tokens = int((whole.targets != IGNORED).sum())
-        loss_sum, norm = engine.gradients([micro_batch(plan, one, packed) for one in places], valid_tokens)
+        loss_sum, norm = engine.gradients([micro_batch(plan, one, packed) for one in indices], valid_tokens)
         loss = engine.mean_loss(loss_sum, valid_tokens)
         if loss is not None:
             compare("loss", torch.tensor(loss, dtype=torch.float64), torch.tensor(outcome.loss, dtype=torch.float64))

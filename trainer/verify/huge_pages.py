@@ -1,7 +1,7 @@
-"""Cheap forks: a process that holds its memory in 2 MiB pages copies hundreds of page table entries, not 200,000.
+"""Cheap forks: a process with its memory in 2 MiB pages copies hundreds of page table entries instead of 200,000.
 
-`import torch` leaves 300 MB of private memory, a long test run a GB. On small pages a fork and its end cost 60 ms
-of kernel time a GB, on huge ones a fourth; a table of parity forks thousands of ranks.
+`import torch` leaves 300 MB of private memory, a long test run 1 GB. With small pages a fork and exit cost 60 ms of
+kernel time per GB, with huge ones a quarter; the full verify matrix forks thousands of ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 _HUGE = 1 << 21
 _MADV_COLLAPSE = 25  # Linux 6.1; older ones say EINVAL
-_WORTH = 192 << 20  # bytes on small pages
+_WORTH = 192 << 20  # least bytes on small pages
 
 
 def collapse() -> int:
-    """Put the memory of this process into huge pages where that is worth it; bytes that are there now. A system that
-    cannot is left as it is."""
+    """Move the memory of this process into huge pages if it has enough on small ones; the bytes moved. Does nothing on
+    a system without support."""
     if _small() < _WORTH:
         return 0
     madvise = ctypes.CDLL(None).madvise
@@ -26,7 +26,7 @@ def collapse() -> int:
 
 
 def _small() -> int:
-    """Bytes without a file behind them that are on small pages."""
+    """Bytes of anonymous memory on small pages."""
     try:
         lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
     except OSError:
@@ -36,7 +36,7 @@ def _small() -> int:
 
 
 def _anonymous() -> Iterator[tuple[int, int]]:
-    """(first byte, size) of whole huge pages in private memory without a file behind it."""
+    """(first byte, size) of the ranges of private anonymous memory that can be huge pages."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

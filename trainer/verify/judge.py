@@ -1,7 +1,7 @@
-"""Verdicts over cells: refuse what is not run, compute one process once, fork the ranks of a cell, compare.
+"""Verifies cells: refuses unsupported plans, trains each reference once, forks the ranks of a cell and compares.
 
-Cells of one size may share a launch of ranks; if that launch fails, each is run again alone, so that one bad cell
-costs its neighbours nothing but time.
+Cells with the same number of ranks may share a launch; if it fails, each is run again alone, so that a bad cell does
+not change the verdicts of others.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from . import oracle
 from .compare import RECIPES, STEPS, run_rank, with_eps
 from .ranks import RankError, run_ranks
 
-#: Seconds before the ranks of a launch are said to hang: for its start, and for each cell in each precision; compiled
+#: Seconds after which the ranks of a launch are considered hung: for its start, and per cell and precision; compiled
 #: blocks take this many times as long.
 START_S, CELL_S, COMPILED = 60.0, 15.0, 20
-#: Ranks that a launch starts at most; what verify refuses beyond is the machine's limit, not the layout's.
+#: Most ranks of a launch: a limit of the machine, not of layouts.
 MOST_RANKS = 16
 
-#: What one process found, by everything that it depends on.
-Known = dict[bytes, list[oracle.Outcome]]
+#: Results of single-process training, by everything that they depend on.
+ReferenceRuns = dict[bytes, list[oracle.Outcome]]
 
 
 def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), together: int = 1) -> Iterator[Verdict]:
-    """One verdict a cell, in the order in which they become known; `together`: cells a launch."""
-    known: Known = {}
+    """One verdict per cell, in order of completion; `together`: cells per launch."""
+    cache: ReferenceRuns = {}
     runnable: dict[int, list[Cell]] = {}
     for cell in cells:
         reason = next(legal.problems(cell.plan), "")
@@ -45,20 +45,20 @@ def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), tog
     for world in sorted(runnable):
         of_size = runnable[world]
         for first in range(0, len(of_size), together):
-            yield from _launch(of_size[first : first + together], precisions, known)
+            yield from _launch(of_size[first : first + together], precisions, cache)
 
 
-def _launch(cells: Sequence[Cell], precisions: Sequence[str], known: Known) -> Iterator[Verdict]:
+def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRuns) -> Iterator[Verdict]:
     start, world = time.monotonic(), cells[0].plan.parallel.world_size
     jobs = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
-    jobs = [(precision, plan, one_process(plan, packed, known), packed) for precision, plan, packed in jobs]
+    jobs = [(precision, plan, reference_run(plan, packed, cache), packed) for precision, plan, packed in jobs]
     patience = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, _, _ in jobs)
     try:
         ranks = run_ranks(_run_jobs, world, jobs, timeout=patience)
     except RankError as error:
         if len(cells) > 1:
             for cell in cells:
-                yield from _launch([cell], precisions, known)
+                yield from _launch([cell], precisions, cache)
             return
         yield _broken(cells[0], str(error), time.monotonic() - start)
         return
@@ -74,7 +74,7 @@ def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
 
 
 def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
-    """From a rank's traceback: a layout that the trainer refuses while it builds, or a failure."""
+    """The verdict of a rank's traceback: refused if it ends in LayoutError, else failed."""
     last = text.strip().splitlines()[-1]
     kind, _, reason = last.partition(": ")
     if kind.endswith("LayoutError"):
@@ -83,7 +83,7 @@ def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
 
 
 def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
-    """Over all ranks. A quantity that no rank compared counts as hopelessly wrong: silence is not proof."""
+    """The largest errors over all ranks. A quantity that no rank has compared counts as HOPELESS."""
     worst: dict[str, float] = {}
     for found in ranks:
         for what, error in found.items():
@@ -97,11 +97,11 @@ def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
     return Errors(loss=loss, grad=grad, norm=norm, weight=weight, worst_grad=worst_grad, worst_weight=worst_weight)
 
 
-def one_process(plan: Plan, packed: bool, known: Known) -> list[oracle.Outcome]:
-    """The layout does not matter to it, so cells share what is `known`."""
+def reference_run(plan: Plan, packed: bool, cache: ReferenceRuns) -> list[oracle.Outcome]:
+    """Training in one process, which does not depend on the layout; cells share results through `cache`."""
     train, samples = plan.job.train, plan.parallel.global_batch_samples
     same = (plan.model, plan.job.optim, train.seed, train.seq_len, train.steps, train.clip_grad_norm, samples, packed)
     key = msgspec.json.encode(same)
-    if key not in known:
-        known[key] = oracle.train(plan, STEPS, packed)
-    return known[key]
+    if key not in cache:
+        cache[key] = oracle.train(plan, STEPS, packed)
+    return cache[key]

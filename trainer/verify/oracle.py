@@ -1,5 +1,5 @@
-"""One process that trains the whole model on the whole global batch, with torch's own pieces and none of ours but the
-model's mathematics and its initial weights: plain autograd, `clip_grad_norm_`, `torch.optim.AdamW`.
+"""The reference: one process trains the whole model on the whole global batch with plain autograd, `clip_grad_norm_`
+and `torch.optim.AdamW`. It shares only the model's forward and initial weights with the trainer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .samples import micro_batch
 
 @dataclass
 class Outcome:
-    """Of one optimizer step: mean loss over valid tokens, gradient before clipping, its norm, weights after it."""
+    """One optimizer step: mean loss over valid tokens, gradient before clipping, its norm, weights after the step."""
 
     loss: float
     norm: float
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def train(plan: Plan, steps: int, packed: bool = False, dtype: torch.dtype = torch.float64) -> list[Outcome]:
-    """`steps` optimizer steps from the plan's seed; the samples are the places 0, 1, 2, ... of the global order."""
+    """`steps` optimizer steps from the plan's seed; on samples 0, 1, 2, ... of the global order."""
     job, size = plan.job, plan.parallel.global_batch_samples
     stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(dtype)
     init_stage(stage, plan.model, job.train.seed)

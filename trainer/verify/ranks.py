@@ -1,8 +1,8 @@
-"""Run a function on N gloo ranks forked from this process: a parity test in a tenth of a second, not twenty.
+"""Runs a function on N gloo ranks forked from this process: a parity test in a tenth of a second instead of twenty.
 
-Forking after `import torch` shares the imports' memory and time between ranks. What makes it safe is
-in the children: one thread before the first operation, a `file://` rendezvous (no ports), `os._exit` (no parent's
-exit handlers), death with the parent. Results come back over a pipe as JSON and safetensors, never as pickle.
+Forking after `import torch` shares the time and memory of imports between ranks. The children make it safe: one thread
+before the first operation, a `file://` rendezvous (no ports), `os._exit` (no exit handlers of the parent), death with
+the parent. Results return over a pipe as JSON and safetensors, never as pickle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .huge_pages import collapse
 
 torch.compiler.reset()  # imports torch._dynamo, which optimizers need: here once, instead of a second in every rank
 
-_GRACE_S = 2.0  # after the first failure: time for the other ranks to say what they saw
+_GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
 
 
 class RankError(RuntimeError):
@@ -76,7 +76,7 @@ class _Rank:
     pipe: int
     stacks: Path
     data: bytearray
-    ended: bool = False  # the pipe is closed: all it had to say is in `data`
+    ended: bool = False  # the pipe is closed: `data` is complete
     status: int | None = None
 
     def end(self) -> None:
@@ -132,7 +132,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
 
 
 def _stacks(late: list[_Rank]) -> str:
-    """Where the ranks that did not finish stand, from faulthandler's dump on SIGUSR1."""
+    """Stacks of the ranks that did not finish, from faulthandler's dump on SIGUSR1."""
     for rank in late:
         os.kill(rank.pid, signal.SIGUSR1)
     time.sleep(0.3)

@@ -1,8 +1,8 @@
-"""A worker's heartbeat: what it does now, twice a second, from a thread of its own.
+"""Progress reports: a thread of each worker reports twice a second what the training loop does.
 
-The thread only looks at what the training loop has written down for other reasons, so the loop pays nothing for it.
-A loop that no longer moves still has a pulse, which says where it stands; a process that is stopped, or whose
-interpreter is held by something that never returns, has none. Who is to blame is the coordinator's to find
+The thread only reads values that the loop keeps anyway, so the loop pays nothing. A loop that hangs is still reported,
+with where it hangs; a process that is stopped, or whose interpreter is blocked, sends no report. The coordinator finds
+the rank at fault
 (`orchestrator.agent.faults.diagnosis`).
 """
 
@@ -18,38 +18,38 @@ EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Doing:
-    """Where a worker is. `step`: the one that it makes, 0 before the first; `moves`: grows whenever it gets on."""
+class Progress:
+    """What a worker does. `step`: the one in progress, 0 before the first; `moves`: grows with every advance."""
 
     step: int
     phase: str
-    waiting: str | None  # the exchange with others that it stands still in
+    waiting: str | None  # the collective that it waits in
     moves: int
 
 
-def starting() -> Doing:
-    return Doing(step=0, phase="start", waiting=None, moves=0)
+def starting() -> Progress:
+    return Progress(step=0, phase="start", waiting=None, moves=0)
 
 
-class Pulse:
-    """Sends `source()` until `stop`. The thread is a daemon: nothing waits for it."""
+class ProgressReporter:
+    """Reports `source()` every `every_s` seconds until `stop`, from a daemon thread."""
 
     def __init__(self, reporter: Reporter, every_s: float = EVERY_S):
-        self.source: Callable[[], Doing] = starting
+        self.source: Callable[[], Progress] = starting
         self._reporter, self._every_s = reporter, every_s
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
-    def start(self) -> Pulse:
+    def start(self) -> ProgressReporter:
         if self._reporter.fd is not None:
-            threading.Thread(target=self._run, name="pulse", daemon=True).start()
+            threading.Thread(target=self._run, name="progress", daemon=True).start()
         return self
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _run(self) -> None:
         while True:
-            doing = self.source()
-            self._reporter.pulse(step=doing.step, phase=doing.phase, waiting=doing.waiting, moves=doing.moves)
-            if self._over.wait(self._every_s):
+            now = self.source()
+            self._reporter.progress(step=now.step, phase=now.phase, waiting=now.waiting, moves=now.moves)
+            if self._stopped.wait(self._every_s):
                 return

@@ -1,8 +1,8 @@
-"""Reports from a worker to its agent: JSON lines on an inherited pipe, and training never waits for a reader.
+"""Reports from a worker to its agent: JSON lines on an inherited pipe, written without ever blocking training.
 
-The agent reads `orchestrator.plan.worker.StepReport` and `EventReport` from the file descriptor that it named in
-`ORCH_REPORT_FD`. A reader that is slow costs reports, not steps: lines that do not fit the pipe wait in a bounded
-backlog, lines that do not fit the backlog are dropped and counted (`StepReport.dropped_reports`).
+The agent reads `orchestrator.plan.worker.Report` from the file descriptor that it passed in `ORCH_REPORT_FD`. A slow
+reader costs reports, not steps: lines that do not fit the pipe wait in a bounded backlog, lines that do not fit the
+backlog are dropped and counted (`StepReport.dropped_reports`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.plan.worker import EventReport, PulseReport, Report, StepReport
+from orchestrator.plan.worker import EventReport, ProgressReport, Report, StepReport
 
 #: Bytes that may wait for the agent: some hundred step reports.
 BACKLOG_BYTES = 256 * 1024
@@ -26,36 +26,36 @@ Scalar = str | int | float | bool | None
 
 
 class Reporter:
-    """Writes reports to `fd` without ever blocking. With `fd` None there is no agent, and a short line is printed."""
+    """Writes reports to `fd` without blocking. Without an agent (`fd` None), rank 0 prints a short line instead."""
 
     def __init__(self, fd: int | None, rank: int, epoch: int):
         self.fd, self.rank, self.epoch = fd, rank, epoch
         self.dropped = 0
         self._backlog = bytearray()
-        self._lock = threading.Lock()  # the pulse has a thread of its own
+        self._lock = threading.Lock()  # progress reports come from their own thread
         self._encode = msgspec.json.Encoder().encode
         if fd is not None:
             os.set_blocking(fd, False)
 
     def event(self, name: str, step: int | None = None, **fields: Scalar) -> None:
-        """Report something that happened once."""
+        """Report an event."""
         self._send(EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields))
 
     def step(self, **values: Any) -> None:
         """Report one optimizer step: the fields of `StepReport` but `rank`, `epoch` and `dropped_reports`."""
         self._send(StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values))
 
-    def pulse(self, **values: Any) -> None:
-        """Report what is being done: the fields of `PulseReport`. One that would have to wait is worth nothing."""
+    def progress(self, **values: Any) -> None:
+        """Report progress: the fields of `ProgressReport`. Dropped if it would have to wait behind other reports."""
         with self._lock:
             if self.fd is None or self._backlog:
                 self._flush()
             else:
-                self._backlog += self._line(PulseReport(rank=self.rank, epoch=self.epoch, **values))
+                self._backlog += self._line(ProgressReport(rank=self.rank, epoch=self.epoch, **values))
                 self._flush()
 
     def close(self, wait_s: float = 2.0) -> None:
-        """Give the agent up to `wait_s` seconds to read what is left: the last reports say how a run ended."""
+        """Wait up to `wait_s` seconds for the agent to read the backlog: the last reports say how a run ended."""
         deadline = time.monotonic() + wait_s
         while self.fd is not None and self._backlog and (left := deadline - time.monotonic()) > 0:
             select.select([], [self.fd], [], left)
@@ -80,13 +80,13 @@ class Reporter:
         return self._encode(report) + b"\n"
 
     def _flush(self) -> None:
-        # A pipe may take part of a line; the rest stays first in the backlog, so lines are never torn.
+        # A pipe may take part of a line; the rest stays first in the backlog, so lines are never interleaved.
         while self.fd is not None and self._backlog:
             try:
                 written = os.write(self.fd, self._backlog)
             except BlockingIOError:
                 return
-            except OSError:  # the agent is gone; its workers are about to be, and must not die of telling it
+            except OSError:  # the agent is gone: that must not end the worker with another error
                 self.fd = None
                 self._backlog.clear()
                 return

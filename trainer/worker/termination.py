@@ -1,4 +1,4 @@
-"""Notices to stop: a signal sets a flag, all ranks agree on the step, the state is saved, the worker ends with 75."""
+"""Termination signals: one sets a flag; the loop then saves at a step that all ranks agree on and exits with 75."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Notice:
-    """Remembers the first signal. Handlers only set a flag: the loop reads it at a step boundary."""
+class TerminationSignal:
+    """Name of the first termination signal in `received`. The loop reads it at step boundaries."""
 
     def __init__(self) -> None:
         self.received: str | None = None
 
-    def listen(self) -> Notice:
+    def install(self) -> TerminationSignal:
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # schedulers send it to every process of a step; default: death
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # sent by schedulers; the default kills
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.agent.protocol.messages import WorkerStatus
-from orchestrator.plan.worker import PulseReport, StepReport
+from orchestrator.plan.worker import ProgressReport, StepReport
 from orchestrator.run.processes import Identity, Load, identity, load_of
 
 LOOK_S = 0.5
@@ -26,7 +26,7 @@ _LONGEST_WORD = 120
 @dataclass
 class _Rank:
     process: Identity | None = None
-    pulse: PulseReport | None = None
+    pulse: ProgressReport | None = None
     making: int = 0  # the step after the last that was reported: a pulse may be older than that
     still: int = 0  # looks
     in_step: int = 0
@@ -53,7 +53,7 @@ class ProgressMonitor:
         if report.own_s is not None:
             one.own_s.append(report.own_s)
 
-    def on_pulse(self, pulse: PulseReport) -> None:
+    def on_pulse(self, pulse: ProgressReport) -> None:
         one = self._ranks.setdefault(pulse.rank, _Rank())
         before, one.pulse, one.silent = one.pulse, pulse, 0
         if before is None or before.step != pulse.step:
@@ -104,5 +104,5 @@ def is_frozen(seen: WorkerStatus) -> bool:
     return seen.stopped_s >= FROZEN_AFTER_S
 
 
-def _place(pulse: PulseReport) -> tuple:
+def _place(pulse: ProgressReport) -> tuple:
     return pulse.step, pulse.phase, pulse.waiting, pulse.moves

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from orchestrator.plan import Plan
-from orchestrator.plan.worker import EventReport, PulseReport, StepReport
+from orchestrator.plan.worker import EventReport, ProgressReport, StepReport
 from orchestrator.run.folder import RunFolder
 
 from .metrics import NodeMetrics
@@ -68,7 +68,7 @@ class Recorder:
             self._steps.write(stamped(line, at))
             self.watch.on_step(report)
             self.metrics.on_step(report, at)
-        elif isinstance(report, PulseReport):
+        elif isinstance(report, ProgressReport):
             self.watch.on_pulse(report)
         elif isinstance(report, EventReport):
             if report.name == "failed":

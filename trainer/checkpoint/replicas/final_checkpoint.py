@@ -16,19 +16,19 @@ import torch.distributed as dist
 from msgspec import structs
 
 from orchestrator.plan import Plan
-from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, memory_dir
+from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, replica_dir
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.files import sha256_from_disk, write_parts
 from trainer.checkpoint.format import FileRecord
 from trainer.checkpoint.load import newest_committed
-from trainer.checkpoint.save import Answer, Target, agree, begin, claim, gather, publish
+from trainer.checkpoint.save import RankOutcome, Target, begin, claim, gather, on_rank_zero, publish
 from trainer.comm.connect import connect
 from trainer.errors import SaveError
 from trainer.worker.reporter import Reporter
 
-from .peer_restore import Copy, Holdings
-from .replicate import open_memory
-from .store import NodeMemory
+from .peer_restore import Replica, ReplicaInventory
+from .replicate import open_replica_store
+from .store import ReplicaStore
 
 _CHUNK = 16 << 20
 
@@ -41,64 +41,64 @@ def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None
     """
     connect(env, torch.device("cpu"))
     target = Target(checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), Fence.of(env), plan, env.rank)
-    memory = open_memory(memory_dir(env.run_dir, env.node), reporter)
-    save_newest_replica(target, env.world_size, memory, plan.job.checkpoint.keep_last, reporter)
+    store = open_replica_store(replica_dir(env.run_dir, env.node), reporter)
+    save_newest_replica(target, env.world_size, store, plan.job.checkpoint.keep_last, reporter)
     dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 
 def save_newest_replica(
-    target: Target, world: int, memory: NodeMemory | None, keep_last: int, reporter: Reporter
+    target: Target, world: int, store: ReplicaStore | None, keep_last: int, reporter: Reporter
 ) -> int | None:
-    """Save the newest copy that is whole, if it is newer than all checkpoints; its step, None if there was no need.
+    """Save the newest complete replica if it is newer than all checkpoints; its step, None if there was no need.
 
-    Collective over `world` processes, one a node; `target.rank` is this one's number. The nodes' memory is given back
-    when what it held is on the disk. Raises SaveError, on every rank, where a copy is newer than the disk and cannot be
-    saved: files of it were on lost nodes alone, the disk is full. Raises Fenced.
+    Collective over `world` processes, one per node; `target.rank` is this one's number. Frees the nodes' memory once
+    its content is on disk. Raises SaveError on every rank if a replica is newer than the disk but cannot be saved
+    (some files were only on lost nodes, the disk is full), Fenced.
     """
     start = time.perf_counter()
     claim(target.folder, target.token, target.rank)
-    holdings = Holdings({str(one): [one] for one in range(world)}, target.rank, target.token.run_id, memory)
-    copy, torn = holdings.survey()
+    inventory = ReplicaInventory({str(one): [one] for one in range(world)}, target.rank, target.token.run_id, store)
+    replica, incomplete = inventory.survey()
     on_disk = newest_committed(target.folder, target.rank)
-    if copy is None or copy.age <= on_disk:
-        if torn is not None and torn.age > on_disk:
-            raise SaveError(torn.text)
-        if memory is not None and not any(memory.copies()):  # a spare's, which was made by looking
-            memory.remove()
+    if replica is None or replica.version <= on_disk:
+        if incomplete is not None and incomplete.version > on_disk:
+            raise SaveError(incomplete.text)
+        if store is not None and not any(store.replicas()):  # a spare node's, created by opening it
+            store.remove()
         return None
-    manifest = structs.replace(holdings.manifest(copy), epoch=target.token.epoch, created=time.time())
-    begin(target, copy.step)
-    source = memory.folder / copy.name if memory is not None else None
-    mine = [record for at, record in enumerate(manifest.files) if _carrier(copy, record, at) == target.rank]
-    problem = _write(source, target.place(copy.step), mine)
-    answers = gather(Answer(record=None, error=problem))
+    manifest = structs.replace(inventory.manifest(replica), epoch=target.token.epoch, created=time.time())
+    begin(target, replica.step)
+    source = store.folder / replica.name if store is not None else None
+    mine = [record for at, record in enumerate(manifest.files) if _carrier(replica, record, at) == target.rank]
+    problem = _write(source, target.staging(replica.step), mine)
+    outcomes = gather(RankOutcome(record=None, error=problem))
 
     def commit() -> int:
-        failed = next((answer.error for answer in answers if answer.error), "")
+        failed = next((outcome.error for outcome in outcomes if outcome.error), "")
         return publish(target, manifest, failed, keep_last, read_back=True)
 
-    size = agree(target.rank, commit)
-    if memory is not None:
-        memory.remove()
+    size = on_rank_zero(target.rank, commit)
+    if store is not None:
+        store.remove()
     if target.rank == 0:
         seconds = time.perf_counter() - start
         about = {"bytes": size, "seconds": seconds, "stall_s": seconds, "verified": True, "source": "memory"}
-        reporter.event("checkpoint_saved", copy.step, **about, folder=str(target.folder))
-    return copy.step
+        reporter.event("checkpoint_saved", replica.step, **about, folder=str(target.folder))
+    return replica.step
 
 
-def _carrier(copy: Copy, record: FileRecord, at: int) -> int:
-    """Of those who hold a file, who writes it: in turn, so that all nodes have about as much to do."""
-    holders = copy.holders[record.file]
+def _carrier(replica: Replica, record: FileRecord, at: int) -> int:
+    """The process that writes a file: its holders take turns, so that nodes share the work."""
+    holders = replica.holders[record.file]
     return holders[at % len(holders)]
 
 
-def _write(source: Path | None, place: Path, records: list[FileRecord]) -> str:
-    """What went wrong."""
+def _write(source: Path | None, staging: Path, records: list[FileRecord]) -> str:
+    """Copy files from memory to the staging folder; the first problem, "" if none."""
     for record in records:
         try:
-            _carry(source / record.file, place / record.file, record)
+            _carry(source / record.file, staging / record.file, record)
         except SaveError as error:
             return str(error)
         except OSError as error:
@@ -107,7 +107,7 @@ def _write(source: Path | None, place: Path, records: list[FileRecord]) -> str:
 
 
 def _carry(source: Path, to: Path, record: FileRecord) -> None:
-    """One file from memory to the disk: durable, and read back, when this returns. Raises OSError, SaveError."""
+    """Copy one file from memory to disk: durable and read back on return. Raises OSError, SaveError."""
     with source.open("rb") as file:
         _, digest = write_parts(to, iter(partial(file.read, _CHUNK), b""))
     if digest != record.sha256:

@@ -1,4 +1,4 @@
-"""Who keeps a copy for whom: pure functions of the plan, the same on every rank."""
+"""Peer assignment: which rank keeps whose replica. Pure functions of the plan, equal on every rank."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from orchestrator.plan import Plan
 
 
 def nodes_of(plan: Plan) -> dict[str, list[int]]:
-    """Node -> its ranks ascending, in the plan's order of nodes; only nodes that have ranks."""
+    """Node -> its ranks ascending, in the plan's node order; only nodes that have ranks."""
     found: dict[str, list[int]] = {name: [] for name in plan.cluster.node_names}
     for place in plan.ranks:
         found[place.node].append(place.rank)
     return {name: ranks for name, ranks in found.items() if ranks}
 
 
-def shift(plan: Plan) -> int:
-    """A node's copies are kept by the node this many places on, in a ring: the nearest one such that no node and its
-    keeper are under one innermost switch, or the next one where that cannot be."""
+def ring_distance(plan: Plan) -> int:
+    """A node's peer is this many nodes further in a ring: the smallest distance at which no node shares an innermost
+    switch with its peer, 1 if there is none."""
     names = list(nodes_of(plan))
     index = {name: at for at, name in enumerate(plan.cluster.node_names)}
     switch = {
@@ -30,18 +30,18 @@ def shift(plan: Plan) -> int:
     return 1
 
 
-def wards(plan: Plan) -> dict[int, int]:
-    """Rank -> the rank on another node that keeps its copy. Empty on one node: there is nobody else.
+def assign_peers(plan: Plan) -> dict[int, int]:
+    """Rank -> the rank on another node that keeps its replica; empty with a single node.
 
-    Ranks of a node go to the ranks of the keeping node in turn, so a keeper may serve several or none where nodes have
-    unequally many ranks.
+    The ranks of a node are dealt in turn to the ranks of its peer node, so with unequal nodes a rank may keep several
+    replicas or none.
     """
     nodes = list(nodes_of(plan).values())
     if len(nodes) < 2:
         return {}
-    distance = shift(plan)
-    keepers = {}
+    distance = ring_distance(plan)
+    peer_of = {}
     for at, ranks in enumerate(nodes):
         other = nodes[(at + distance) % len(nodes)]
-        keepers |= {rank: other[number % len(other)] for number, rank in enumerate(ranks)}
-    return keepers
+        peer_of |= {rank: other[number % len(other)] for number, rank in enumerate(ranks)}
+    return peer_of

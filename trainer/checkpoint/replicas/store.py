@@ -1,9 +1,9 @@
-"""Where a node keeps copies: files in its memory (tmpfs), which outlive workers and epochs, not the node.
+"""A node's replicas: files in its memory (tmpfs), which outlive workers and epochs but not the node.
 
     /dev/shm/orch-<uid>/<run id>/<node>/step-00000120.e3/    0700; manifest.json and some of its files
 
-Nobody else may look or write here: a folder that belongs to another user or is open to one is refused. What a run
-left behind that is long dead is removed by the next run of the user on this node.
+A folder that belongs to another user or is open to others is refused. The next run of the same user on this node
+deletes what long-dead runs have left.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-COPY = re.compile(r"step-(\d{8})\.e(\d+)")
-#: A run without processes for this long is not between two epochs any more.
+REPLICA = re.compile(r"step-(\d{8})\.e(\d+)")
+#: A run without processes for this long is dead, not between two epochs.
 DEAD_AFTER_S = 3600.0
 
 
-def copy_name(step: int, epoch: int) -> str:
+def replica_name(step: int, epoch: int) -> str:
     return f"step-{step:08d}.e{epoch}"
 
 
-class NodeMemory:
+class ReplicaStore:
     """One node's folder for one run, held (shared lock) by the run's workers on this node while they live."""
 
     def __init__(self, folder: Path):
-        """`folder`: `orchestrator.plan.worker.memory_dir`. Raises OSError when it cannot be made or is not private."""
+        """`folder`: `orchestrator.plan.worker.replica_dir`. Raises OSError when it cannot be made or is not private."""
         self.folder = folder
         home = folder.parent.parent
         home.mkdir(mode=0o700, exist_ok=True)
@@ -44,19 +44,19 @@ class NodeMemory:
         os.utime(folder / ".lock")
         _sweep(home, keep=folder.parent)
 
-    def copies(self) -> Iterator[Path]:
-        """Folders of copies, complete or not."""
-        return (path for path in self.folder.iterdir() if COPY.fullmatch(path.name))
+    def replicas(self) -> Iterator[Path]:
+        """Folders of replicas, complete or not."""
+        return (path for path in self.folder.iterdir() if REPLICA.fullmatch(path.name))
 
     def remove(self) -> None:
-        """Give the memory back: the run is over, or its state is on the disk."""
+        """Free the memory: the run has ended, or its state is on disk."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node of a run on one machine may still be there
             self.folder.parent.rmdir()
 
 
 def _sweep(home: Path, keep: Path) -> None:
-    """Remove what runs have left that hold no lock and have not for a while."""
+    """Delete the folders of runs that have held no lock for `DEAD_AFTER_S`."""
     for run in home.iterdir():
         if run == keep:
             continue

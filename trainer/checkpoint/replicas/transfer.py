@@ -1,4 +1,4 @@
-"""Files from rank to rank, straight between the memories that hold them."""
+"""Sends files from rank to rank, directly between the memories that hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 256 << 20
 
 
 class Sending:
-    """A file to be sent: its bytes, or as many zeros where it cannot be read (its hash will tell)."""
+    """A file to send: its bytes, or as many zeros if it cannot be read (the receiver's hash check then fails)."""
 
     def __init__(self, path: Path, size: int, to: int):
         self.to, self.problem = to, ""
@@ -28,7 +28,7 @@ class Sending:
 
 
 class Receiving:
-    """A file to be received, into the memory that it is to stay in; thrown away where there is no room for it."""
+    """A file to receive, directly into the memory that keeps it; discarded if there is no room for it."""
 
     def __init__(self, path: Path, size: int, source: int):
         self.source, self.problem = source, ""
@@ -36,7 +36,7 @@ class Receiving:
         try:
             self._temporary.unlink(missing_ok=True)
             with self._temporary.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # or the first write to the mapping would be the end of us
+                os.posix_fallocate(file.fileno(), 0, size)  # without it, writing to the mapping would raise SIGBUS
             self.data: Tensor = torch.from_file(str(self._temporary), shared=True, size=size, dtype=torch.uint8)
         except OSError as error:
             self._temporary.unlink(missing_ok=True)
@@ -51,7 +51,7 @@ class Receiving:
 
 
 def run(transfers: list[Sending | Receiving]) -> list[str]:
-    """All at once, chunk by chunk; what went wrong. Peers must list what they share in the same order."""
+    """Run all transfers at once, chunk by chunk; the problems. Peers must list shared transfers in the same order."""
     offset, most = 0, max((one.data.numel() for one in transfers), default=0)
     while offset < most:
         for work in [one.start(offset) for one in transfers if offset < one.data.numel()]:

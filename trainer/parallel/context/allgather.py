@@ -1,7 +1,8 @@
 """Context parallelism by gathering keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-Simple and exposed: one all-gather before attention, one reduce-scatter of their gradients after it. With grouped-query
-attention keys and values are small beside the queries, which stay where they are. Shards are zig-zag, for balance.
+Simple but not overlapped: one all-gather before attention, one reduce-scatter of their gradients after it. With
+grouped-query attention keys and values are much smaller than the queries, which are not sent. Shards are zig-zag, for
+balance.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class AllGatherAttention:
         return reduce_scatter(laid, self.group, "cp", self.counter)[0]
 
     def _places(self) -> list[int]:
-        """Where the n-th of 2 cp chunks of the sequence lies when the ranks' pairs are laid end to end."""
+        """Position of the n-th of 2 cp chunks of the sequence when the ranks' pairs are concatenated."""
         return natural_order("allgather", 2 * self.size, self.size)
 
     def between(self, mine: Tensor | None, rows: slice, theirs: Tensor | None, keys: slice, q: Tensor):
-        """Mask and factors of a block, from the labels of its queries and keys."""
+        """(mask, factors) of a block, from the labels of its queries and keys."""
         return (None, None) if mine is None else block.between(mine[:, :, rows], theirs[:, :, keys], q, self.drop)
 
     def blocks(self, seq_len: int):
@@ -96,7 +97,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, labels, out, lse = ctx.saved_tensors
         core, grad, wide = ctx.core, grad.contiguous(), block.accumulation_dtype(q.dtype)
-        # Gathered again rather than kept: the point of context parallelism is not to hold the whole sequence.
+        # Gathered again, not kept: context parallelism must not hold the whole sequence.
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_labels = None if labels is None else core.gather(labels, 2)
         dq = torch.zeros_like(q, dtype=wide)

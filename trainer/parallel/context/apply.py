@@ -1,4 +1,4 @@
-"""Context parallelism put on a model and its batches: which core each method takes, which tokens a rank keeps."""
+"""Applies context parallelism to a model (its attention cores) and to batches (the tokens that a rank keeps)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .ring import RingAttention
 from .ulysses import UlyssesAttention
 
 
-def place_cores(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
-    """Give every block of a stage the attention core of `method` (a word of `order.METHODS`)."""
+def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
+    """Give every block of a stage the attention core of `method` (one of `order.METHODS`)."""
     for block in stage.layers.values():
-        block.attn.core = make_core(method, mesh, counter, block.attn.drop)
+        block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
 
 
-def make_core(method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None) -> Core:
+def attention_core(method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None) -> Core:
     group, size, index = mesh.group("cp"), mesh.size("cp"), mesh.index("cp")
     if method == "allgather":
         return AllGatherAttention(group, size, index, counter, drop)

@@ -1,4 +1,4 @@
-"""Attention of one block of queries to one block of keys, with what is needed to join blocks: output and log-sum-exp.
+"""Attention of a block of queries to a block of keys; returns output and log-sum-exp, from which blocks are joined.
 
 Shapes: q [b, h, s_q, d]; k, v [b, h_kv, s_k, d] with h_kv dividing h; out like q; lse [b, h, s_q] (fp32, or fp64).
 Joining follows FlashAttention (arXiv 2205.14135, section 3.1) and Ring Attention (arXiv 2310.01889): given the joined
@@ -67,8 +67,8 @@ def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tens
 
 
 def labels(documents: Tensor | None, serial: Tensor | None, drop: AttentionDropout | None) -> Tensor | None:
-    """What attention must know of tokens, to travel as one message: their document and, for dropout, their serial;
-    int64 [1 or 2, b, s], or None for nothing."""
+    """Labels of tokens that attention needs, as one message: document and, for dropout, serial number; int64
+    [1 or 2, b, s], or None if it needs none."""
     if drop is None:
         return None if documents is None else documents[None]
     return torch.stack([torch.zeros_like(serial) if documents is None else documents, serial])
@@ -77,7 +77,7 @@ def labels(documents: Tensor | None, serial: Tensor | None, drop: AttentionDropo
 def between(
     queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, factors) of a block of `q` from both sides' labels: a packed document never attends across its border."""
+    """(mask, factors) of a block of `q` from both sides' labels: a token never attends to another packed document."""
     if queries is None:
         return None, None
     mask = queries[0][:, :, None] == keys[0][:, None, :]

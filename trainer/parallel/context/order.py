@@ -1,4 +1,4 @@
-"""Which positions of a sequence each context-parallel rank holds, and what it may see. Pure.
+"""Sequence positions that each context-parallel rank holds, and the blocks that it may attend to. Pure.
 
 Methods: "zigzag" (ring over balanced shards), "ring" (ring over contiguous shards), "allgather" (keys and values
 gathered, balanced shards), "ulysses" (contiguous shards, heads exchanged for sequence; arXiv 2309.14509).
@@ -32,17 +32,17 @@ def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
 
 
 def natural_order(method: str, seq_len: int, size: int) -> list[int]:
-    """Permutation that puts the ranks' shards, laid end to end, back into sequence order."""
+    """Permutation that puts the concatenated shards of all ranks back into sequence order."""
     laid = [position for index in range(size) for position in positions(method, seq_len, size, index)]
     order = [0] * seq_len
-    for place, position in enumerate(laid):
-        order[position] = place
+    for index, position in enumerate(laid):
+        order[position] = index
     return order
 
 
 @dataclass(frozen=True)
 class Visible:
-    """The part of a local query shard that sees a part of another rank's keys, and whether on the diagonal."""
+    """Slices of the local queries and of another rank's keys that attend, and whether causally (on the diagonal)."""
 
     queries: slice
     keys: slice
@@ -53,7 +53,7 @@ ALL = slice(None)
 
 
 def visible(method: str, local_len: int, index: int, source: int) -> Visible | None:
-    """What rank `index` sees of the keys of rank `source` under a causal mask; None for nothing.
+    """The part of rank `source`'s keys that rank `index` attends to under a causal mask; None for no part.
 
     Shards are ascending, so a rank's own keys are one causal square. In zig-zag, keys from an earlier rank are seen by
     all queries but only in their first half; keys from a later rank are seen whole, by the second half of the queries.

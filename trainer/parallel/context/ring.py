@@ -1,7 +1,7 @@
-"""Ring attention (arXiv 2310.01889), contiguous or zig-zag: queries stay, keys and values travel round the group.
+"""Ring attention (arXiv 2310.01889), contiguous or zig-zag: queries stay, keys and values rotate round the group.
 
-Step t of n on rank i computes with the keys of rank i - t while those of rank i - t - 1 are already on their way.
-Backward goes round again; each block's key and value gradients travel with it and are home after n hops.
+Step t of n on rank i computes with the keys of rank i - t while those of rank i - t - 1 are in transit. Backward
+rotates again; the key and value gradients of each block rotate with it and are back on their rank after n hops.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RingAttention:
         return start_rotate(tensors, to, source, self.group, "cp", self.counter)
 
     def between(self, mine: Tensor | None, travelling: list[Tensor], see: Visible, q: Tensor):
-        """Mask and factors of a block, from the labels of its queries and keys."""
+        """(mask, factors) of a block, from the labels of its queries and keys."""
         if mine is None:
             return None, None
         return block.between(mine[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop)
@@ -107,7 +107,7 @@ class _Ring(torch.autograd.Function):
                     dq = parts[0].to(wide)
                 else:
                     dq[:, :, rows] += parts[0]
-            if gradients_arrived is not None:  # sent on by the previous rank during our computation
+            if gradients_arrived is not None:  # sent by the previous rank during our computation
                 (dkv,) = gradients_arrived()
             if dkv is None:
                 dkv = torch.stack([parts[1].to(wide), parts[2].to(wide)])
@@ -123,5 +123,5 @@ class _Ring(torch.autograd.Function):
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
-    """What goes round: keys and values [2, b, h, s, d] as one message, the tokens' labels if there are any."""
+    """The rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens' labels if any."""
     return [torch.stack([k, v])] + ([labels.contiguous()] if labels is not None else [])

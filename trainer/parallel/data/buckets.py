@@ -1,19 +1,19 @@
 """Data parallelism and ZeRO-0/1 on flat buckets.
 
-Parameters become views of one flat buffer a bucket; gradients are added, in the reduce dtype, to a second flat buffer
-as backward produces them. When a bucket has had all its gradients of the step, its one collective starts, while
-backward goes on: a reduce-scatter (ZeRO-1: this rank keeps the sum of its shard) or an all-reduce (ZeRO-0).
+Parameters become views of one flat buffer per bucket; gradients are added, in the reduce dtype, to a second flat buffer
+as backward produces them. When a bucket has all its gradients of the step, its collective starts while backward
+continues: a reduce-scatter (ZeRO-1: this rank keeps the sum of its shard) or an all-reduce (ZeRO-0).
 After the optimizer has updated its shard, an all-gather in place rebuilds the whole parameters. Ring bytes a rank sends
 are 2(n-1)/n times the parameters in both cases (ZeRO, arXiv 1910.02054, section 7.2; Megatron-LM `mc/distributed`).
 
-Hybrid sharding: shards lie over a group of neighbours ("shard"), and are summed over the groups ("replica").
+Hybrid sharding: shards are spread over a group of neighbours ("shard") and summed over the groups ("replica").
 
-Gradients are *sums* on the wire. The loss has been divided by the step's global number of valid tokens, so nothing here
-scales by a world size, and unequal token counts over ranks and micro-batches need no care.
+Gradients are communicated as sums. The loss has been divided by the step's global number of valid tokens, so nothing
+here scales by a world size, and token counts may differ between ranks and micro-batches.
 
-Some gradients need a second sum: parts held by tensor-parallel ranks (norm weights under sequence parallelism,
-replicated key/value heads), copies of tied embeddings on the first and last pipeline stage. Sums commute, so that one
-comes after the first and moves only the shard.
+Some gradients need a second sum: partial gradients of tensor-parallel ranks (norm weights under sequence parallelism,
+replicated key/value heads) and copies of tied embeddings on the first and last pipeline stage. It follows the first
+sum and moves only the shard.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from trainer.errors import LayoutError
 from trainer.parallel.data.layout import Bucket, Item, make_layout
 from trainer.parallel.params import ParamInfo
 
-#: Under which axis the bytes of a composite group are booked.
-BOOKED = {"kv": "tp", "embedding": "pp"}
+#: Axis under which the bytes of a composite group are counted.
+AXIS_OF_GROUP = {"kv": "tp", "embedding": "pp"}
 
 
 class Kind(NamedTuple):
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype
     decay: bool
-    replicated: bool  # over tp: one of the holders counts it in norms and writes it
+    replicated: bool  # over tp: only the owner counts it in norms and writes it
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
 
 
@@ -77,7 +77,7 @@ class FlatBucket:
             self.grad_shard = self.grads[slice(*shard)]
         else:
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
-        self.missing: float = 0  # gradients still to come before the reduction may start; inf: start in `finish`
+        self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
         self.reduction: Handle | None = None
         self.gathering: Handle | None = None
 
@@ -88,7 +88,7 @@ class FlatBucket:
         self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
 
     def close(self) -> Tensor:
-        """Give the whole gradient buffer away."""
+        """Release the whole gradient buffer; the buffer."""
         grads, self.grads, self.grad_views = self.grads, None, []
         return grads
 
@@ -126,7 +126,7 @@ class GradBuckets:
         items = [Item(i, param.numel(), kind_of(param.dtype, info)) for i, (_, param, info) in enumerate(params)]
         layouts = make_layout(items, self.shards, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
-        self._seat: dict[Parameter, tuple[int, int]] = {}  # parameter -> (bucket, slot)
+        self._slot_of: dict[Parameter, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._received: list[list[int]] = []  # gradients of this step, by bucket and slot
         self._uses: list[list[float]] | None = None  # gradients of a parameter in one pass; None before the first step
         for number, layout in enumerate(layouts):
@@ -139,8 +139,8 @@ class GradBuckets:
             self.buckets.append(FlatBucket(layout, tensors, infos, shard, reduce_dtype, self.whole_grads))
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
-                self._seat[param] = (number, position)
-        for param, seat in self._seat.items():
+                self._slot_of[param] = (number, position)
+        for param, seat in self._slot_of.items():
             param.register_post_accumulate_grad_hook(partial(self._take, *seat))
 
     # ------------------------------------------------------------------------------------------- gradients
@@ -148,30 +148,30 @@ class GradBuckets:
     def expect(self, passes: int) -> None:
         """Begin a step of `passes` backward passes (micro-batches).
 
-        How many gradients a parameter gets in one pass is learnt in the first step, whose reductions all start in
-        `finish`: one as a rule, two where it serves both ends of the model on this rank, none where it is not used.
-        Raises RuntimeError when the step before is not finished, ValueError for `passes` below 1.
+        The number of gradients that a parameter gets per pass is learnt in the first step, whose reductions all start
+        in `finish`: normally one, two if it serves both ends of the model on this rank, none if it is not used. Raises
+        RuntimeError when the previous step is not finished, ValueError for `passes` below 1.
         """
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         if self.launched:
-            raise RuntimeError("expect() before finish() of the step before")
+            raise RuntimeError("expect() before finish() of the previous step")
         self.passes = passes
         for number, bucket in enumerate(self.buckets):
             bucket.missing = passes * sum(self._uses[number]) if self._uses else math.inf
             self._received[number] = [0] * len(bucket.infos)
 
     def on_grad(self, param: Tensor) -> None:
-        """Take `param.grad` into the bucket. Starts the reduction of every bucket that is now complete.
+        """Add `param.grad` to the bucket. Starts the reduction of every bucket that is now complete.
 
-        From its first gradient on, a parameter's `grad` is its part of the bucket where the dtypes allow, so that what
-        comes next is added by whoever computes it; else it is cleared.
+        If the dtypes are equal, `param.grad` then is a view of the bucket, so that autograd itself adds the following
+        gradients; else it is cleared.
         """
-        self._take(*self._seat[param], param)
+        self._take(*self._slot_of[param], param)
 
     def _take(self, number: int, position: int, param: Tensor) -> None:
         bucket, received = self.buckets[number], self._received[number]
-        if number < self.launched:  # it would be lost, or change what is being sent
+        if number < self.launched:  # it would be lost, or change a buffer in transit
             name, count = bucket.infos[position].name, received[position]
             raise RuntimeError(f"{name} got gradient {count + 1} of this step after its bucket's reduction had started")
         view, grad = bucket.grad_views[position], param.grad
@@ -187,7 +187,7 @@ class GradBuckets:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        """In index order only: ranks may complete buckets in different orders, collectives must not."""
+        """Start complete buckets in index order: ranks may complete them in different orders, collectives must not."""
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self._launch()
 
@@ -196,7 +196,7 @@ class GradBuckets:
         self.counter.subject = f"bucket {self.launched}"
         for param, view, count in zip(bucket.members, bucket.grad_views, self._received[self.launched], strict=True):
             param.grad = None
-            if not count:  # not used in this step: zeros, so that the sum with ranks that do use it is right
+            if not count:  # not used in this step: zero, for the sum with ranks that use it
                 view.zero_()
         if self.zero:
             group = self.mesh.group("shard")
@@ -220,7 +220,7 @@ class GradBuckets:
             self._uses = [[self._uses_of(count) for count in received] for received in self._received]
 
     def _sum_parts(self) -> None:
-        """The sums that come after the first one, on the shards alone."""
+        """The sums that follow the first one, on the shards only."""
         if self.zero and self.mesh.group("replica") is not None:
             for bucket in self.buckets:
                 bucket.reduction = start_all_reduce(bucket.grad_shard, self.mesh.group("replica"), "dp", self.counter)
@@ -229,23 +229,23 @@ class GradBuckets:
                 bucket.reduction.wait()
                 bucket.reduction = None
             for name in bucket.kind.sums:
-                all_reduce(bucket.grad_shard, self.mesh.group(name), BOOKED.get(name, name), self.counter)
+                all_reduce(bucket.grad_shard, self.mesh.group(name), AXIS_OF_GROUP.get(name, name), self.counter)
 
     def _uses_of(self, count: int) -> float:
-        """Gradients a pass, from those of the first step; inf for a parameter that only some passes used."""
+        """Gradients per pass, from those of the first step; inf for a parameter that only some passes used."""
         return math.inf if count % self.passes else count // self.passes
 
     # ------------------------------------------------------------------------------------------- parameters
 
     def gather(self, bucket: FlatBucket) -> None:
-        """Start to rebuild a bucket's parameters from every rank's `param_shard`."""
+        """Start to gather a bucket's parameters from every rank's `param_shard`."""
         if self.zero:
             group = self.mesh.group("shard")
             if group is not None:
                 bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
 
     def wait_params(self) -> None:
-        """Until every parameter is whole again. Buckets without a gather under way cost nothing."""
+        """Wait until every parameter is whole again."""
         for bucket in self.buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
@@ -255,7 +255,7 @@ class GradBuckets:
 
     def grad_of(self, param: Tensor) -> Tensor:
         """A view of a parameter's gradient buffer: after `finish`, the sum where this rank owns the shard."""
-        number, position = self._seat[param]
+        number, position = self._slot_of[param]
         return self.buckets[number].grad_views[position]
 
     def full_grads(self) -> dict[str, Tensor]:
@@ -277,11 +277,11 @@ class GradBuckets:
         return self.mesh.group("shard") if self.zero else None
 
     def param_tensors(self) -> list[Tensor]:
-        """The parameters' storage, for the account of memory."""
+        """The parameters' storage, for memory metrics."""
         return [bucket.params for bucket in self.buckets]
 
     def grad_tensors(self) -> list[Tensor]:
-        """The gradients' storage, for the account of memory."""
+        """The gradients' storage, for memory metrics."""
         return [bucket.grads for bucket in self.buckets]
 
 

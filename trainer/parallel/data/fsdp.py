@@ -1,15 +1,15 @@
-"""ZeRO-3: weights too are held as shards, gathered layer by layer (arXiv 1910.02054, section 5.3) by torch's
-`fully_shard` (FSDP2), with our collectives and our optimizer.
+"""ZeRO-3: weights are sharded too and gathered layer by layer (arXiv 1910.02054, section 5.3) by torch's `fully_shard`
+(FSDP2), with our collectives and our optimizer.
 
-A block's weights are gathered before its forward and again before its backward, one block ahead of need, and its
-gradients are reduce-scattered behind its backward: 3 Psi (n-1)/n a micro-batch. Embedding, final norm and head stay
-gathered in between: 2 Psi for theirs. Under pipeline parallelism, where forwards and backwards of micro-batches mix,
-every weight is gathered once a step and let go at its end (torch's own pipelines do so too): memory for weights is then
-saved only between steps, which the plan warns of.
+A block's weights are gathered before its forward and again before its backward, one block ahead, and its gradients are
+reduce-scattered after its backward: 3 Psi (n-1)/n per micro-batch. Embedding, final norm and head stay gathered in
+between: 2 Psi for those. Under pipeline parallelism, where forwards and backwards of micro-batches alternate, every
+weight is gathered once per step and freed at its end (as in torch's own pipelines): this saves weight memory only
+between steps, which the plan warns about.
 
-The shards are the master copy; blocks compute in `Recipe.param` and gradients travel and add up in `Recipe.reduce`, as
-sums: torch's mean over ranks is switched off. To the optimizer, the norm and checkpoints each parameter is a bucket of
-its own whose shard is a run of rows.
+The shards are the master copy; blocks compute in `Recipe.param`, and gradients are sent and accumulated in
+`Recipe.reduce`, as sums: torch's mean over ranks is disabled. For the optimizer, the norm and checkpoints each
+parameter is a bucket of its own whose shard is a range of rows.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trainer.model.stage import Stage
 from trainer.parallel.params import ParamInfo, ParamTable
 from trainer.precision import Recipe
 
-from .buckets import BOOKED, Kind, kind_of
+from .buckets import AXIS_OF_GROUP, Kind, kind_of
 from .layout import Slot
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of a parameter cut along dimension 0 in runs of ceil(rows / shards), the last ones shorter or empty."""
+    """Layout of a parameter sharded over dimension 0 in runs of ceil(rows / shards), the last ones shorter or empty."""
 
     shape: tuple[int, ...]
 
@@ -83,7 +83,7 @@ class FullyShardedParameters:
         interleaved: bool,
     ):
         """`stages`, in the master dtype, are sharded in place over the group "shard" of at least two ranks.
-        `interleaved`: forwards and backwards of several micro-batches mix (a pipeline)."""
+        `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline)."""
         self.mesh, self.counter = mesh, counter
         self.shards, self.shard_index = mesh.size("shard"), mesh.index("shard")
         ranks = DeviceMesh.from_group(mesh.group("shard"), device.type)
@@ -102,7 +102,7 @@ class FullyShardedParameters:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_backward(not interleaved)
-            module.unshard()  # settles where the shards lie, which torch else does in the first forward
+            module.unshard()  # allocates the shards, which torch would otherwise do in the first forward
             module.reshard()
         self.buckets = [
             ShardedParameter(param, table[name], self.shard_index, self.shards)
@@ -124,7 +124,7 @@ class FullyShardedParameters:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Let go of gathered weights; every `grad_shard` holds the sum over all ranks and passes."""
+        """Free gathered weights; every `grad_shard` then holds the sum over all ranks and passes."""
         for module in self.modules:
             module.reshard()
         for bucket in self.buckets:
@@ -136,19 +136,19 @@ class FullyShardedParameters:
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
-        """Over one group, all in one message."""
+        """Sum the gradient shards over one group, in one message."""
         group = self.mesh.group(name)
         if group is None or not buckets:
             return
         grads = [bucket.grad_shard for bucket in buckets]
-        total = all_reduce(torch.cat(grads), group, BOOKED.get(name, name), self.counter)
+        total = all_reduce(torch.cat(grads), group, AXIS_OF_GROUP.get(name, name), self.counter)
         for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part)
 
     # ------------------------------------------------------------------------------------------- parameters
 
     def gather(self, bucket: ShardedParameter) -> None:
-        """Nothing: each forward gathers for itself."""
+        """Nothing to do: each forward gathers its weights."""
 
     def wait_params(self) -> None:
         """Nothing to wait for."""
@@ -165,16 +165,16 @@ class FullyShardedParameters:
             yield bucket.infos[0], bucket.param.detach().full_tensor()
 
     def param_tensors(self) -> list[Tensor]:
-        """The shards' storage, for the account of memory."""
+        """The shards' storage, for memory metrics."""
         return [bucket.param_shard for bucket in self.buckets]
 
     def grad_tensors(self) -> list[Tensor]:
-        """The gradient shards' storage, for the account of memory."""
+        """The gradient shards' storage, for memory metrics."""
         return [_local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None]
 
 
 def _prefetch(stage: Stage, blocks: list[FSDPModule]) -> None:
-    """While a block computes, the next one's weights are on their way: in forward and, mirrored, in backward."""
+    """Prefetch the next block's weights while a block computes, in forward and in backward."""
     if blocks:
         stage.set_modules_to_forward_prefetch(blocks[:1])
         stage.set_modules_to_backward_prefetch(blocks[-1:])
@@ -189,7 +189,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Communication:
-    """What FSDP2 asks of a collective that it does not make itself: buffers, and the call."""
+    """Base of the custom collectives that FSDP2 calls: it asks them for buffers too."""
 
     def __init__(self, counter: CommCounter):
         self.counter = counter
@@ -218,5 +218,5 @@ class _ReduceScatter(_Communication):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """`op` is SUM. Not asynchronous to its caller: on CUDA it runs in FSDP2's own stream, beside backward."""
+        """`op` is SUM. Synchronous: on CUDA it runs in FSDP2's own stream, concurrently with backward."""
         reduce_scatter(input_tensor, group, "dp", self.counter, out=output_tensor)

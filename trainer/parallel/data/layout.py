@@ -1,8 +1,8 @@
-"""Where each parameter lives in the flat buckets: a pure function of names and sizes.
+"""Position of each parameter in the flat buckets: a pure function of names and sizes.
 
-A bucket is one contiguous buffer that is reduced by one collective and updated by one optimizer call. For that it must
-be of one kind: one dtype, one weight-decay setting, one chain of sums, one answer to "do I count it in the norm?".
-`Item.key` carries the kind; parameters of different kinds never share a bucket.
+A bucket is one contiguous buffer that is reduced by one collective and updated by one optimizer call. So its parameters
+must have the same dtype, weight decay, chain of gradient sums and norm ownership: the kind, in `Item.key`. Parameters
+of different kinds never share a bucket.
 
 Buckets follow the reverse of the registration order, because backward finishes the last layers first. Every parameter
 starts on a multiple of `ALIGN` elements (vector loads, NCCL's 16-byte rule) and every bucket is padded so that each of

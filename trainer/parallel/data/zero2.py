@@ -1,12 +1,12 @@
-"""ZeRO-2 on flat buckets: gradients too are held as shards (arXiv 1910.02054, section 5.2).
+"""ZeRO-2 on flat buckets: gradients are sharded too (arXiv 1910.02054, section 5.2).
 
-A bucket's whole gradient buffer lives from the first gradient of a micro-batch to the last. Then it is on its way, as a
-reduce-scatter that runs beside backward, and what arrives is added to this rank's shard. A step of m micro-batches so
-sends m reduce-scatters and one all-gather: 2 Psi (n-1)/n without accumulation, (m + 1) Psi (n-1)/n with it. That is the
-price of gradients / n; under pipeline parallelism m is large, and ZeRO-1 sends 2 Psi (the plan warns).
+A bucket's whole gradient buffer exists from the first to the last gradient of a micro-batch. Then a reduce-scatter
+sends it, concurrently with backward, and the result is added to this rank's shard. A step of m micro-batches sends m
+reduce-scatters and one all-gather: 2 Psi (n-1)/n without accumulation, (m + 1) Psi (n-1)/n with it, in exchange for 1/n
+of the gradient memory. Under pipeline parallelism m is large, where ZeRO-1 sends 2 Psi (the plan warns).
 
-Buckets leave in the order in which backward completes them. All ranks of a group run the same program on the same
-layers, so that order is the same on all of them; a schedule for which it is not (DualPipe) is refused in `legal`.
+Buckets are sent in the order in which backward completes them. All ranks of a group run the same program on the same
+layers, so they agree on that order; a schedule for which they do not (DualPipe) is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trainer.comm.collectives import Handle, start_reduce_scatter
 
 from .buckets import FlatBucket, GradBuckets
 
-#: Reductions under way at most; each holds one bucket's whole gradient.
-MOST_UNDER_WAY = 2
+#: Most reductions in progress; each holds one bucket's whole gradient.
+MOST_IN_FLIGHT = 2
 
 
 class ShardedGradBuckets(GradBuckets):
-    """`GradBuckets` whose `grad_shard` is a buffer of its own, and the whole one a visitor."""
+    """`GradBuckets` whose `grad_shard` is a buffer of its own; the whole gradient buffer is temporary."""
 
     whole_grads = False
 
@@ -32,7 +32,7 @@ class ShardedGradBuckets(GradBuckets):
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         if any(bucket.grads is not None for bucket in self.buckets):
-            raise RuntimeError("expect() before finish() of the step before")
+            raise RuntimeError("expect() before finish() of the previous step")
         self.passes = passes
         self._under_way: list[tuple[FlatBucket, Handle, Tensor]] = []
         for number, bucket in enumerate(self.buckets):
@@ -41,8 +41,8 @@ class ShardedGradBuckets(GradBuckets):
 
     @torch.no_grad()
     def _take(self, number: int, position: int, param: Tensor) -> None:
-        """Clears `param.grad`. A bucket leaves when every parameter has one at least: what comes after (a weight used
-        by two stages) leaves with the next micro-batch's, or in `finish`."""
+        """Clears `param.grad`. A bucket is sent when every parameter has a gradient; a second one (of a weight used by
+        two stages) is sent with the next micro-batch's, or in `finish`."""
         bucket, received = self.buckets[number], self._received[number]
         if bucket.grads is None:
             bucket.open()
@@ -64,7 +64,7 @@ class ShardedGradBuckets(GradBuckets):
         handle = start_reduce_scatter(whole, self.mesh.group("shard"), "dp", self.counter)
         self.counter.subject = ""
         self._under_way.append((bucket, handle, whole))
-        while len(self._under_way) > MOST_UNDER_WAY:
+        while len(self._under_way) > MOST_IN_FLIGHT:
             self._arrive()
 
     def _arrive(self) -> None:
@@ -85,6 +85,6 @@ class ShardedGradBuckets(GradBuckets):
         raise NotImplementedError("ZeRO-2 holds no parameter's whole gradient; see full_grads")
 
     def grad_tensors(self) -> list[Tensor]:
-        """The shards, and whatever whole buffers exist now."""
+        """The shards, and the whole buffers that exist now."""
         whole = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
         return [bucket.grad_shard for bucket in self.buckets] + whole

@@ -8,8 +8,8 @@ import threading
 import msgspec
 import pytest
 
-from orchestrator.plan.worker import PulseReport, Report
-from trainer.worker.progress import Doing, Pulse
+from orchestrator.plan.worker import ProgressReport, Report
+from trainer.worker.progress import Progress, ProgressReporter
 from trainer.worker.reporter import Reporter
 
 
@@ -31,17 +31,17 @@ def lines(fd: int, many: int) -> list:
 
 def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
     reporter = Reporter(pipe[1], rank=3, epoch=2)
-    pulse = Pulse(reporter, every_s=0.01)
-    pulse.start()
-    assert lines(pipe[0], 1) == [PulseReport(rank=3, epoch=2, step=0, phase="start")]
-    pulse.source = lambda: Doing(7, "forward", "all-reduce (tp)", 41)
-    wanted = PulseReport(rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41)
+    progress = ProgressReporter(reporter, every_s=0.01)
+    progress.start()
+    assert lines(pipe[0], 1) == [ProgressReport(rank=3, epoch=2, step=0, phase="start")]
+    progress.source = lambda: Progress(7, "forward", "all-reduce (tp)", 41)
+    wanted = ProgressReport(rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41)
     assert wanted in [report for _ in range(200) for report in lines(pipe[0], 1)][-100:]
-    pulse.stop()
-    thread = next((one for one in threading.enumerate() if one.name == "pulse"), None)
+    progress.stop()
+    thread = next((one for one in threading.enumerate() if one.name == "progress"), None)
     if thread:
         thread.join(10)
-    assert not [one for one in threading.enumerate() if one.name == "pulse"]
+    assert not [one for one in threading.enumerate() if one.name == "progress"]
 
 
 def test_a_pulse_waits_behind_no_report_and_tears_none(pipe):
@@ -49,11 +49,11 @@ def test_a_pulse_waits_behind_no_report_and_tears_none(pipe):
     reporter.event("big", text="x" * 100_000)  # more than the pipe takes: the rest is in the backlog
     held = len(reporter._backlog)
     assert held
-    reporter.pulse(step=1, phase="data")
+    reporter.progress(step=1, phase="data")
     assert len(reporter._backlog) == held, "dropped, not queued"
     raw = b""
     while not raw.endswith(b"\n"):
         raw += os.read(pipe[0], 1 << 16)
-        reporter.pulse(step=1, phase="data")
+        reporter.progress(step=1, phase="data")
     first = raw.splitlines()[0]
     assert len(msgspec.json.decode(first, type=Report).fields["text"]) == 100_000

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.plan import Exit, Plan
-from orchestrator.plan.worker import memory_dir
+from orchestrator.plan.worker import replica_dir
 from tests.trainer.test_loop import assert_same_state, finish, job, saved_state
 from tests.trainer.workers import Workers, running
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()
     yield folder
-    shutil.rmtree(memory_dir(folder, "any").parent, ignore_errors=True)
+    shutil.rmtree(replica_dir(folder, "any").parent, ignore_errors=True)
 
 
 def plan_of(cache: str, nodes: list[str], **layout: object) -> Plan:
@@ -46,7 +46,7 @@ def lose(workers: Workers, node: str) -> int:
         if place.node == node:
             os.kill(workers.pids[place.rank], signal.SIGKILL)
     codes = workers.wait()
-    shutil.rmtree(memory_dir(workers.run_dir, node))
+    shutil.rmtree(replica_dir(workers.run_dir, node))
     assert set(codes) == {-signal.SIGKILL, Exit.RESTART}
     return before
 
@@ -56,7 +56,7 @@ def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, 
     layout = {"dp": 2, "tp": 2, "zero": 1, "bucket_bytes": 1 << 13}
     whole_plan = plan_of(cache, ["node0", "node1"], **layout)
     _, whole = finish(whole_plan, tmp_path / "whole")
-    assert not memory_dir(tmp_path / "whole", "node0").exists(), "a run that is done gives the memory back"
+    assert not replica_dir(tmp_path / "whole", "node0").exists(), "a run that is done gives the memory back"
 
     plans = [whole_plan, plan_of(cache, ["node7", "node1"], **layout)]
     losses, done = {}, 0
@@ -77,7 +77,7 @@ def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, 
     losses |= workers.losses()
     assert losses.keys() == whole.losses().keys() == set(range(1, STEPS + 1))
     assert list(losses.values()) == pytest.approx(list(whole.losses().values()), rel=1e-5)
-    assert not memory_dir(run, "node7").exists()
+    assert not replica_dir(run, "node7").exists()
 
 
 def check_resumed(workers: Workers, done: int) -> None:
@@ -102,10 +102,10 @@ def test_a_notice_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_p
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
     with running(plan, run, 0) as workers:
         workers.until(0, 3)
-        assert list(memory_dir(run, "node1").glob("step-*"))
+        assert list(replica_dir(run, "node1").glob("step-*"))
         os.kill(workers.pids[1], signal.SIGTERM)
         assert workers.wait() == [Exit.RESTART] * 2
-    assert not memory_dir(run, "node0").exists() and not memory_dir(run, "node1").exists()
+    assert not replica_dir(run, "node0").exists() and not replica_dir(run, "node1").exists()
     with running(plan, run, 1) as workers:
         assert workers.wait() == [0, 0]
     assert workers.events("resumed")[0].fields["source"] == "disk"

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from tests.trainer.operations import Order
 from trainer.comm.collectives import CommCounter
-from trainer.model.linear import Linear, beside
-from trainer.parallel.column_parallel import Columns
-from trainer.parallel.tensor import Boundary, Copy, Gather
+from trainer.model.linear import Linear, apply_linears
+from trainer.parallel.column_parallel import OverlappedColumnLinears
+from trainer.parallel.tensor import Copy, Gather, Region
 from trainer.verify.ranks import run_ranks
 
 B, S, HIDDEN = 2, 6, 8
@@ -43,9 +43,9 @@ def test_equal_to_a_boundary_before_the_matrices_and_overlapped_in_backward(sp, 
         group, counter, linears = dist.group.WORLD, CommCounter(), matrices(rank)
         torch.manual_seed(9 if not sp else 10 + rank)
         x = torch.randn(B, S // 2 if sp else S, HIDDEN, dtype=torch.float64)
-        boundary = Boundary(Gather if sp else Copy, group, counter)
-        plain = backward(lambda x, linears: beside(boundary(x), linears), x, linears)
-        ours = backward(Columns(group, counter, sp, keep), x, linears)
+        boundary = Region(Gather if sp else Copy, group, counter)
+        plain = backward(lambda x, linears: apply_linears(boundary(x), linears), x, linears)
+        ours = backward(OverlappedColumnLinears(group, counter, sp, keep), x, linears)
         return {"plain": plain, "ours": ours}
 
     for found in run_ranks(work, 2):
@@ -62,4 +62,4 @@ def test_a_replaced_op_is_refused():
     linears = matrices(0)
     linears[1].op = lambda x, weight, bias: x
     with pytest.raises(ValueError, match="would not run"):
-        Columns(None, CommCounter(), sp=False)(torch.zeros(1, 2, HIDDEN, dtype=torch.float64), linears)
+        OverlappedColumnLinears(None, CommCounter(), sp=False)(torch.zeros(1, 2, HIDDEN, dtype=torch.float64), linears)

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import SwitchLevel
-from orchestrator.plan.worker import memory_dir
+from orchestrator.plan.worker import replica_dir
 from tests.beds.plans import make_plan
 from tests.trainer.states import Recorder, state
 from tests.trainer.test_checkpoint_crashes import lines
 from trainer.checkpoint.fence import Fence
-from trainer.checkpoint.format import Piece, rank_file, step_name
+from trainer.checkpoint.format import StatePiece, rank_file, step_name
 from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.replicas import replicate as copies_module
-from trainer.checkpoint.replicas.peers import nodes_of, shift, wards
-from trainer.checkpoint.replicas.store import DEAD_AFTER_S, NodeMemory, copy_name
+from trainer.checkpoint.replicas import replicate as replicate_module
+from trainer.checkpoint.replicas.peers import assign_peers, nodes_of, ring_distance
+from trainer.checkpoint.replicas.store import DEAD_AFTER_S, ReplicaStore, replica_name
 from trainer.verify.ranks import RankError, run_ranks
 
 # ---------------------------------------------------------------------------------------------- who keeps for whom
@@ -33,13 +33,13 @@ from trainer.verify.ranks import RankError, run_ranks
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_every_rank_is_kept_on_another_node_and_every_node_keeps_for_one(nodes, gpus):
     plan = make_plan(dp=nodes * gpus, nodes=nodes)
-    keepers = wards(plan)
+    peer_of = assign_peers(plan)
     node_of = {place.rank: place.node for place in plan.ranks}
-    assert keepers.keys() == (set(node_of) if nodes > 1 else set())
-    assert all(node_of[rank] != node_of[keeper] for rank, keeper in keepers.items())
-    pairs = {(node_of[rank], node_of[keeper]) for rank, keeper in keepers.items()}
-    assert len(pairs) == len({keeper for _, keeper in pairs}) == (nodes if nodes > 1 else 0)
-    assert len(set(keepers.values())) == len(keepers), "with equally many ranks a node each keeps for one"
+    assert peer_of.keys() == (set(node_of) if nodes > 1 else set())
+    assert all(node_of[rank] != node_of[peer] for rank, peer in peer_of.items())
+    pairs = {(node_of[rank], node_of[peer]) for rank, peer in peer_of.items()}
+    assert len(pairs) == len({peer for _, peer in pairs}) == (nodes if nodes > 1 else 0)
+    assert len(set(peer_of.values())) == len(peer_of), "with equally many ranks a node each keeps for one"
 
 
 def under(plan: Plan, switches: list[list[int]]) -> Plan:
@@ -53,7 +53,7 @@ def under(plan: Plan, switches: list[list[int]]) -> Plan:
     [([[0, 1, 2, 3]], 1), ([[0, 1], [2, 3]], 2), ([[0, 2], [1, 3]], 1), ([[0], [1, 2, 3]], 1)],
 )
 def test_copies_leave_the_switch_where_all_can(switches, distance):
-    assert shift(under(make_plan(dp=4, nodes=4), switches)) == distance
+    assert ring_distance(under(make_plan(dp=4, nodes=4), switches)) == distance
 
 
 # ---------------------------------------------------------------------------------------------- a node's folder
@@ -63,25 +63,25 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)  # whatever the umask
     with pytest.raises(PermissionError, match="not a private folder"):
-        NodeMemory(tmp_path / "open" / "run" / "node")
+        ReplicaStore(tmp_path / "open" / "run" / "node")
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(PermissionError):
-        NodeMemory(tmp_path / "link" / "run" / "node")
+        ReplicaStore(tmp_path / "link" / "run" / "node")
     reporter = Recorder()
-    assert copies_module.open_memory(tmp_path / "open" / "run" / "node", reporter) is None
-    assert "not a private folder" in reporter.named("memory_copy_failed")[0].fields["error"]
+    assert replicate_module.open_replica_store(tmp_path / "open" / "run" / "node", reporter) is None
+    assert "not a private folder" in reporter.named("replica_failed")[0].fields["error"]
 
 
 def test_what_dead_runs_left_is_swept_and_living_ones_are_not(tmp_path):
     home = tmp_path / "home"
-    living = NodeMemory(home / "living" / "node")
+    living = ReplicaStore(home / "living" / "node")
     for name in ("dead", "fresh"):
         (home / name / "node").mkdir(parents=True)
         (home / name / "node" / ".lock").touch()
     long_ago = time.time() - 2 * DEAD_AFTER_S
     for path in (home / "dead" / "node" / ".lock", home / "dead", living.folder / ".lock", home / "living"):
         os.utime(path, (long_ago, long_ago))
-    NodeMemory(home / "mine" / "node")
+    ReplicaStore(home / "mine" / "node")
     assert sorted(path.name for path in home.iterdir()) == ["fresh", "living", "mine"]
     living.remove()
     assert not (home / "living").exists()
@@ -90,17 +90,17 @@ def test_what_dead_runs_left_is_swept_and_living_ones_are_not(tmp_path):
 # ---------------------------------------------------------------------------------------------- copies of ranks
 
 
-def shard(rank: int, world: int, seed: int) -> list[Piece]:
+def shard(rank: int, world: int, seed: int) -> list[StatePiece]:
     """A rank's share of `state(seed)`."""
     pieces = []
     for piece in state(seed):
         low, high = (piece.data.numel() * at // world for at in (rank, rank + 1))
         if low < high:
-            pieces.append(Piece(piece.kind, piece.info, low, piece.data[low:high].clone()))
+            pieces.append(StatePiece(piece.kind, piece.info, low, piece.data[low:high].clone()))
     return pieces
 
 
-def same(pieces: list[Piece], rank: int, world: int, seed: int) -> bool:
+def same(pieces: list[StatePiece], rank: int, world: int, seed: int) -> bool:
     return all(torch.equal(a.data, b.data) for a, b in zip(pieces, shard(rank, world, seed), strict=True))
 
 
@@ -109,18 +109,18 @@ def test_a_run_of_the_same_name_finds_nothing_of_another(tmp_path):
     here, there = tmp_path / "a" / "runs" / "r", tmp_path / "b" / "runs" / "r"
     here.mkdir(parents=True), there.mkdir(parents=True)
     (tmp_path / "link").symlink_to(here)
-    assert memory_dir(here, "n") == memory_dir(str(tmp_path / "link"), "n") != memory_dir(there, "n")
-    before = memory_dir(here, "n")
+    assert replica_dir(here, "n") == replica_dir(str(tmp_path / "link"), "n") != replica_dir(there, "n")
+    before = replica_dir(here, "n")
     here.rename(tmp_path / "old")
     here.mkdir()
-    assert memory_dir(here, "n") != before and memory_dir(here, "m").parent == memory_dir(here, "n").parent
+    assert replica_dir(here, "n") != before and replica_dir(here, "m").parent == replica_dir(here, "n").parent
 
 
 FOUR = make_plan(dp=4, zero=1, nodes=4, copy_every_steps=1)
 
 
 def folder_of(home: Path, node: str) -> Path:
-    return home / "memory" / "run" / memory_dir(home, node).name
+    return home / "memory" / "run" / replica_dir(home, node).name
 
 
 def manager(home: Path, plan: Plan, rank: int, epoch: int) -> Checkpoints:
@@ -136,7 +136,7 @@ def keep(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[i
         mine.save(shard(rank, world, disk), disk, 10 * disk)
     torch.manual_seed(rank)
     for step in steps:
-        assert mine.copies.keep(shard(rank, world, step), step, 10 * step, {"x": 1.5})
+        assert mine.replicas.replicate(shard(rank, world, step), step, 10 * step, {"x": 1.5})
 
 
 def recalled(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
@@ -158,7 +158,7 @@ def one_answer(answers: list[list]) -> tuple:
 @pytest.mark.process
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_any_one_node_may_be_lost_with_its_memory(tmp_path, lost):
-    """The newest copy comes back to the bit: with an empty node in the place of the lost one, and on fewer nodes."""
+    """The newest replica comes back to the bit: with an empty node in the place of the lost one, and on fewer nodes."""
     run_ranks(keep, 4, tmp_path)
     shutil.rmtree(folder_of(tmp_path, f"node{lost}"))
     assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
@@ -181,7 +181,7 @@ def test_a_damaged_copy_is_read_from_its_buddy_and_two_damaged_ones_are_not_used
     run_ranks(keep, 4, tmp_path, FOUR, 3)
 
     def damage(node: int, file: int) -> None:
-        path = folder_of(tmp_path, f"node{node}") / copy_name(6, 0) / rank_file(file)
+        path = folder_of(tmp_path, f"node{node}") / replica_name(6, 0) / rank_file(file)
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2] ^= 1
         path.write_bytes(raw)
@@ -207,7 +207,7 @@ def test_a_copy_is_better_than_what_is_on_disk_and_damaged(tmp_path, older):
         for step in (older, 7):
             if step:
                 mine.save(shard(rank, 4, step), step, 10 * step)
-        assert mine.copies.keep(shard(rank, 4, 6), 6, 60)
+        assert mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
 
     run_ranks(keep_both, 4)
     os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
@@ -247,20 +247,20 @@ def test_a_copy_that_one_node_has_no_room_for_is_no_copy_and_the_one_before_stay
     def keep_two(rank: int) -> list[str]:
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
-        assert mine.copies.keep(shard(rank, 4, 5), 5, 50)
+        assert mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
 
         def full(*args: object, **options: object) -> None:
             raise OSError(28, "No space left on device")
 
         if rank == 2:
             if where == "write":
-                copies_module.write = full
+                replicate_module.write = full
             elif where == "receive":
                 os.posix_fallocate = full
             else:
-                copies_module.encode = full
-        assert not mine.copies.keep(shard(rank, 4, 6), 6, 60)
-        return [event.fields["error"] for event in mine.reporter.named("memory_copy_failed")]
+                replicate_module.encode = full
+        assert not mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
+        return [event.fields["error"] for event in mine.reporter.named("replica_failed")]
 
     said = run_ranks(keep_two, 4)
     assert "rank 2" in said[0][0] and "No space left on device" in said[0][0] and said[1:] == [[]] * 3
@@ -276,11 +276,11 @@ def test_a_node_without_memory_means_no_copies_and_the_run_goes_on(tmp_path):
     def try_it(rank: int) -> list[str]:
         mine = manager(tmp_path, FOUR, rank, 0)
         assert mine.resume(lambda: []) is None
-        assert not mine.copies.keep(shard(rank, 4, 5), 5, 50)
-        mine.copies.remove()
+        assert not mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
+        mine.replicas.remove()
         return [event.name for event in mine.reporter.events]
 
-    assert run_ranks(try_it, 4) == [[], [], [], ["memory_copy_failed"]]
+    assert run_ranks(try_it, 4) == [[], [], [], ["replica_failed"]]
 
 
 @pytest.mark.process
@@ -297,7 +297,7 @@ def test_random_state_comes_back_on_the_same_layout(tmp_path):
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
         torch.manual_seed(100 + rank)
-        mine.copies.keep(shard(rank, 4, 5), 5, 50)
+        mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
         return torch.rand(3)
 
     def recall_it(rank: int) -> torch.Tensor:
@@ -318,8 +318,8 @@ def die_in_keep(rank: int, home: Path, plan: Plan, at: int) -> int:
     home.mkdir(exist_ok=True)
     mine = manager(home, plan, rank, 0)
     mine.resume(lambda: [])
-    assert mine.copies.keep(shard(rank, 2, 5), 5, 50)
-    return lines(lambda: mine.copies.keep(shard(rank, 2, 6), 6, 60), at if rank == 1 else -1)
+    assert mine.replicas.replicate(shard(rank, 2, 5), 5, 50)
+    return lines(lambda: mine.replicas.replicate(shard(rank, 2, 6), 6, 60), at if rank == 1 else -1)
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.worker import WorkerEnv
 from tests.beds.plans import make_plan
-from trainer.comm.check import Seat, check_env, check_peers, find_mismatch, seat_of
+from trainer.comm.check import WorkerIdentity, check_env, check_peers, find_mismatch, identity_of
 from trainer.errors import PlanMismatch
 from trainer.verify.ranks import run_ranks
 
@@ -26,8 +26,8 @@ def env(plan: Plan, rank: int, **changes: object) -> WorkerEnv:
     return WorkerEnv(**(values | changes))
 
 
-def seats(plan: Plan = PLAN) -> list[Seat]:
-    return [seat_of(plan, env(plan, rank)) for rank in range(plan.parallel.world_size)]
+def seats(plan: Plan = PLAN) -> list[WorkerIdentity]:
+    return [identity_of(plan, env(plan, rank)) for rank in range(plan.parallel.world_size)]
 
 
 def test_the_plans_own_seats_agree():
@@ -40,8 +40,12 @@ def test_the_plans_own_seats_agree():
         (3, {"node": "node0"}, ["rank 3", "'node0'", "rank 1's place", "'node1'"]),
         (3, {"node": "elsewhere"}, ["rank 3", "'elsewhere'", "no rank's place", "'node1'"]),
         (2, {"local_rank": 1}, ["rank 2", "local rank 1", "rank 3's place", "local rank 0"]),
-        (1, {"told": "f" * 64}, ["rank 1 on 'node0'", "told plan ffffffffffff", PLAN.hash[:12]]),
-        (2, {"told": "f" * 64, "held": "f" * 64}, ["rank 2 on 'node1'", "ffffffffffff", "rank 0 on 'node0'"]),
+        (1, {"assigned_plan": "f" * 64}, ["rank 1 on 'node0'", "told plan ffffffffffff", PLAN.hash[:12]]),
+        (
+            2,
+            {"assigned_plan": "f" * 64, "loaded_plan": "f" * 64},
+            ["rank 2 on 'node1'", "ffffffffffff", "rank 0 on 'node0'"],
+        ),
         (1, {"epoch": 4}, ["rank 1", "epoch 4", "rank 0", "0"]),
         (1, {"rank": 2}, ["rank 1", "calls itself rank 2"]),
     ],

@@ -10,11 +10,11 @@ import pytest
 
 from tests.beds.plans import make_plan
 from tests.trainer.states import Recorder
-from tests.trainer.test_memory_copies import FOUR, folder_of, keep, one_answer, recalled
+from tests.trainer.test_replicas import FOUR, folder_of, keep, one_answer, recalled
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import step_name
 from trainer.checkpoint.replicas.final_checkpoint import save_newest_replica
-from trainer.checkpoint.replicas.store import NodeMemory
+from trainer.checkpoint.replicas.store import ReplicaStore
 from trainer.checkpoint.retention import committed
 from trainer.checkpoint.save import Target
 from trainer.errors import TrainerError
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 def flushed(rank: int, home: Path, nodes: list[str], epoch: int = 1, full: int = -1) -> list:
     """[the step that was saved, the error, events]; the disk of process `full` is."""
-    reporter, memory = Recorder(), NodeMemory(folder_of(home, nodes[rank]))
+    reporter, memory = Recorder(), ReplicaStore(folder_of(home, nodes[rank]))
     target = Target(home / "disk", Fence("run", epoch), FOUR, rank)
     if rank == full:
         os.fsync = no_room
@@ -66,7 +66,7 @@ def test_what_no_node_holds_any_more_is_said_and_the_last_checkpoint_stays(tmp_p
     for node in ("node1", "node2"):  # buddies
         shutil.rmtree(folder_of(tmp_path, node))
     for _, error, events in run_ranks(flushed, 2, tmp_path, ["node0", "node3"]):
-        assert error == "SaveError: of the copy of step 6 1 of 4 files are good on no node that is left" and not events
+        assert error == "SaveError: replica of step 6: 1 of 4 files were lost with their nodes" and not events
     assert steps(tmp_path) == [3] and folder_of(tmp_path, "node0").exists(), "who was cut off may be back"
 
 
