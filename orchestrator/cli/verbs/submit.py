@@ -82,7 +82,8 @@ def prepare(
     from orchestrator.submit.cluster import ClusterResolver, at_home
 
     resolve = ClusterResolver(home)
-    config = at_home(load(overrides, args.config_dir, ranges=True), home)
+    given = load(overrides, args.config_dir, ranges=True)
+    config = at_home(given, home)
     backend = get_backend(config.backend.name)
     if args.after:
         from orchestrator.submit.candidates import parse_after
@@ -102,9 +103,11 @@ def prepare(
     else:
         run_id = args.run_id if args.run_id is not None else new_run_id(_name(config), time.time())
     args = argparse.Namespace(**{**vars(args), "run_id": run_id})
-    return backend, make_offers(
-        config, resolve, bool(args.command), lambda at, plan, sizes: make_bundle(args, at, plan, backend, home, sizes)
-    )
+
+    def bundle(at: Config, plan: Plan, sizes: Mapping[int, Plan]) -> SubmissionBundle:
+        return make_bundle(args, structs.replace(at, data=given.data), plan, backend, home, sizes)
+
+    return backend, make_offers(config, resolve, bool(args.command), bundle)
 
 
 def check_memory(args: argparse.Namespace, offer: Offer) -> None:
