@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 
-from orchestrator.plan import Exit, PlanError
+from orchestrator.plan import Exit, Plan, PlanError
+from orchestrator.plan.supported import problems
 
 #: errno values that mean a full disk or an exhausted quota.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -27,6 +28,12 @@ class LayoutError(TrainerError):
     """A combination of model, degrees and options that this trainer does not support."""
 
     exit = Exit.CONFIG
+
+
+def check_supported(plan: Plan) -> None:
+    """Raise LayoutError with the first rule of `orchestrator.plan.supported` that the plan breaks."""
+    for problem in problems(plan):
+        raise LayoutError(problem)
 
 
 class PlanMismatch(TrainerError):

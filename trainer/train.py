@@ -30,10 +30,9 @@ from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
 from .data.progress import rate_limited
 from .engine import Engine
-from .errors import DataError, NonFinite, Stopped
+from .errors import DataError, NonFinite, Stopped, check_supported
 from .metrics.profile import Profile
 from .optim.lr import learning_rate
-from .parallel import legal
 from .precision import Recipe, recipe
 from .worker.progress import Progress, ProgressReporter
 from .worker.reporter import Reporter
@@ -55,7 +54,7 @@ def train(
     `progress`: gets the run as its source.
     """
     check_env(plan, env)
-    legal.check(plan)
+    check_supported(plan)
     device = choose_device(plan, env)
     if termination.received:
         raise Stopped(f"{termination.received} before the first step: nothing to save yet")

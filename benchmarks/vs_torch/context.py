@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from orchestrator.plan import Plan
-from trainer.parallel.context.order import BALANCED
+from orchestrator.plan.supported import BALANCED
 
 from .common import Batches, Ours, plan_of
 from .harness import Case, Step

@@ -38,3 +38,9 @@ def make_parser(name: str, verb: Verb) -> Parser:
     if verb.overrides:
         parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own group files, searched first")
     return parser
+
+
+def add_any(parser: argparse.ArgumentParser) -> None:
+    """The flag of the verbs that search layouts without a program to run them."""
+    text = "parallel=auto: also layouts that the bundled trainer does not run, for a program of your own"
+    parser.add_argument("--any", action="store_true", help=text)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from orchestrator.plan import Plan
+from orchestrator.plan.supported import refusal
 
 GIB = 1 << 30
+UNSUPPORTED = (
+    "the bundled trainer does not run this layout, only a program of your own can (orch submit ... -- program)"
+)
 BUBBLE = 0.20  # idle share of a pipeline that is worth a line
 
 
@@ -12,6 +16,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None) -> list
     """Every warning of a plan. `inside_nvlink`: the nearest word whose tensor-parallel groups stay inside NVLink, and
     its step seconds."""
     found = [
+        refusal(plan),
         _memory(plan),
         _left_out(plan),
         _tp_outside(plan, inside_nvlink),

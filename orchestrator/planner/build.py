@@ -10,6 +10,7 @@ from orchestrator.plan import SCHEMA, Exit, Plan, seal
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
+from orchestrator.plan.supported import Case
 
 from . import advice, legality
 from .degrees import make_case, make_parallel
@@ -23,13 +24,13 @@ from .placement.rank_assignment import seat_ranks
 from .search.auto import settle
 
 
-def build_plan(config: Config, cluster: Cluster) -> Plan:
+def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
     """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its hash.
 
-    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`).
-    Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
+    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`: parallel=auto may
+    choose what the bundled trainer does not run. Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
-    config, searched = settle(config, cluster)
+    config, searched = settle(config, cluster, any_layout)
     model = resolve(config.model)
     job = make_job(config)
     case = make_case(config, wanted(config, cluster), model)
@@ -78,7 +79,7 @@ def build_plan(config: Config, cluster: Cluster) -> Plan:
     return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative)))
 
 
-def _inside_nvlink(config: Config, case: legality.Case, ground: Ground) -> tuple[str, float] | None:
+def _inside_nvlink(config: Config, case: Case, ground: Ground) -> tuple[str, float] | None:
     """(word, step seconds) of the nearest degrees whose tensor-parallel groups stay inside NVLink, if there are any.
 
     Degrees that spread the model over as many GPUs come first: they need about as much memory.

@@ -18,9 +18,9 @@ from orchestrator.plan import Plan, PlanError, from_json
 from orchestrator.plan.document import Cluster
 
 
-def plan_of(config: Config, cluster: Cluster) -> Plan:
+def plan_of(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
     """What `build_plan` gives, or gave before. Raises OrchError (65) as it does: a refusal is not remembered."""
-    kept = Kept("plan", _parts(config, cluster))
+    kept = Kept("plan", _parts(config, cluster, any_layout))
     raw = kept.read()
     if raw is not None:
         try:
@@ -29,15 +29,16 @@ def plan_of(config: Config, cluster: Cluster) -> Plan:
             pass
     from .build import build_plan
 
-    plan = build_plan(config, cluster)
+    plan = build_plan(config, cluster, any_layout)
     kept.write(msgspec.json.encode(plan))  # keys in the planner's order, which pages follow
     return plan
 
 
-def _parts(config: Config, cluster: Cluster) -> Iterator[bytes]:
+def _parts(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[bytes]:
     """Everything that a plan depends on, each part by itself."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
+    yield b"any" if any_layout and config.parallel.auto else b""
     if (file := config.parallel.schedule_file) is not None:
         yield content(file)
     yield from code("config", "plan", "planner")

@@ -12,8 +12,9 @@ from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
 from orchestrator.plan.ranks import AXES
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
+from orchestrator.plan.supported import Case
 
-from .legality import Case
+from .job import make_ramp
 from .model.stages import balance_stages
 
 MIB = 1 << 20
@@ -41,7 +42,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples, par.uneven),
         global_batch_samples=samples,
         uneven=par.uneven,
-        batch_ramp=train.batch_ramp is not None,
+        batch_ramp=train.batch_ramp and make_ramp(train.batch_ramp, train.seq_len),
         seq_len=train.seq_len,
         model=model,
         cluster=cluster,

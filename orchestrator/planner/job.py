@@ -37,12 +37,12 @@ def make_train(config: Config) -> doc.Train:
     """What no key says (`recompute_layers`) keeps the plan's default until it is derived."""
     train = config.train
     same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp"}
-    ramp = train.batch_ramp and _ramp(train.batch_ramp, train.seq_len)
+    ramp = train.batch_ramp and make_ramp(train.batch_ramp, train.seq_len)
     recompute = train.recompute or "none"
     return doc.Train(**{name: getattr(train, name) for name in same}, recompute=recompute, batch_ramp=ramp)
 
 
-def _ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
+def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
     """In samples. Raises OrchError."""
     found = {}
     for name in ("start", "over"):

@@ -101,5 +101,5 @@ def build_plan(config: Config) -> Plan:
     return build.build_plan(config, resolve(config.cluster))
 
 
-def search(config: Config) -> Search:
-    return Search(config, resolve(config.cluster))
+def search(config: Config, any_layout: bool = False) -> Search:
+    return Search(config, resolve(config.cluster), any_layout)

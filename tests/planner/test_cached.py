@@ -38,9 +38,9 @@ def planned(monkeypatch):
     """Counts what the planner is asked for."""
     asked, real = [], build.build_plan
 
-    def build_plan(config, cluster):
+    def build_plan(config, *more):
         asked.append(config)
-        return real(config, cluster)
+        return real(config, *more)
 
     monkeypatch.setattr(build, "build_plan", build_plan)
     return asked

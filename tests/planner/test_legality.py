@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
+from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.planner.legality import RULES, Case, broken, check, nearest_legal
+from orchestrator.plan.document import BatchRamp, Mla
+from orchestrator.plan.supported import LAYOUT, NOT_RUN, TRAINER, Case, broken, case_of
+from orchestrator.planner.legality import check, nearest_legal
+from trainer.errors import LayoutError, check_supported
 
 from . import configs, shapes
 from .configs import build_plan
@@ -52,13 +56,37 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LAYOUT)
 def test_every_rule_refuses_and_names_itself(rule):
     assert broken(BROKEN[rule])[0] == rule
     with pytest.raises(OrchError, match=re.escape(f"rule '{rule}'")) as caught:
         check(BROKEN[rule])
     assert caught.value.exit == Exit.CONFIG
     assert "\n" not in str(caught.value)
+
+
+MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+UNTRAINED = {
+    "moe": (shapes.mixtral_8x7b(), {}, "mixture of experts"),
+    "mla": (structs.replace(shapes.tiny(), mla=MLA), {}, "multi-head latent attention"),
+    "causal": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
+    "kv_groups": (structs.replace(shapes.tiny(), kv_heads=3), {}, "kv_heads=3 must divide model.heads=4"),
+    "rotary": (structs.replace(shapes.tiny(), head_dim=7), {}, "head_dim=7 must be even"),
+    "batch_ramp": (
+        shapes.tiny(),
+        {"batch_ramp": BatchRamp(start_samples=1, over_samples=9)},
+        "starts at 1 samples; legal: from 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", TRAINER)
+def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
+    model, degrees, line = UNTRAINED[rule]
+    wanted = case(model, seq_len=128, **degrees)
+    assert broken(wanted) is None
+    name, problem = broken(wanted, TRAINER)
+    assert name == rule and line in problem
 
 
 @pytest.mark.parametrize("rule", ["gpus", "heads", "kv_heads", "ffn", "layers", "nvlink"])
@@ -84,6 +112,37 @@ def test_suggestions_are_legal_and_plan(tp, pp, cp, ep, vpp, zero):
         assert near.tp * near.pp * near.cp * near.ep * near.dp == 64
     if broken(wanted) is None:  # a legal wish is its own nearest word
         assert nearest_legal(wanted)[0] == wanted
+
+
+@given(
+    st.fixed_dictionaries(
+        {name: st.sampled_from([1, 2, 4]) for name in ("tp", "pp", "cp", "ep")}
+        | {"vpp": st.integers(1, 2), "zero": st.integers(0, 3), "uneven": st.booleans()}
+        | {"schedule": st.sampled_from([None, "1f1b", "zb_h1", "dualpipe"]), "zero_group": st.sampled_from([0, 2])}
+        | {"cp_method": st.sampled_from([None, "ulysses", "ring"])}
+    ),
+    st.sampled_from(
+        [shapes.tiny(), shapes.gpt2(), shapes.mixtral_8x7b(), structs.replace(shapes.tiny(), causal=False)]
+    ),
+    st.sampled_from([None, BatchRampSpec(start_samples=4, over_samples=64)]),
+    st.sampled_from([16, 18]),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_trainer_refuses_exactly_what_a_plan_warns_about(parallel, model, ramp, samples):
+    train = {"seq_len": 128, "global_batch_samples": samples, "batch_ramp": ramp}
+    try:
+        plan = build_plan(configs.config(configs.cluster(2, 4), model, parallel, **train))
+    except OrchError as error:
+        assert error.exit == Exit.CONFIG
+        return
+    assert broken(case_of(plan)) is None, "what the planner takes keeps every rule when the trainer asks again"
+    warned = [line for line in plan.warnings if line.startswith(NOT_RUN)]
+    if warned:
+        with pytest.raises(LayoutError) as caught:
+            check_supported(plan)
+        assert str(caught.value) in warned[0]
+    else:
+        check_supported(plan)
 
 
 def test_a_batch_that_does_not_split_names_the_batches_and_words_that_do():

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan.schedules import SCHEDULES, build, peak_in_flight, simulate
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
+from orchestrator.plan.supported import TRAINER, broken
 from orchestrator.planner.cost.pipeline import held_at_once
-from orchestrator.planner.degrees import make_parallel
 from orchestrator.planner.search.space import Choice
 from tests.reference.every_layout import every_layout, front
-from trainer.parallel import legal
 
 from . import configs, shapes
 from .configs import build_plan
@@ -57,7 +56,7 @@ def cases(draw):
 @given(cases())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equals_costing_every_layout(config):
-    everything, answer = every_layout(config), configs.search(config).run()
+    everything, answer = every_layout(config), configs.search(config, any_layout=True).run()
     assert [one.choice for one in answer.front] == [one.choice for one in front(everything)] if everything else True
     assert bool(everything) == bool(answer.front)
 
@@ -65,7 +64,7 @@ def test_equals_costing_every_layout(config):
 @given(cases())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
-    search = configs.search(config)
+    search = configs.search(config, any_layout=True)
     single = [(family, [[one]]) for family, forms in search.families() for form in forms for one in form]
     for family, base in ((family, search.base(family.spot, forms)) for family, forms in single):
         assert family.least_seconds() <= base.least_seconds() * (1 + 1e-9)
@@ -105,22 +104,23 @@ def test_what_is_given_is_kept():
         assert (spot.tp, found.choice.zero, found.choice.schedule, found.choice.recompute) == (2, 1, "1f1b", "full")
 
 
-@given(cases())
+RAMPS = st.sampled_from([None, BatchRampSpec(start_samples=2, over_samples=64)])
+
+
+@given(cases(), RAMPS)
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_the_trainer_takes_what_is_chosen(config):
-    """All that may be chosen, by the trainer's own rules (mixtures of experts it does not run at all)."""
-    search = configs.search(config)
-    if search.ground.model.moe is not None:
+def test_the_trainer_runs_what_is_chosen(config, ramp):
+    config = structs.replace(config, train=structs.replace(config.train, batch_ramp=ramp))
+    if config.model.moe is not None:
+        with pytest.raises(OrchError, match=r"mixture of experts.*; --any searches"):
+            configs.search(config)
         return
+    search = configs.search(config)
     for spot in search.space.spots():
         for choice in search.space.choices(spot):
             if choice.recompute == "none" and choice.vpp <= 2:
-                plan = SimpleNamespace(
-                    model=search.ground.model,
-                    parallel=make_parallel(search.space.fixed(choice), search._case(search.space.fixed(choice))),
-                    job=SimpleNamespace(train=search.ground.train),
-                )
-                assert not list(legal.problems(plan)), choice
+                case = search._case(search.space.fixed(choice))
+                assert broken(case, TRAINER) is None and broken(case) is None, choice
 
 
 def test_nothing_fits_is_an_empty_front():

@@ -13,9 +13,8 @@ from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
 from trainer.data.order import micro_batches_at, samples_of_step
 from trainer.engine import Engine
-from trainer.errors import LayoutError
+from trainer.errors import LayoutError, check_supported
 from trainer.optim.lr import learning_rate
-from trainer.parallel import legal
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -38,7 +37,7 @@ def test_steps_grow_to_the_full_batch_in_whole_micro_batches(dp, size, many, dat
     plan = make_plan(
         dp=dp, micro_batch_size=size, micro_batches=many, batch_ramp=BatchRamp(start_samples=start, over_samples=over)
     )
-    legal.check(plan)
+    check_supported(plan)
     found = sizes(plan, 4 * over // unit + 2)
     assert found[0] == start // unit * unit or start == full
     assert found == sorted(found) and found[-1] == full
@@ -115,12 +114,12 @@ def test_every_size_is_one_process(layout):
 @pytest.mark.parametrize("start", [1, 7])
 def test_a_ramp_that_does_not_fit_is_refused(start):
     with pytest.raises(LayoutError, match=r"legal: from 2 .* to the full batch of 6"):
-        legal.check(make_plan(dp=2, micro_batches=3, batch_ramp=BatchRamp(start_samples=start, over_samples=9)))
+        check_supported(make_plan(dp=2, micro_batches=3, batch_ramp=BatchRamp(start_samples=start, over_samples=9)))
 
 
 def test_schedules_of_one_size_refuse_a_ramp():
     with pytest.raises(LayoutError, match="schedule dualpipe fixes"):
-        legal.check(make_plan(pp=2, schedule="dualpipe", micro_batches=4, batch_ramp=RAMP))
+        check_supported(make_plan(pp=2, schedule="dualpipe", micro_batches=4, batch_ramp=RAMP))
 
 
 def test_a_ramp_in_tokens_on_the_command_line_is_one_in_samples_in_the_plan():
@@ -130,6 +129,6 @@ def test_a_ramp_in_tokens_on_the_command_line_is_one_in_samples_in_the_plan():
     words = ["train.batch_ramp={start_tokens: 2048, over_tokens: 40960}", "train.seq_len=256", "parallel=tp4_dp2"]
     plan = build_plan(load([*words, "train.global_batch_samples=32", "parallel.micro_batch_size=2"]))
     assert plan.job.train.batch_ramp == BatchRamp(start_samples=8, over_samples=160)
-    legal.check(plan)
+    check_supported(plan)
     assert sizes(plan, 6) == [8, 8, 8, 8, 12, 12], "whole micro-batches of 2 samples on 2 replicas"
     assert sizes(plan, 20)[-1] == 32

@@ -1,6 +1,6 @@
 """Builds one rank's part of the model. The techniques are applied in this order:
 
-1. refuse unsupported plans                           legal.check
+1. refuse unsupported plans                           errors.check_supported
 2. build each stage whole on meta: names and shapes   model.Stage
 3. shard it over tp: the registry of parameters       tensor.shard
 4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on every layout)
@@ -23,11 +23,11 @@ from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
+from trainer.errors import check_supported
 from trainer.model.dropout import Seeded, seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
-from . import legal
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .params import ParamInfo, ParamTable
@@ -69,7 +69,7 @@ def build(
 
     Raises LayoutError for a plan that this trainer does not run.
     """
-    legal.check(plan)
+    check_supported(plan)
     par = plan.parallel
     count = par.pp * par.vpp
     if indices is None:

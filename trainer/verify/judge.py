@@ -13,7 +13,7 @@ import msgspec
 
 from orchestrator.plan import Plan
 from orchestrator.plan.parity import HOPELESS, Cell, Errors, Verdict
-from trainer.parallel import legal
+from orchestrator.plan.supported import problems
 
 from . import oracle
 from .compare import RECIPES, STEPS, run_rank, with_eps
@@ -34,7 +34,7 @@ def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), tog
     cache: ReferenceRuns = {}
     runnable: dict[int, list[Cell]] = {}
     for cell in cells:
-        reason = next(legal.problems(cell.plan), "")
+        reason = next(problems(cell.plan), "")
         world = cell.plan.parallel.world_size
         if not reason and world > MOST_RANKS:
             reason = f"{world} ranks are too many to run on one machine (at most {MOST_RANKS})"

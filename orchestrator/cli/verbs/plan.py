@@ -19,9 +19,12 @@ HELP = "place a model on a cluster: layout, memory, time, what limits it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from orchestrator.cli.parser import add_any
+
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan as JSON; what a run would be given")
     parser.add_argument("--explain", action="store_true", help="what limits it, why it does not fit, what to change")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw placement, memory, pipeline: .png .svg .html")
+    add_any(parser)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -42,8 +45,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.explain and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
 
-        config = settled(config, resolve(config.cluster))
-    sizes = plan_sizes(config, resolve, any_memory=True)
+        config = settled(config, resolve(config.cluster), args.any)
+    sizes = plan_sizes(config, resolve, any_memory=True, any_layout=args.any)
     _, config, plan = sizes.legal[0]
     if args.out:
         from orchestrator.plan import to_json

@@ -12,7 +12,10 @@ HELP = "search every legal layout: the fastest that fits, and near-ties that nee
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from orchestrator.cli.parser import add_any
+
     parser.add_argument("--near", metavar="PERCENT", type=float, default=5.0, help="how much slower is near (5)")
+    add_any(parser)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not any(word.lstrip("+").startswith("parallel=") for word in overrides):
         overrides = ["parallel=auto", *overrides]
     config = load(overrides, args.config_dir)
-    answer = search(config, ClusterResolver(home_folder(os.environ))(config.cluster), args.near / 100)
+    answer = search(config, ClusterResolver(home_folder(os.environ))(config.cluster), args.near / 100, args.any)
     if args.json:
         import json
 

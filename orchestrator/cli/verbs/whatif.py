@@ -13,6 +13,8 @@ GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from orchestrator.cli.parser import add_any
+
     parser.add_argument(
         "--case",
         metavar='"KEY=VALUE ..."',
@@ -20,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="what is different in a further column; repeatable",
     )
+    add_any(parser)
     parser.add_argument("--tokens", metavar="N", type=float, help="token target, like 15e12; else train.steps decides")
 
 
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         except ValueError as error:
             raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
         config = load([*overrides, *words], args.config_dir)
-        plans.append((case or "as given", build_plan(config, resolve(config.cluster))))
+        plans.append((case or "as given", build_plan(config, resolve(config.cluster), args.any)))
     columns = [column(name, plan, args.tokens) for name, plan in plans]
     if args.json:
         import json

@@ -41,14 +41,15 @@ class Sizes(NamedTuple):
     refused: dict[int, str]  # node count -> why not, largest first
 
 
-def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False) -> Sizes:
+def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_layout: bool = False) -> Sizes:
     """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
 
-    `any_memory`: sizes whose plan does not fit the memory count too. Raises OrchError (65) when no size is legal,
-    telling what is wrong with the largest; (64) when the range contradicts another key.
+    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: parallel=auto may choose what the
+    bundled trainer does not run. Raises OrchError (65) when no size is legal, telling what is wrong with the largest;
+    (64) when the range contradicts another key.
     """
     if config.nodes is None:
-        return Sizes([Size(config.cluster.nodes, config, plan_of(config, resolve(config.cluster)))], {})
+        return Sizes([Size(config.cluster.nodes, config, plan_of(config, resolve(config.cluster), any_layout))], {})
     first, last = node_range(config.nodes)
     if config.parallel.dp is not None:
         raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
@@ -62,7 +63,7 @@ def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False) -> Si
         from orchestrator.planner.search.auto import settled
 
         largest = _at(config, last)
-        config = _with_layout(config, settled(largest, resolve(largest.cluster)))
+        config = _with_layout(config, settled(largest, resolve(largest.cluster), any_layout))
     found: dict[int, Size] = {}
     refused: dict[int, str] = {}
     for nodes in range(first, last + 1):

@@ -6,8 +6,8 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 
 from orchestrator.plan.document import Model, Parallel
-from orchestrator.plan.legal import WHOLE_BACKWARD
 from orchestrator.plan.schedules import SCHEDULES, TABLE, schedule_of
+from orchestrator.plan.supported import WHOLE_BACKWARD
 
 from .layers import head_flops, layer_flops
 

@@ -13,22 +13,25 @@ from .search import NEAR, Answer, Search
 GIB = 1 << 30
 
 
-def search(config: Config, cluster: Cluster, near: float = NEAR) -> Answer:
-    """The fastest layout that fits, and smaller ones that are slower by up to `near`. OrchError (65): nothing fits."""
-    return _run(Search(config, cluster), near)
+def search(config: Config, cluster: Cluster, near: float = NEAR, any_layout: bool = False) -> Answer:
+    """The fastest layout that fits, and smaller ones that are slower by up to `near`. OrchError (65): nothing fits.
+
+    `any_layout`: also layouts that the bundled trainer does not run.
+    """
+    return _run(Search(config, cluster, any_layout), near)
 
 
-def settle(config: Config, cluster: Cluster) -> tuple[Config, Ground | None]:
+def settle(config: Config, cluster: Cluster, any_layout: bool = False) -> tuple[Config, Ground | None]:
     """A configuration with nothing left open; and where the search was, if there was one: it knows the roads there."""
     if not config.parallel.auto:
         return config, None
-    seeker = Search(config, cluster)
+    seeker = Search(config, cluster, any_layout)
     return _run(seeker, near=0.0).front[0].config, seeker.ground
 
 
-def settled(config: Config, cluster: Cluster) -> Config:
+def settled(config: Config, cluster: Cluster, any_layout: bool = False) -> Config:
     """A configuration with nothing left open."""
-    return settle(config, cluster)[0]
+    return settle(config, cluster, any_layout)[0]
 
 
 def _run(seeker: Search, near: float) -> Answer:

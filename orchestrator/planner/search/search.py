@@ -18,7 +18,7 @@ from msgspec import structs
 from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
-from orchestrator.planner import legality
+from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.job import make_train
 from orchestrator.planner.memory import rank_memory as memory
@@ -76,9 +76,10 @@ def preference(choice: Choice) -> tuple:
 
 
 class Search:
-    def __init__(self, config: Config, cluster: doc.Cluster):
+    def __init__(self, config: Config, cluster: doc.Cluster, any_layout: bool = False):
+        """`any_layout`: also what the bundled trainer does not run. Raises OrchError (65) where nothing is left."""
         self.ground = Ground(cluster, resolve(config.model), make_train(config))
-        self.space = Space(config, self.ground)
+        self.space = Space(config, self.ground, any_layout)
         self.best = BestPaths(self.ground.roads.fabric, confined=not config.parallel.allow_tp_across_nvlink)
         self.capacity = cluster.gpu.memory_bytes
         self._shapes: dict[tuple[str, int, int], Shape] = {}
@@ -204,7 +205,7 @@ class Search:
         config = self.space.fixed(next(iter(self.space.choices(spot))))
         return make_parallel(config, self._case(config))
 
-    def _case(self, config: Config) -> legality.Case:
+    def _case(self, config: Config) -> Case:
         return make_case(config, self.ground.cluster, self.ground.model)
 
     def _piece(self, spot: Spot) -> Piece:
@@ -234,7 +235,7 @@ class Search:
         self.costed += 1
         config = self.space.fixed(choice)
         case = self._case(config)
-        if legality.broken(case) is not None:
+        if broken(case, self.space.rules) is not None:
             return None
         train = structs.replace(self.ground.train, recompute=choice.recompute)
         parallel = make_parallel(config, case)

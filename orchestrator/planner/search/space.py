@@ -17,11 +17,10 @@ from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import CpMethod
-from orchestrator.plan.legal import sharding
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
-from orchestrator.planner import legality
+from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, MODELS, TRAINER, Case, broken, sharding, zero_group
 from orchestrator.planner.degrees import global_batch
-from orchestrator.planner.legality import Case
+from orchestrator.planner.job import make_ramp
 from orchestrator.planner.model.stages import balance_stages
 from orchestrator.planner.placement.axis_order import Ground
 
@@ -60,10 +59,13 @@ class Choice(NamedTuple):
 
 
 class Space:
-    """The legal layouts of one configuration. `config.parallel` holds null for what is open."""
+    """The legal layouts of one configuration. `config.parallel` holds null for what is open.
 
-    def __init__(self, config: Config, ground: Ground):
-        par = config.parallel
+    `any_layout`: also those that the bundled trainer does not run.
+    """
+
+    def __init__(self, config: Config, ground: Ground, any_layout: bool = False):
+        par, ramp = config.parallel, config.train.batch_ramp
         if par.schedule_file is not None:
             raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
         if config.train.recompute not in (None, *RECOMPUTE):
@@ -87,10 +89,14 @@ class Space:
             allow_tp_across_nvlink=par.allow_tp_across_nvlink,
             micro_batch_size=1,
             global_batch_samples=self.samples,
+            batch_ramp=ramp and make_ramp(ramp, config.train.seq_len),
             seq_len=config.train.seq_len,
             model=ground.model,
             cluster=ground.cluster,
         )
+        self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
+        if not any_layout and (found := broken(self.base, MODELS)):
+            raise OrchError(f"parallel=auto: {found[1]}; --any searches layouts for another program", Exit.CONFIG)
 
     # -------------------------------------------------------------------------------------- spots
 
@@ -131,8 +137,13 @@ class Space:
         if share % sizes[0] or not self._keeps(case | {"micro_batch_size": sizes[0]}):
             return
         for size in sizes:
-            if share % size == 0:
+            if share % size == 0 and self._starts(case | {"micro_batch_size": size}):
                 yield Spot(tp, cp, ep, pp, dp, size, share // size, *forms[0])
+
+    def _starts(self, degrees: dict[str, int]) -> bool:
+        """Whether the first step of a ramp has a micro-batch for every replica."""
+        rule = self.rules.get("batch_ramp") if self.base.batch_ramp else None
+        return rule is None or rule(structs.replace(self.base, **degrees)) is None
 
     def forms(self, tp: int, cp: int) -> list[Form]:
         """Those that are open and keep their rules, plainest first."""
@@ -144,8 +155,7 @@ class Space:
                 (sp, method)
                 for sp, method in product(along, ways)
                 if not any(
-                    legality.RULES[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
-                    for rule in _FORM
+                    LAYOUT[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method)) for rule in _FORM
                 )
             ]
         return self._known_forms[key]
@@ -154,8 +164,8 @@ class Space:
         """Whether the degrees keep every rule that they can be judged by (alone, an axis cannot fill the cluster)."""
         case = structs.replace(self.base, **degrees)
         skip = _LATER if "tp" in degrees and len(degrees) == 1 else (*_LATER, *_TENSOR)
-        skip += ("gpus", "batch") if len(degrees) == 1 else ()
-        return not any(rule(case) for name, rule in legality.RULES.items() if name not in skip)
+        skip += ("gpus", "batch", "batch_ramp") if len(degrees) == 1 else ()
+        return not any(rule(case) for name, rule in self.rules.items() if name not in skip)
 
     # -------------------------------------------------------------------------------------- choices
 
@@ -172,6 +182,8 @@ class Space:
             given = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
             return {"1f1b": [1]} if given and not self._other_stages(1) else {}
         names = list(SCHEDULES) if self.par.schedule is None else [self.par.schedule]
+        if self.base.batch_ramp and "batch_ramp" in self.rules:
+            names = [name for name in names if name not in FIXED_BATCH]
         found = {}
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
@@ -209,7 +221,7 @@ class Space:
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
         replicas, many = spot.dp * spot.cp * spot.ep, copies(schedule, spot.pp, fewest)
         group = self.par.zero_group
-        return lambda zero: sharding(zero, group, spot.pp, schedule, replicas, many) is None
+        return lambda zero: not (zero_group(zero, group, replicas) or sharding(zero, spot.pp, schedule, many))
 
     def count(self, spot: Spot) -> int:
         replicas = spot.dp * spot.cp * spot.ep

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.plan.supported import BALANCED
+
 METHODS = ("zigzag", "ring", "allgather", "ulysses")
-BALANCED = ("zigzag", "allgather")
 
 
 def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:

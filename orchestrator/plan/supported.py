@@ -1,0 +1,381 @@
+"""Which layouts run: the rules that every program's layout keeps, and what the bundled trainer runs of the rest.
+
+Each rule is written once, here, as a function from a `Case` to a problem in one line, or None. The planner refuses what
+breaks `LAYOUT` and warns about what breaks `TRAINER`; the search recommends neither; submit and render refuse both
+where the bundled trainer would run the job; the trainer asks once more before it builds anything. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from msgspec import Struct
+
+from .batch import share
+from .document import BatchRamp, Cluster, CpMethod, Model, Plan
+from .schedules import TABLE, copies, illegal, read_rows
+
+#: Schedules whose backward is one piece.
+WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
+#: Ways of context parallelism that give each rank two pieces of a sequence, so that all have equally much to attend to.
+BALANCED = ("zigzag", "allgather")
+#: Schedules for one number of micro-batches, or for even ones only: a batch that grows has others.
+FIXED_BATCH = (TABLE, "dualpipe")
+#: How every line begins that says so.
+NOT_RUN = "the bundled trainer does not run this plan"
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """One choice of degrees against one model, cluster and batch. `dp` is a number here, never left out."""
+
+    tp: int
+    cp: int
+    ep: int
+    pp: int
+    dp: int
+    vpp: int
+    zero: int
+    sp: bool
+    schedule: str | None  # None: what suits vpp
+    schedule_rows: list[list[str]] = []  # of schedule "table"
+    cp_method: CpMethod = "zigzag"
+    zero_group: int = 0
+    allow_tp_across_nvlink: bool
+    micro_batch_size: int
+    global_batch_samples: int
+    uneven: bool = False  # replicas may take unequal numbers of micro-batches
+    replica_micro_batches: list[int] = []  # those numbers, where a plan says them
+    batch_ramp: BatchRamp | None = None
+    seq_len: int
+    model: Model
+    cluster: Cluster
+
+    @property
+    def gpus(self) -> int:
+        return len(self.cluster.node_names) * self.cluster.gpus_per_node
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a replica; the most, where they take unequal numbers."""
+        return max(self.unequal) if self.unequal else self.global_batch_samples // self.samples_at_once
+
+    @property
+    def samples_at_once(self) -> int:
+        """Of one micro-batch on every replica."""
+        return self.micro_batch_size * self.dp * self.ep
+
+    @property
+    def unequal(self) -> list[int]:
+        """Micro-batches that each replica takes, where that is allowed and they do not divide; else empty."""
+        if self.replica_micro_batches:
+            return self.replica_micro_batches
+        if not self.uneven or self.global_batch_samples % self.samples_at_once == 0:
+            return []
+        return share(self.global_batch_samples // self.micro_batch_size, self.dp * self.ep)
+
+    @property
+    def schedule_name(self) -> str:
+        return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+
+    @property
+    def word(self) -> str:
+        """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out of sight."""
+        parts = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(self, name) > 1]
+        parts += [f"zero{self.zero}"] if self.zero else []
+        parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
+        parts += ["sp0"] if self.tp > 1 and not self.sp else []
+        return "_".join(parts) or "dp1"
+
+
+Rule = Callable[[Case], str | None]
+
+
+def _gpus(case: Case) -> str | None:
+    model_gpus = case.tp * case.pp * case.cp * case.ep
+    if model_gpus * case.dp == case.gpus:
+        return None
+    shape = f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
+    return (
+        f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {model_gpus * case.dp} ranks on {shape}"
+    )
+
+
+def _heads(case: Case) -> str | None:
+    if case.model.heads % case.tp:
+        return f"tp={case.tp} does not divide {case.model.heads} attention heads"
+    return None
+
+
+def _kv_heads(case: Case) -> str | None:
+    kv = case.model.kv_heads
+    if case.model.mla is None and kv % case.tp and case.tp % kv:
+        return f"tp={case.tp} neither divides {kv} key-value heads nor is a multiple of them"
+    return None
+
+
+def _ffn(case: Case) -> str | None:
+    moe = case.model.moe
+    widths = [("ffn_hidden", case.model.ffn_hidden)]
+    widths += [("moe.ffn_hidden", moe.ffn_hidden), ("moe.shared_ffn_hidden", moe.shared_ffn_hidden)] if moe else []
+    for name, width in widths:
+        if width % case.tp:
+            return f"tp={case.tp} does not divide {name} {width}"
+    return None
+
+
+def _layers(case: Case) -> str | None:
+    if case.pp * case.vpp > case.model.layers:
+        return f"pp{case.pp} x vpp{case.vpp} = {case.pp * case.vpp} stages for {case.model.layers} layers"
+    return None
+
+
+def _virtual_stages(case: Case) -> str | None:
+    if case.vpp > 1 and case.pp == 1:
+        return f"vpp={case.vpp} needs a pipeline (pp of 2 or more)"
+    return None
+
+
+def _nvlink(case: Case) -> str | None:
+    """A tensor-parallel group is innermost, so it stays inside when every domain holds whole groups."""
+    if case.allow_tp_across_nvlink:
+        return None
+    for domain in case.cluster.nvlink_domains:
+        size = len(domain) * case.cluster.gpus_per_node
+        if size % case.tp:
+            return (
+                f"tp={case.tp} groups would leave their NVLink domain of {size} GPUs"
+                " (parallel.allow_tp_across_nvlink=true plans it all the same and says what it costs)"
+            )
+    return None
+
+
+def _experts(case: Case) -> str | None:
+    if case.ep == 1:
+        return None
+    if case.model.moe is None:
+        return f"ep={case.ep}, but {case.model.name} has no experts"
+    if case.model.moe.experts % case.ep:
+        return f"ep={case.ep} does not divide {case.model.moe.experts} experts"
+    return None
+
+
+def _sequence(case: Case) -> str | None:
+    """Balanced context parallelism cuts a sequence in 2*cp pieces, sequence parallelism each rank's part in tp."""
+    balanced = case.cp > 1 and case.cp_method in BALANCED
+    pieces = ((2 if balanced else 1) * case.cp, case.cp * (case.tp if case.sp else 1))
+    for piece, why in zip(pieces, (f"{case.cp_method}, cp", "cp x tp, with sequence parallelism"), strict=True):
+        if case.seq_len % piece:
+            return f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({why})"
+    return None
+
+
+def _ulysses(case: Case) -> str | None:
+    """Heads are exchanged for sequence: each rank of the group takes its share of them."""
+    heads = case.model.heads // case.tp
+    if case.cp == 1 or case.cp_method != "ulysses" or heads % case.cp == 0:
+        return None
+    return f"cp={case.cp} does not divide the {heads} attention heads of a tp rank (cp_method=ulysses)"
+
+
+def _zero_group(case: Case) -> str | None:
+    return zero_group(case.zero, case.zero_group, case.dp * case.cp * case.ep)
+
+
+def zero_group(zero: int, group: int, ranks: int) -> str | None:
+    """Hybrid sharding cuts the `ranks` that hold the same weights (dp x cp x ep) into groups of equal size."""
+    if not group:
+        return None
+    if zero == 0:
+        return f"zero_group={group} needs something to shard: zero1, zero2 or zero3"
+    if ranks % group:
+        return f"zero_group={group} does not divide the dp x cp x ep = {ranks} ranks that hold the same weights"
+    return None
+
+
+def _sharding(case: Case) -> str | None:
+    return sharding(case.zero, case.pp, case.schedule_name, copies(case.schedule_name, case.pp, case.vpp))
+
+
+def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
+    """Whether a ZeRO stage goes with a schedule, which holds `copies` of the model on one pipeline (dualpipe: 2)."""
+    if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:
+        return (
+            f"zero=3 with schedule {schedule}: torch's fully_shard does not take a split backward; legal schedules:"
+            f" {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
+        )
+    if zero >= 2 and copies > 1:
+        return (
+            f"zero={zero} with schedule {schedule}: both ranks of a stage complete its gradients in different orders;"
+            " use zero0 or zero1"
+        )
+    return None
+
+
+def _positions(case: Case) -> str | None:
+    if case.model.position == "learned" and case.seq_len > case.model.max_seq_len:
+        return f"train.seq_len={case.seq_len}, {case.model.name} has {case.model.max_seq_len} learned positions"
+    return None
+
+
+def _batch(case: Case) -> str | None:
+    samples = case.samples_at_once
+    if case.uneven and case.global_batch_samples % case.micro_batch_size == 0 and case.global_batch_samples >= samples:
+        return _unequal(case) if case.unequal else None
+    if case.global_batch_samples % samples:
+        below = case.global_batch_samples // samples * samples
+        near = " or ".join(str(size) for size in (below, below + samples) if size)
+        return (
+            f"a global batch of {case.global_batch_samples} samples does not split into micro-batches of"
+            f" {case.micro_batch_size} over dp{case.dp} x ep{case.ep} = {case.dp * case.ep} ranks"
+            f" (train.global_batch_samples={near} does)"
+        )
+    return None
+
+
+def _unequal(case: Case) -> str | None:
+    """From ZeRO-2 on all compute as many micro-batches as the replica that takes most (`plan.batch.computed`)."""
+    most, fewest = max(case.unequal), min(case.unequal)
+    problem = None
+    if case.ep > 1:
+        problem = f"ep={case.ep}: the experts' exchanges join replicas for every micro-batch, so all need equally many"
+    elif case.batch_ramp is not None:
+        problem = "train.batch_ramp grows the batch in whole micro-batches on every replica"
+    elif case.schedule_name == TABLE:
+        problem = "a schedule table is for one number of micro-batches"
+    else:
+        counts = sorted(set(case.unequal)) if case.zero < 2 else [most]
+        found = (illegal(case.schedule_name, case.pp, many, case.vpp) for many in counts)
+        problem = next(filter(None, found), None)
+    return problem and f"replicas take {fewest} or {most} micro-batches: {problem}"
+
+
+def _schedule(case: Case) -> str | None:
+    if case.schedule_name != TABLE:
+        return illegal(case.schedule_name, case.pp, case.micro_batches, case.vpp)
+    if not case.schedule_rows:
+        return "schedule table needs parallel.schedule_file"
+    table = read_rows(case.schedule_rows)
+    found = (table.pp, table.vpp, table.micro_batches)
+    if found == (case.pp, case.vpp, case.micro_batches):
+        return None
+    return "the table is for pp{} x vpp{} and {} micro-batches".format(*found) + (
+        f", the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
+    )
+
+
+#: Every program's layout keeps these; `Case` -> what is wrong, in one line.
+LAYOUT: dict[str, Rule] = {
+    "gpus": _gpus,
+    "heads": _heads,
+    "kv_heads": _kv_heads,
+    "ffn": _ffn,
+    "layers": _layers,
+    "virtual_stages": _virtual_stages,
+    "nvlink": _nvlink,
+    "experts": _experts,
+    "sequence": _sequence,
+    "ulysses": _ulysses,
+    "zero_group": _zero_group,
+    "positions": _positions,
+    "batch": _batch,
+    "schedule": _schedule,
+    "sharding": _sharding,
+}
+
+
+# ------------------------------------------------------------------------------------------ the bundled trainer
+
+
+def _moe(case: Case) -> str | None:
+    if case.model.moe is None:
+        return None
+    return f"model {case.model.name} is a mixture of experts, which the trainer does not run yet"
+
+
+def _mla(case: Case) -> str | None:
+    if case.model.mla is None:
+        return None
+    return f"model {case.model.name} uses multi-head latent attention, which the trainer does not run yet"
+
+
+def _causal(case: Case) -> str | None:
+    return None if case.model.causal else f"model {case.model.name} is not causal: the trainer predicts the next token"
+
+
+def _kv_groups(case: Case) -> str | None:
+    heads, kv = case.model.heads, case.model.kv_heads
+    return f"model.kv_heads={kv} must divide model.heads={heads}" if heads % kv else None
+
+
+def _rotary(case: Case) -> str | None:
+    if case.model.position == "rope" and case.model.head_dim % 2:
+        return f"model.head_dim={case.model.head_dim} must be even for rotary positions"
+    return None
+
+
+def _batch_ramp(case: Case) -> str | None:
+    ramp, unit = case.batch_ramp, case.samples_at_once
+    if ramp is None:
+        return None
+    if not unit <= ramp.start_samples <= case.global_batch_samples:
+        return (
+            f"train.batch_ramp starts at {ramp.start_samples} samples; legal: from {unit} (a micro-batch a replica) to"
+            f" the full batch of {case.global_batch_samples}"
+        )
+    if case.schedule_name in FIXED_BATCH:
+        return f"train.batch_ramp changes the number of micro-batches, which schedule {case.schedule_name} fixes"
+    return None
+
+
+#: Models that the bundled trainer does not run in any layout, although another program might. A technique that lands
+#: leaves this list.
+MODELS: dict[str, Rule] = {"moe": _moe, "mla": _mla, "causal": _causal, "kv_groups": _kv_groups, "rotary": _rotary}
+#: All that the bundled trainer does not run.
+TRAINER: dict[str, Rule] = {**MODELS, "batch_ramp": _batch_ramp}
+
+
+def broken(case: Case, rules: Mapping[str, Rule] = LAYOUT) -> tuple[str, str] | None:
+    """(rule, what is wrong) of the first rule that `case` breaks, or None."""
+    return next(((name, problem) for name, rule in rules.items() if (problem := rule(case))), None)
+
+
+def case_of(plan: Plan) -> Case:
+    """The choice of degrees that a plan holds."""
+    par, train = plan.parallel, plan.job.train
+    return Case(
+        tp=par.tp,
+        cp=par.cp,
+        ep=par.ep,
+        pp=par.pp,
+        dp=par.dp,
+        vpp=par.vpp,
+        zero=par.zero,
+        sp=par.sp,
+        schedule=par.schedule,
+        schedule_rows=par.schedule_rows,
+        cp_method=par.cp_method,
+        zero_group=par.zero_group,
+        allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
+        micro_batch_size=par.micro_batch_size,
+        global_batch_samples=par.global_batch_samples,
+        uneven=bool(par.replica_micro_batches),
+        replica_micro_batches=par.replica_micro_batches,
+        batch_ramp=train.batch_ramp,
+        seq_len=train.seq_len,
+        model=plan.model,
+        cluster=plan.cluster,
+    )
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """Every reason for which the bundled trainer does not run a plan, in the order in which a reader would fix them."""
+    case, train, layers = case_of(plan), plan.job.train, plan.model.layers
+    yield from filter(None, (rule(case) for rule in (*TRAINER.values(), *LAYOUT.values())))
+    if train.recompute == "budget" and len(train.recompute_layers) != layers:
+        yield f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for {layers} layers"
+
+
+def refusal(plan: Plan) -> str | None:
+    """One line for people: why the bundled trainer does not run the plan. None where it does."""
+    problem = next(problems(plan), None)
+    return problem and f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"
