@@ -6,9 +6,6 @@ from orchestrator.plan import Plan
 from orchestrator.plan.supported import refusal
 
 GIB = 1 << 30
-UNSUPPORTED = (
-    "the bundled trainer does not run this layout, only a program of your own can (orch submit ... -- program)"
-)
 BUBBLE = 0.20  # idle share of a pipeline that is worth a line
 
 

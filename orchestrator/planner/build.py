@@ -28,7 +28,8 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its hash.
 
     `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`: parallel=auto may
-    choose what the bundled trainer does not run. Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
+    choose what the bundled trainer does not run. Raises OrchError (exit 65) with one line when the cluster, the model
+    or the degrees contradict each other.
     """
     config, searched = settle(config, cluster, any_layout)
     model = resolve(config.model)
