@@ -53,7 +53,7 @@ def values() -> dict:
 
 
 def prometheus(bed: Bed, service: str, namespace: str) -> None:
-    """Debian's, told one name: the run's Service, behind which index 0 tells where all pods are."""
+    """Debian's, told one name: the run's Service, behind which pod 0 tells where all pods are."""
     if reason := debian.provide(("prometheus",), ("prometheus",)):
         pytest.skip(reason)
     url = f"http://{service}.{namespace}.svc.cluster.local:{METRICS_PORT}/targets"

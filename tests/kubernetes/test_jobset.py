@@ -53,7 +53,7 @@ def test_a_jobset_is_placed_as_a_job_is(orch, queue, ended, topology):
     assert not queue or split_slices(nodes, topology) == 0
     service = orch.bed.get("service", run.id)["spec"]
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-    for index, pod in enumerate(orch.pods(run.id)):  # the names under which pods look for index 0
+    for index, pod in enumerate(orch.pods(run.id)):  # the names under which pods look for pod 0
         assert pod["spec"]["hostname"] == f"{run.id}-node-0-{index}"
         assert pod["spec"]["subdomain"] == run.id
 

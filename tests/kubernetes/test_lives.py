@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.backends.kubernetes.objects.payload import pack
-from orchestrator.backends.kubernetes.pod.status_lines import parse
+from orchestrator.backends.kubernetes.objects.payload import pack_plan
+from orchestrator.backends.kubernetes.pod.status_lines import parse_status_line
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
 from tests.beds.bundles import reports
@@ -28,7 +28,7 @@ from tests.beds.plans import make_plan
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = [sys.executable, str(ROOT / "tests" / "beds" / "worker.py")]
-#: Paths and the name of index 0 are what differs from a pod.
+#: Paths and the name of pod 0 are what differs from a pod.
 POD = """
 import sys
 from pathlib import Path
@@ -37,8 +37,8 @@ from orchestrator.backends.kubernetes import names
 from orchestrator.backends.kubernetes.pod import task
 folder, first, own, gather, control = sys.argv[1:]
 names.INPUT = folder
-names.GATHER_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0
-task.LAST_WORD = Path(folder, f"last-word-{own}")
+names.RENDEZVOUS_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0
+task.TERMINATION_MESSAGE = Path(folder, f"termination-message-{own}")
 read, task.address_of = task.read_pod, lambda host: own
 task.read_pod = lambda *given: structs.replace(read(*given), host_of_first=first)
 sys.exit(task.main())
@@ -75,7 +75,7 @@ class Pods:
             files=[],
         )
         (folder / "request.json").write_bytes(to_bytes(request))
-        (folder / "plan.bin").write_bytes(pack(plan))
+        (folder / "plan.bin").write_bytes(pack_plan(plan))
         (folder / "config.yaml").write_text("run: tiny\n")
         (folder / "key").write_text("ab" * 32)
         (folder / "environment.json").write_text("{}")
@@ -142,7 +142,7 @@ def test_a_run_from_the_first_pod_to_the_last(pods):
     assert run.codes() == [0, 0], run.log(0)
     assert run.state["state"] == "done"
     assert "[rank 0] rank 0 of 4 starts" in run.log(0)
-    said = [found for line in run.log(0).splitlines() if (found := parse(line))]
+    said = [found for line in run.log(0).splitlines() if (found := parse_status_line(line))]
     assert any(b'"done"' in bytes(s.state) for s in said)
     placement = json.loads((run.run / "kubernetes" / "placement.json").read_text())
     assert (placement["pods"], placement["nodes"]) == (["tiny-0-x", "tiny-1-x"], ["n0", "n1"])
@@ -169,7 +169,7 @@ def test_losing_a_peer_while_it_is_waited_for_costs_nothing(pods):
     """The lost pod comes back under another name, and only then the run starts."""
     run = pods(STEPS=2)
     run.start(1)
-    run.until(lambda: "looking for" in run.log(1))
+    run.until(lambda: "connecting to pod 0" in run.log(1))
     run.processes[1].kill()
     run.processes[1].wait()
     run.start()
@@ -191,5 +191,5 @@ def test_a_program_that_fails_ends_the_run_with_its_code(pods):
     run = pods(STEPS=4, DIE="3:2:65")
     run.start()
     assert run.codes() == [Exit.CONFIG, Exit.CONFIG], run.log(0)
-    words = [json.loads(path.read_text()) for path in sorted(run.folder.glob("last-word-*"))]
+    words = [json.loads(path.read_text()) for path in sorted(run.folder.glob("termination-message-*"))]
     assert [word["code"] for word in words] == [Exit.CONFIG, Exit.CONFIG]

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from orchestrator.backends.kubernetes.pod import status_lines as relay
-from orchestrator.backends.kubernetes.pod import task
-from orchestrator.backends.kubernetes.pod.rank_mapping import node_names, pack_topology, seat, unpack_topology
-from orchestrator.backends.kubernetes.pod.rendezvous import Go, Here, gather
+from orchestrator.backends.kubernetes.objects.payload import pack_topology, unpack_topology
+from orchestrator.backends.kubernetes.pod import status_lines, task
+from orchestrator.backends.kubernetes.pod.rank_mapping import map_ranks, node_names
+from orchestrator.backends.kubernetes.pod.rendezvous import Join, Start, rendezvous
 from orchestrator.cluster.hostlist import expand
 from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
@@ -34,8 +34,8 @@ from tests.beds.plans import make_plan
 KEY = bytes(range(32))
 
 
-def pods(count: int, per_node: int = 1) -> list[Here]:
-    return [Here(i, f"n{i // per_node}", "127.0.0.1", f"run-{i}-abcde") for i in range(count)]
+def pods(count: int, per_node: int = 1) -> list[Join]:
+    return [Join(i, f"n{i // per_node}", "127.0.0.1", f"run-{i}-abcde") for i in range(count)]
 
 
 def free_port() -> int:
@@ -44,16 +44,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def one(here: Here, count: int, port: int, key: bytes = KEY, timeout_s: float = 30.0, delay: float = 0.0) -> Go:
+async def one(pod: Join, count: int, port: int, key: bytes = KEY, timeout_s: float = 30.0, delay: float = 0.0) -> Start:
     await asyncio.sleep(delay)
     settle = lambda members: f"hash of {len(members)}"  # noqa: E731
-    return await gather(here, count, "127.0.0.1", port, "run", key, timeout_s, settle)
+    return await rendezvous(pod, count, "127.0.0.1", port, "run", key, timeout_s, settle)
 
 
 def test_all_pods_learn_of_all_whatever_order_they_come_in():
-    async def together() -> list[Go]:
+    async def together() -> list[Start]:
         port, count = free_port(), 6
-        delays = (0.3, 0.0, 0.5, 0.1, 0.0, 0.2)  # index 0 is not the first
+        delays = (0.3, 0.0, 0.5, 0.1, 0.0, 0.2)  # pod 0 is not the first
         return await asyncio.gather(*(one(h, count, port, delay=d) for h, d in zip(pods(count), delays, strict=True)))
 
     results = asyncio.run(together())
@@ -63,31 +63,31 @@ def test_all_pods_learn_of_all_whatever_order_they_come_in():
 
 
 def test_a_pod_that_leaves_before_the_others_came_is_waited_for_again():
-    async def together() -> list[Go]:
+    async def together() -> list[Start]:
         port = free_port()
         first = asyncio.create_task(one(pods(3)[0], 3, port))
         leaver = asyncio.create_task(one(pods(3)[1], 3, port))
         await asyncio.sleep(0.5)
         leaver.cancel()
         await asyncio.gather(leaver, return_exceptions=True)
-        replaced = Here(1, "elsewhere", "127.0.0.1", "run-1-later")
+        replaced = Join(1, "elsewhere", "127.0.0.1", "run-1-later")
         return await asyncio.gather(first, one(pods(3)[2], 3, port), one(replaced, 3, port, delay=0.4))
 
     for go in asyncio.run(together()):
-        assert [here.node for here in go.members] == ["n0", "elsewhere", "n2"]
+        assert [pod.node for pod in go.members] == ["n0", "elsewhere", "n2"]
 
 
 def test_who_does_not_come_is_named_and_the_others_leave():
-    with pytest.raises(OrchError, match=r"pods 1, 2 did not come within 0\.5 s") as caught:
+    with pytest.raises(OrchError, match=r"pods 1, 2 did not join within 0\.5 s") as caught:
         asyncio.run(one(pods(3)[0], 3, free_port(), timeout_s=0.5))
     assert caught.value.exit == Exit.CAPACITY
-    with pytest.raises(OrchError, match="did not let us go on") as caught:
+    with pytest.raises(OrchError, match=r"did not complete the rendezvous within 0\.5 s") as caught:
         asyncio.run(one(pods(3)[1], 3, free_port(), timeout_s=0.5))
     assert caught.value.exit == Exit.CAPACITY
 
 
 def test_a_pod_of_another_run_is_turned_away():
-    async def together() -> Go:
+    async def together() -> Start:
         port = free_port()
         stranger = asyncio.create_task(one(pods(2)[1], 2, port, key=bytes(32)))
         ours = asyncio.gather(one(pods(2)[0], 2, port), one(pods(2)[1], 2, port, delay=0.5))
@@ -111,7 +111,7 @@ NETWORK = Topology(
 def test_ranks_follow_the_network_not_the_indices_of_the_pods():
     """A pipeline of two nodes must end up under one leaf, whatever indices its pods have."""
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    found = seat(plan, pods(4), NETWORK)
+    found = map_ranks(plan, pods(4), NETWORK)
     assert check_ranks(found.plan) is None
     leaf = {"n0": "l0", "n3": "l0", "n1": "l1", "n2": "l1"}
     for group in found.plan.groups["model"]:
@@ -121,17 +121,17 @@ def test_ranks_follow_the_network_not_the_indices_of_the_pods():
 
 def test_every_pod_makes_the_same_plan():
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    assert {seat(plan, pods(4), unpack_topology(pack_topology(NETWORK))).plan.hash for _ in range(3)} == {
-        seat(plan, pods(4), NETWORK).plan.hash
+    assert {map_ranks(plan, pods(4), unpack_topology(pack_topology(NETWORK))).plan.hash for _ in range(3)} == {
+        map_ranks(plan, pods(4), NETWORK).plan.hash
     }
 
 
 def test_pods_that_share_a_node_are_told_apart_and_kept_close():
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    mixed = [structs.replace(here, node=f"n{i % 2}") for i, here in enumerate(pods(4))]  # 0 and 2, 1 and 3 together
+    mixed = [structs.replace(pod, node=f"n{i % 2}") for i, pod in enumerate(pods(4))]  # 0 and 2, 1 and 3 together
     expand(",".join(node_names(mixed)))  # what a report of moved ranks must be able to write
     assert node_names(mixed) == ["n0.pod-0", "n1.pod-1", "n0.pod-2", "n1.pod-3"]
-    found = seat(plan, mixed, NETWORK)
+    found = map_ranks(plan, mixed, NETWORK)
     for group in found.plan.groups["model"]:
         assert len({found.plan.ranks[rank].node.split(".pod-")[0] for rank in group}) == 1
 
@@ -139,7 +139,7 @@ def test_pods_that_share_a_node_are_told_apart_and_kept_close():
 def test_damaged_topology_costs_the_network_not_the_run():
     assert unpack_topology(b"nonsense") is None
     plan = make_plan(tp=2, dp=2, nodes=2)
-    assert check_ranks(seat(plan, pods(2), None).plan) is None
+    assert check_ranks(map_ranks(plan, pods(2), None).plan) is None
 
 
 # ------------------------------------------------------------------------------------------ what a pod is told and says
@@ -171,7 +171,7 @@ def test_a_pods_own_address_is_that_of_its_host_name():
     assert task.address_of("localhost") in ("127.0.0.1", "::1")
 
 
-def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
+def test_every_line_is_copied_once_and_the_state_of_the_run_is_in_status_lines(tmp_path: Path):
     folder = RunFolder(tmp_path)
     fields = {"schema": SCHEMA, "run_id": "r", "backend": "kubernetes", "plan_hash": "h", "writer": "n0"}
     state = RunState(**fields, state="running", epoch=3, created_at=1, updated_at=2)
@@ -179,7 +179,7 @@ def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
         (tmp_path / part).mkdir()
     folder.rank_log(3).write_text("of an earlier life\n")
     out = io.StringIO()
-    ours = relay.Relay(folder, "n0", [3, 4], leads=True, out=out)
+    ours = status_lines.StatusLineWriter(folder, "n0", [3, 4], is_leader=True, out=out)
     with folder.rank_log(3).open("a") as log:
         log.write("step 1\nstep")
         log.flush()
@@ -190,23 +190,23 @@ def test_relay_says_every_line_once_and_where_the_run_stands(tmp_path: Path):
     folder.metrics("n0").write_text('{"step": 1}\n')
     ours.close()
     lines = out.getvalue().splitlines()
-    said = [found for line in lines if (found := relay.parse(line))]
-    ranks = [found for line in lines if (found := relay.rank_of(line))]
+    said = [found for line in lines if (found := status_lines.parse_status_line(line))]
+    ranks = [found for line in lines if (found := status_lines.parse_rank_line(line))]
     assert [text for rank, text in ranks if rank == 3] == ["step 1", "step 2", "last words"]
     assert [text for rank, text in ranks if rank == 4] == ["@orch {not ours}"]
-    assert state in [msgspec.json.decode(s.state, type=RunState) for s in said if s.state != relay.NOTHING]
+    assert state in [msgspec.json.decode(s.state, type=RunState) for s in said if s.state != status_lines.NOTHING]
     assert ("n0", {"step": 1}) in [(s.node, json.loads(bytes(s.step))) for s in said]
-    assert relay.parse("@orch {broken") is None
-    assert relay.rank_of("[rank x] y") is None
+    assert status_lines.parse_status_line("@orch {broken") is None
+    assert status_lines.parse_rank_line("[rank x] y") is None
 
 
 @pytest.mark.process
 def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
     """Process 1 has no default actions: a pod that waits for its peers must still obey SIGTERM at once."""
-    # short sleeps, as in `gather`: a signal between Python's last look and the start of a long one waits for its end
+    # short sleeps, as in `rendezvous`: a signal just before a long sleep is handled at its end
     script = (
         "import orchestrator.backends.kubernetes.pod.task as task, time, sys; sys.request = None;"
-        "task._live = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for _ in range(1200)]);"
+        "task._run_attempt = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for _ in range(1200)]);"
         "task.read_pod = lambda *_: None; task.read_input = lambda *_: sys;"
         "sys.exit(task.main())"
     )

@@ -11,9 +11,8 @@ from msgspec import structs
 
 from orchestrator.backends.kubernetes import names
 from orchestrator.backends.kubernetes.objects.node_affinity import kueue_annotations
-from orchestrator.backends.kubernetes.objects.payload import pack, unpack
-from orchestrator.backends.kubernetes.objects.pod import quantity
-from orchestrator.backends.kubernetes.objects.pod_failure_policy import pod_exit, pod_failure_policy
+from orchestrator.backends.kubernetes.objects.payload import pack_plan, unpack_plan
+from orchestrator.backends.kubernetes.objects.pod import pod_exit, pod_failure_policy, quantity
 from orchestrator.backends.kubernetes.objects.render import Manifest, render, to_yaml
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.config.compose import load
@@ -111,15 +110,15 @@ def test_sixteen_thousand_ranks_fit():
                 code=Code(kind="none"))  # fmt: skip
     objects = render(manifest((make_request(config, plan, site), plan), {}))
     assert max(len(json.dumps(body)) for body in objects) < 262_144
-    assert unpack(pack(plan)) == plan
+    assert unpack_plan(pack_plan(plan)) == plan
 
 
 def test_a_plan_survives_packing_and_a_damaged_one_does_not():
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    assert unpack(pack(plan)) == plan
-    for raw in (b"", b"no plan", pack(plan)[:-9], pack(plan) + b"x" * 3):
+    assert unpack_plan(pack_plan(plan)) == plan
+    for raw in (b"", b"no plan", pack_plan(plan)[:-9], pack_plan(plan) + b"x" * 3):
         try:
-            assert unpack(raw) == plan
+            assert unpack_plan(raw) == plan
         except PlanError:
             continue
 
@@ -132,7 +131,7 @@ def test_ranks_that_do_not_follow_from_the_order_are_kept():
     from orchestrator.plan.ranks import all_groups, as_dict
 
     own = seal(structs.replace(plan, ranks=swapped, groups=all_groups([as_dict(r) for r in swapped], 1)))
-    assert unpack(pack(own)) == own
+    assert unpack_plan(pack_plan(own)) == own
 
 
 # ------------------------------------------------------------------------------------------ rules

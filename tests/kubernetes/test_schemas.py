@@ -11,7 +11,7 @@ import pytest
 import yaml
 from msgspec import structs
 
-from orchestrator.backends.kubernetes.objects.node_affinity import Chosen
+from orchestrator.backends.kubernetes.objects.node_affinity import ChosenNodes
 from orchestrator.backends.kubernetes.objects.render import render
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from tests.beds.kubernetes import schemas
@@ -29,9 +29,11 @@ MORE = {
     "everything, queue": {**CASES["everything"], **CASES["queue"]},
 }
 CHOSEN = {
-    "chosen under a switch": Chosen(("n1", "n2"), "example.org/leaf", ("leaf-1",)),
-    "chosen with spares": Chosen(("n1", "n2"), spares=("n3",)),
-    "whole switches": Chosen(("n1", "n2"), spares=("n3",), whole=(("example.org/leaf", ("leaf-1",)),), rest=("n2",)),
+    "chosen under a switch": ChosenNodes(("n1", "n2"), "example.org/leaf", ("leaf-1",)),
+    "chosen with spares": ChosenNodes(("n1", "n2"), spares=("n3",)),
+    "whole switches": ChosenNodes(
+        ("n1", "n2"), spares=("n3",), whole=(("example.org/leaf", ("leaf-1",)),), rest=("n2",)
+    ),
 }
 Check = Callable[[list[dict]], dict[str, list[dict]]]
 

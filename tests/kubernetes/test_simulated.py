@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.kubernetes.pod.rank_mapping import Seating, seat
-from orchestrator.backends.kubernetes.pod.rendezvous import Here
+from orchestrator.backends.kubernetes.pod.rank_mapping import RankMapping, map_ranks
+from orchestrator.backends.kubernetes.pod.rendezvous import Join
 from orchestrator.cluster.model import Topology
 from orchestrator.plan import Exit, Plan, load_plan
 from tests.beds.kubernetes.bed import Bed, BedError
@@ -56,10 +56,10 @@ def bound(orch: Orch, run: Run, count: int) -> list[str]:
         raise AssertionError(f"{error}\n{run.state()}\n{run.logs()}") from None
 
 
-def seated(run: Run, nodes: Sequence[str], topology: Topology) -> Seating:
-    """What index 0 makes of these pods: the code that runs inside them."""
-    members = [Here(index, node, "", f"pod-{index}") for index, node in enumerate(nodes)]
-    return seat(load_plan(run.folder / "plan.json"), members, topology)
+def seated(run: Run, nodes: Sequence[str], topology: Topology) -> RankMapping:
+    """What pod 0 makes of these pods: the code that runs inside them."""
+    members = [Join(index, node, "", f"pod-{index}") for index, node in enumerate(nodes)]
+    return map_ranks(load_plan(run.folder / "plan.json"), members, topology)
 
 
 def leaves(topology: Topology) -> dict[str, str]:
@@ -83,7 +83,7 @@ def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int
 
 
 def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
-    """With Kueue the pods' indices are in plan order, too; without it index 0 puts the ranks where their pods came."""
+    """With Kueue the pods' indices are in plan order, too; without it pod 0 maps the ranks to where their pods are."""
     run = ended(orch.submit(*MAIN))
     nodes = bound(orch, run, 8)
     assert len(set(nodes)) == 8

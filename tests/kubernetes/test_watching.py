@@ -10,14 +10,14 @@ import pytest
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.api_errors import api_error, unreachable
-from orchestrator.backends.kubernetes.api.force_delete import let_go
 from orchestrator.backends.kubernetes.cluster_view import check_queue
 from orchestrator.backends.kubernetes.names import RUN, SUBMISSION
 from orchestrator.backends.kubernetes.objects.node_affinity import choose, in_whole_units, node_affinity
+from orchestrator.backends.kubernetes.observer import force_delete_stuck_pods
 from orchestrator.backends.kubernetes.options import KubernetesOptions
-from orchestrator.backends.kubernetes.phases import Seen, meaning, nodes_of
+from orchestrator.backends.kubernetes.phases import ObservedRun, nodes_of, status_of
 from orchestrator.backends.kubernetes.record import verdict
-from orchestrator.backends.kubernetes.sending import hand_over, is_sent, send
+from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -45,8 +45,8 @@ def pod(index: int, phase: str = "Running", code: int | None = None, word: str =
     }
 
 
-def seen(main: dict | None = None, pods: list[dict] | None = None, **more: Any) -> Seen:
-    return Seen(main=main, job=main, pods=pods or [], **more)
+def seen(main: dict | None = None, pods: list[dict] | None = None, **more: Any) -> ObservedRun:
+    return ObservedRun(main=main, job=main, pods=pods or [], **more)
 
 
 def state(phase: str = "running", epoch: int = 0) -> RunState:
@@ -55,7 +55,7 @@ def state(phase: str = "running", epoch: int = 0) -> RunState:
 
 
 def test_a_running_job_is_running_and_its_nodes_are_named_by_index():
-    found = meaning(seen(job(), [pod(1), pod(0)]), NOW)
+    found = status_of(seen(job(), [pod(1), pod(0)]), NOW)
     assert (found.phase, found.over) == ("running", False)
     assert nodes_of([pod(1), pod(0), pod(2, "Failed")]) == ("n0", "n1")
 
@@ -63,24 +63,24 @@ def test_a_running_job_is_running_and_its_nodes_are_named_by_index():
 def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
     why = condition("Failed", reason="PodFailurePolicy", message="Container agent for pod x failed with exit code 65")
     pods = [pod(0, "Failed", 75), pod(1, "Failed", 65, '{"code": 65, "text": "plan: not ours"}')]
-    found = meaning(seen(job(conditions=[why]), pods), NOW)
+    found = status_of(seen(job(conditions=[why]), pods), NOW)
     assert (found.phase, found.exit, found.over, found.text) == ("failed", Exit.CONFIG, True, "plan: not ours")
-    assert meaning(seen(job(conditions=[condition("Complete")])), NOW).exit == Exit.DONE
+    assert status_of(seen(job(conditions=[condition("Complete")])), NOW).exit == Exit.DONE
     spent = condition("Failed", reason="BackoffLimitExceeded", message="Job has reached the specified backoff limit")
-    found = meaning(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
+    found = status_of(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
     assert found.exit == Exit.USER
     assert "backoff limit" in found.text
 
 
 def test_a_job_that_ends_is_not_over_before_its_pods_are():
     told = condition("FailureTarget", message="")
-    found = meaning(seen(job(conditions=[told])), NOW)
+    found = status_of(seen(job(conditions=[told])), NOW)
     assert (found.phase, found.over) == ("stopping", False)
     failed = condition("Failed", message="Container agent for pod x failed with exit code 65")
-    found = meaning(seen(job(conditions=[told, failed])), NOW)  # in the order in which the Job's controller adds them
+    found = status_of(seen(job(conditions=[told, failed])), NOW)  # in the order in which the Job's controller adds them
     assert (found.phase, found.over, found.exit) == ("failed", True, Exit.CONFIG)
     deleting = {**job(), "metadata": {"name": "r", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
-    assert meaning(seen(deleting), NOW).phase == "stopping"
+    assert status_of(seen(deleting), NOW).phase == "stopping"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_why_it_does_not_start_is_said(pods, events, says):
         body = pod(index, "Pending")
         body["status"]["containerStatuses"][0]["state"] = {"waiting": reason}
         waiting.append(body)
-    found = meaning(seen(job(), waiting, events=events), NOW)
+    found = status_of(seen(job(), waiting, events=events), NOW)
     assert found.phase == "pending"
     assert says in found.text
 
@@ -108,25 +108,25 @@ def test_no_room_and_the_queue_s_own_words_are_said():
     body["status"]["conditions"] = [
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
     ]
-    told = meaning(seen(job(), [pod(0), body]), NOW).text
+    told = status_of(seen(job(), [pod(0), body]), NOW).text
     assert "Insufficient nvidia.com/gpu" in told
     assert told.endswith("wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)")
     queued = job()
     queued["spec"]["suspend"] = True
     told = 'couldn\'t assign flavors to pod set main: topology "ib" allows to fit only 4 out of 8 pod(s)'
     workload = {"status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": told}]}}
-    found = meaning(seen(queued, workload=workload), NOW)
+    found = status_of(seen(queued, workload=workload), NOW)
     assert found.phase == "pending"
     assert "fit only 4 out of 8" in found.text
 
 
 def test_a_pod_that_hangs_on_a_dead_node_is_recognised_with_the_remedy():
     hanging = pod(1, deletionTimestamp="2026-11-21T10:00:00Z")
-    found = meaning(seen(job(), [pod(0), hanging]), NOW)
+    found = status_of(seen(job(), [pod(0), hanging]), NOW)
     assert "pod r-1-x hangs on node n1" in found.text
     assert "out-of-service" in found.text
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")  # NOW
-    assert "hangs" not in meaning(seen(job(), [pod(0), just_now]), NOW).text
+    assert "hangs" not in status_of(seen(job(), [pod(0), just_now]), NOW).text
 
 
 class Nodes:
@@ -155,31 +155,33 @@ def test_a_pod_that_hangs_is_let_go_where_its_node_is_gone_and_the_user_may():
     at = {"deletionTimestamp": "2026-11-21T10:00:00Z"}
     run = seen(job(), [pod(0), pod(1, **at)])
     cluster = Nodes(n0="True", n1="Unknown")
-    assert "r-1-x of node n1" in let_go(cluster, run, NOW)
+    assert "r-1-x of node n1" in force_delete_stuck_pods(cluster, run, NOW)
     assert cluster.done == [("r-1-x", "Failed", "DisruptionTarget"), ("r-1-x", 0)]
-    assert let_go(Nodes(n0="True"), run, NOW)  # its node is no longer in the list at all
-    assert not let_go(Nodes(n0="True", n1="True"), run, NOW)  # the node lives: it is only slow
-    assert not let_go(Nodes(), run, NOW)  # nodes cannot be read: nothing is known of them
-    assert not let_go(Nodes(may=False, n0="True", n1="False"), run, NOW)
+    assert force_delete_stuck_pods(Nodes(n0="True"), run, NOW)  # its node is no longer in the list at all
+    assert not force_delete_stuck_pods(Nodes(n0="True", n1="True"), run, NOW)  # the node lives: it is only slow
+    assert not force_delete_stuck_pods(Nodes(), run, NOW)  # nodes cannot be read: nothing is known of them
+    assert not force_delete_stuck_pods(Nodes(may=False, n0="True", n1="False"), run, NOW)
     alone = seen(job(), [pod(0, **at)])
-    assert not let_go(Nodes(n1="True", n0="False"), alone, NOW)  # no peer would stop it, should it still run
+    assert not force_delete_stuck_pods(
+        Nodes(n1="True", n0="False"), alone, NOW
+    )  # no peer would stop it, should it still run
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")
-    assert not let_go(Nodes(n0="True", n1="False"), seen(job(), [pod(0), just_now]), NOW)
+    assert not force_delete_stuck_pods(Nodes(n0="True", n1="False"), seen(job(), [pod(0), just_now]), NOW)
 
 
 def test_cluster_and_pods_words_are_put_together():
-    running = meaning(seen(job(), [pod(0), pod(1)]), NOW)
+    running = status_of(seen(job(), [pod(0), pod(1)]), NOW)
     assert verdict(state("running"), running, False).state == "running"
     assert verdict(state("pending", epoch=-1), running, False).state == "starting"
     assert verdict(state("done"), running, False).state == "stopping"
     assert verdict(state("stopped"), running, False).state == "restarting"
-    gone = meaning(seen(None), NOW)
+    gone = status_of(seen(None), NOW)
     assert verdict(state("done"), gone, False).state == "done"
     assert verdict(state("running"), gone, True).state == "cancelled"
     lost = verdict(state("running"), gone, False)
     assert (lost.state, lost.exit_code) == ("stopped", Exit.RESTART)
     assert verdict(state("pending"), gone, False, sent=False).state == "pending"
-    done = meaning(seen(job(conditions=[condition("Complete")])), NOW)
+    done = status_of(seen(job(conditions=[condition("Complete")])), NOW)
     ended = verdict(state("running"), done, True)
     assert (ended.state, ended.exit_code, ended.cause) == ("done", Exit.DONE, None)
 
@@ -258,7 +260,7 @@ def bodies(submission: str) -> list[dict]:
 def put(api: Api, objects: list[dict], submission: str) -> None:
     """As `starting` does it."""
     if not is_sent(api, objects, submission):
-        hand_over(api, objects, send(api, objects, "r", submission), submission)
+        set_owner(api, objects, apply_all(api, objects, "r", submission), submission)
 
 
 def test_a_refused_job_leaves_nothing_behind():

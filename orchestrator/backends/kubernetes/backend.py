@@ -1,6 +1,6 @@
 """The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API server alone.
 
-The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have said. The run
+The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have reported. The run
 itself lives in the cluster, with its checkpoints on a claim.
 """
 
@@ -26,18 +26,17 @@ from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, t
 from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster, in_background
-from .cluster_view import Look, look
+from .cluster_view import ClusterSnapshot, read_snapshot
 from .options import read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
-from .sending import remove
 
 if TYPE_CHECKING:
     from orchestrator.cluster.model import Topology
     from orchestrator.config.schema import Config
 
-    from .api.watch import Watch
+    from .observer import RunObserver
 
-_FRESH_S = 15.0  # a look that is older is taken again
+_FRESH_S = 15.0  # an older snapshot is read again
 
 
 class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring, TopologySource):
@@ -46,13 +45,12 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
-        self._ahead: tuple[float, Future[Look]] | None = None  # and when it was asked for
+        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = None  # and when it was asked for
 
     @cached_property
-    def _watch(self) -> Watch:
-        from .api.watch import Watch  # not for those who only submit
+    def _observer(self) -> RunObserver:
 
-        return Watch(self._cluster)
+        return RunObserver(self._cluster)
 
     def check(self, request: LaunchRequest) -> None:
         """Whether a cluster answers, and the options make sense."""
@@ -62,9 +60,9 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
     def script(self, request: LaunchRequest, plan: Plan) -> str:
         """The objects of a run as `submit` sends them, but for the key, which is drawn then."""
         from .objects.render import to_yaml
-        from .pod.starting import unsent
+        from .submission import draft_objects
 
-        return to_yaml(unsent(request, plan))
+        return to_yaml(draft_objects(request, plan))
 
     def look_ahead(self, config: Config) -> None:
         """Ask the cluster, in the background, for what `submit` will want to know once the job is planned."""
@@ -72,14 +70,14 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
             options = read_options(config.backend.options)
             places = options.queue is None and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
-            self._ahead = time.monotonic(), in_background(lambda: look(cluster, options, places))
+            self._ahead = time.monotonic(), in_background(lambda: read_snapshot(cluster, options, places))
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
-        from .pod.starting import unsent
+        from .submission import draft_objects
 
         request = bundle.request
         plan = from_json(bundle.contents["plan.json"])
-        drafts = unsent(request, plan)  # what cannot be rendered leaves no folder behind
+        drafts = draft_objects(request, plan)  # what cannot be rendered leaves no folder behind
         with create_run_folder(bundle, self.name) as folder:
             self._start(folder, request, plan, environ, 0, drafts)
         return request.handle
@@ -87,11 +85,11 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
     def render(self, bundle: SubmissionBundle) -> str:
         """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
         from .objects.render import render, to_yaml
-        from .pod.starting import manifest_of, record_of, unsent
+        from .submission import draft_objects, manifest_of, record_of
 
         request, options = bundle.request, read_options(bundle.request.backend_options)
         plan, space = from_json(bundle.contents["plan.json"]), options.namespace or ""
-        unsent(request, plan)
+        draft_objects(request, plan)
         with create_run_folder(bundle, self.name) as folder:
             manifest = manifest_of(folder, request, plan, options, os.environ, space)
             write_record(folder, record_of(request, options, space))  # so that it is found once somebody has applied it
@@ -101,11 +99,13 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
         from orchestrator.backends.local.backend import prepare_resume
 
+        from .submission import delete_run_objects
+
         record = read_record(folder)
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
         if record:
-            remove(self._of(record), record.kind, record.name, folder.run_id)
+            delete_run_objects(self._cluster_of(record), record.kind, record.name, folder.run_id)
         prepare_resume(folder)
         self._start(folder, request, load_plan(folder.plan), environ, record.generation + 1 if record else 0)
         return request.handle
@@ -116,12 +116,15 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         from orchestrator.backends.local.backend import prepare_resume
 
         from .objects.pod import MARGIN_S, grace_seconds
+        from .submission import delete_run_objects
 
         plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
         request = at_size(request, plan)
         if record:
             grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
-            remove(self._of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S)
+            delete_run_objects(
+                self._cluster_of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S
+            )
         prepare_resume(folder)
         write_private(folder.plan, to_json(plan, indent=1) + b"\n")
         write_private(folder.request, to_bytes(request))
@@ -136,32 +139,32 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         write_cancel(folder, force)
-        cluster = self._of(record)
-        self._remember(folder, record)
+        cluster = self._cluster_of(record)
+        self._save_last_report(folder, record)
         cluster.delete(record.kind, record.name, "Foreground")
         if force:
-            for pod in self._watch.seen(record, folder.run_id).pods:
+            for pod in self._observer.observe(record, folder.run_id).pods:
                 cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
-        self._watch.clear()
+        self._observer.clear()
 
     def is_alive(self, folder: RunFolder) -> bool:
         record = read_record(folder)
-        return record is not None and not self._watch.meaning(record, folder.run_id).over
+        return record is not None and not self._observer.status(record, folder.run_id).over
 
     def state(self, folder: RunFolder) -> RunState:
         """The cluster's answer and the pods' own words together; the folder's alone while the cluster is away."""
-        from .api.force_delete import let_go
+        from .observer import force_delete_stuck_pods
 
         record = read_record(folder)
         if record is None:
             return read_state(folder)
         try:
-            what = self._watch.meaning(record, folder.run_id)
-            if done := let_go(self._of(record), self._watch.seen(record, folder.run_id), time.time()):
+            what, run = self._observer.status(record, folder.run_id), self._observer.observe(record, folder.run_id)
+            if done := force_delete_stuck_pods(self._cluster_of(record), run, time.time()):
                 what = structs.replace(what, text=done)
-                self._watch.clear()
+                self._observer.clear()
             if not (what.over and read_state(folder).is_final):
-                self._remember(folder, record)
+                self._save_last_report(folder, record)
         except OrchError as error:
             state = read_state(folder)
             return state if state.is_final else structs.replace(state, reason=error.message)
@@ -177,29 +180,29 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         record = read_record(folder)
         if record is None:
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
-        from .log_mirror import names_of
+        from .log_mirror import pod_node_names
         from .phases import index_of
 
-        found = self._watch.seen(record, folder.run_id).pods
-        names = names_of(found)
-        return self._of(record), {names[index_of(pod)]: pod["metadata"]["name"] for pod in found}
+        found = self._observer.observe(record, folder.run_id).pods
+        names = pod_node_names(found)
+        return self._cluster_of(record), {names[index_of(pod)]: pod["metadata"]["name"] for pod in found}
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
         """The pods' logs in the run folder, once or for as long as the body runs."""
-        from .log_mirror import fill, followed  # asyncio with it: who submits has a pod waiting for every import
+        from .log_mirror import copy_logs, follow_logs  # imports asyncio, which `submit` does without
 
         record = read_record(folder)
-        if record is None or not self._watch.seen(record, folder.run_id).pods:
+        if record is None or not self._observer.observe(record, folder.run_id).pods:
             yield
             return
-        self._remember(folder, record)
-        cluster = self._of(record)
+        self._save_last_report(folder, record)
+        cluster = self._cluster_of(record)
         if follow:
-            with followed(folder, cluster, lambda: self._watch.seen(record, folder.run_id)):
+            with follow_logs(folder, cluster, lambda: self._observer.observe(record, folder.run_id)):
                 yield
         else:
-            fill(folder, cluster, self._watch.seen(record, folder.run_id))
+            copy_logs(folder, cluster, self._observer.observe(record, folder.run_id))
             yield
 
     def live_topology(self, which: str) -> Topology:
@@ -213,7 +216,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
     def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
         return self._clusters.setdefault((context, namespace), Cluster(context, namespace))
 
-    def _of(self, record: KubernetesRecord) -> Cluster:
+    def _cluster_of(self, record: KubernetesRecord) -> Cluster:
         return self._cluster(record.context, record.namespace)
 
     def _start(
@@ -225,20 +228,21 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         generation: int,
         drafts: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        from .pod.starting import start, unsent
+        from .submission import draft_objects, submit_objects
 
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
         ahead, self._ahead = self._ahead, None
         fresh = ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
-        start(cluster, folder, request, plan, environ, generation, drafts or unsent(request, plan), fresh)
-        self.__dict__.pop("_watch", None)  # what it has seen is of before
+        drafts = drafts or draft_objects(request, plan)
+        submit_objects(cluster, folder, request, plan, environ, generation, drafts, fresh)
+        self.__dict__.pop("_observer", None)  # what it has observed is of before
 
-    def _remember(self, folder: RunFolder, record: KubernetesRecord) -> None:
-        """Write down what index 0 has said of the run: its log goes with its pod."""
+    def _save_last_report(self, folder: RunFolder, record: KubernetesRecord) -> None:
+        """Keep what pod 0 last reported of the run: its log goes with its pod."""
         state = read_state(folder)
-        said = self._watch.said(record, folder.run_id)
-        if said.state is not None:
-            write_state(folder, structs.replace(said.state, created_at=state.created_at, summary=state.summary))
-        if said.step and said.node:
-            write_private(folder.metrics(said.node), said.step, durable=False)
+        report = self._observer.last_report(record, folder.run_id)
+        if report.state is not None:
+            write_state(folder, structs.replace(report.state, created_at=state.created_at, summary=state.summary))
+        if report.step and report.node:
+            write_private(folder.metrics(report.node), report.step, durable=False)

@@ -1,10 +1,10 @@
-"""The cluster as it is now: what a plan is placed on, and what `cluster=kubernetes` plans on."""
+"""The cluster as it is now: nodes for a plan, and the topology that `cluster=kubernetes` plans on."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import UTC, datetime
 
@@ -19,78 +19,81 @@ from orchestrator.suggest import did_you_mean
 
 from .api.client import Cluster, gather, in_background
 from .names import NODES, selector
-from .objects.node_affinity import Chosen, check_levels, choose
+from .objects.node_affinity import ChosenNodes, check_levels, choose
 from .options import KubernetesOptions
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
 
 
-class Place(Struct, frozen=True):
-    """What is known of where a run may go."""
+class Reservation(Struct, frozen=True):
+    """Nodes that a run may use, and what is known of their network."""
 
     topology: Topology | None = None
-    chosen: Chosen | None = None
+    chosen: ChosenNodes | None = None
     warnings: tuple[str, ...] = ()
 
 
 class NoNodes(OrchError):
-    """There is nothing to place on, yet: a cluster may grow them when pods ask."""
+    """The cluster has no nodes, yet: it may grow them when pods ask."""
 
 
-class Look(Struct, frozen=True):
+class ClusterSnapshot(Struct, frozen=True):
     """The nodes, and which of them hold pods with GPUs."""
 
     nodes: list[Node]
     used: dict[str, str] = {}
 
 
-def look(cluster: Cluster, options: KubernetesOptions, plans_places: bool = True) -> Look:
-    """What `place` wants to know. `plans_places`: no queue places the run. OrchError (76, 78), NoNodes."""
+def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool = True) -> ClusterSnapshot:
+    """What `reserve_nodes` starts from. `used_too`: which nodes have GPUs in use; a queue looks after that itself.
+
+    OrchError (76, 78), NoNodes.
+    """
     wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
-    used = in_background(lambda: _used(cluster)) if plans_places else None
+    used = in_background(lambda: _used(cluster)) if used_too else None
     nodes = cluster.read("Node", Node, wanted, cached=True)
     if not nodes:
         raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
-    return Look(nodes, used.result() if used else {})
+    return ClusterSnapshot(nodes, used.result() if used else {})
 
 
 @contextlib.contextmanager
-def place(
+def reserve_nodes(
     cluster: Cluster,
     plan: Plan,
     options: KubernetesOptions,
     run_id: str,
-    looked: Future[Look] | None = None,
-) -> Iterator[Place]:
+    snapshot: Future[ClusterSnapshot] | None = None,
+) -> Iterator[Reservation]:
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
-    All or nothing: nodes that a living run was given are not given again, and two submitters in one namespace take
-    turns while they choose and create (a Lease), so no two runs ever wait for each other's nodes. OrchError (76) when
-    there is no room now. `looked`: what `look` was asked for before, while the plan was made.
+    All or nothing: nodes that a living run was given are not given again, and one submitter in a namespace at a time
+    chooses and creates (it holds a Lease), so no two runs ever wait for each other's nodes. `snapshot`: one that is
+    being read since before, while the plan was made. OrchError (76) when too few nodes are free.
     """
     check_levels(plan, options)
     check_queue(cluster, options)
-    others_place = options.queue is not None or plan.cluster.device == "cpu"
+    queue_places = options.queue is not None or plan.cluster.device == "cpu"
     try:
-        seen = looked.result() if looked else look(cluster, options, not others_place)
-        topology = _topology(seen, profile(options))
+        view = snapshot.result() if snapshot else read_snapshot(cluster, options, not queue_places)
+        topology = _topology(view, profile(options))
     except NoNodes as error:
-        if not others_place:
+        if not queue_places:
             raise
-        yield Place(warnings=(f"{error.message} yet: placed without knowing the network",))
+        yield Reservation(warnings=(f"{error.message} yet: placed without knowing the network",))
         return
     except OrchError as error:
         if getattr(error, "status", None) != 403:
             raise
         text = f"nodes cannot be read ({error.message}): placed without knowing the network"
-        yield Place(warnings=(text,))
+        yield Reservation(warnings=(text,))
         return
-    if others_place:
-        yield Place(topology)
+    if queue_places:
+        yield Reservation(topology)
         return
-    with _turn(cluster, run_id):
-        topology = _without_taken(topology, _taken(cluster))
-        yield Place(topology, choose(plan, topology, _tier_labels(options, topology)))
+    with _placement_lock(cluster, run_id):
+        topology = _without_used(topology, _nodes_of_living_runs(cluster))
+        yield Reservation(topology, choose(plan, topology, _tier_labels(options, topology)))
 
 
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
@@ -138,11 +141,11 @@ def profile_named(text: str) -> str | Profile:
 def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:
     """Nodes that pods may go to, GPUs, and what is free of them under the cluster's own switches. OrchError (65, 76,
     78)."""
-    return _topology(look(cluster, KubernetesOptions()), profile)
+    return _topology(read_snapshot(cluster, KubernetesOptions()), profile)
 
 
-def _topology(seen: Look, profile: str | Profile) -> Topology:
-    return _without_taken(structs.replace(from_nodes(seen.nodes, profile), name="kubernetes"), seen.used)
+def _topology(view: ClusterSnapshot, profile: str | Profile) -> Topology:
+    return _without_used(structs.replace(from_nodes(view.nodes, profile), name="kubernetes"), view.used)
 
 
 def _tier_labels(options: KubernetesOptions, topology: Topology) -> dict[str, str]:
@@ -193,7 +196,7 @@ def _used(cluster: Cluster) -> dict[str, str]:
     return {pod.spec.node: pod.metadata.name for pod in pods if pod.spec.node and pod.gpus}
 
 
-def _taken(cluster: Cluster) -> dict[str, str]:
+def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
     """Node -> living run of this namespace that was given it, whether or not its pods are there yet."""
     found = {}
     kinds = (lambda: cluster.list("Job", selector()), lambda: cluster.list("JobSet", selector(), absent_ok=True))
@@ -209,7 +212,7 @@ def _taken(cluster: Cluster) -> dict[str, str]:
     return found
 
 
-def _without_taken(topology: Topology, taken: dict[str, str]) -> Topology:
+def _without_used(topology: Topology, taken: dict[str, str]) -> Topology:
     machines = {
         name: structs.replace(machine, free=False, reason=f"has pod {taken[name]}") if name in taken else machine
         for name, machine in topology.machines.items()
@@ -217,14 +220,14 @@ def _without_taken(topology: Topology, taken: dict[str, str]) -> Topology:
     return structs.replace(topology, machines=machines)
 
 
-# ------------------------------------------------------------------------------------------ taking turns
+# ------------------------------------------------------------------------------------------ placement lock
 
 
 @contextlib.contextmanager
-def _turn(cluster: Cluster, run_id: str) -> Iterator[None]:
+def _placement_lock(cluster: Cluster, run_id: str) -> Iterator[None]:
     """Hold the namespace's placement Lease. A holder that died is overtaken after _LEASE_S seconds."""
     end = time.monotonic() + _LEASE_WAIT_S
-    while not _take(cluster, run_id):
+    while not _try_lock(cluster, run_id):
         if time.monotonic() > end:
             raise OrchError(f"other submissions hold Lease {_LEASE}: try again", Exit.CAPACITY)
         time.sleep(0.3)
@@ -235,7 +238,7 @@ def _turn(cluster: Cluster, run_id: str) -> Iterator[None]:
             cluster.delete("Lease", _LEASE)
 
 
-def _take(cluster: Cluster, run_id: str) -> bool:
+def _try_lock(cluster: Cluster, run_id: str) -> bool:
     now = datetime.now(UTC)
     body = {
         "apiVersion": "coordination.k8s.io/v1",
@@ -249,8 +252,7 @@ def _take(cluster: Cluster, run_id: str) -> bool:
     }
     if cluster.create(body) is not None:
         return True
-    there: Sequence[dict] = [found] if (found := cluster.get("Lease", _LEASE)) else []
-    for lease in there:
+    if lease := cluster.get("Lease", _LEASE):
         since = datetime.fromisoformat(lease["spec"]["acquireTime"])
         if (now - since).total_seconds() > _LEASE_S:
             cluster.delete("Lease", _LEASE)

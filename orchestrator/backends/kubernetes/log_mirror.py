@@ -1,4 +1,4 @@
-"""The pods' logs as files of the run folder, so that `orch logs` reads them as any others."""
+"""Log mirror: the pods' logs as files of the run folder, so that `orch logs` reads them as any others."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder, write_private
 
 from .api.client import Cluster
-from .phases import Seen, index_of
+from .phases import ObservedRun, index_of
 from .pod.rank_mapping import node_names
-from .pod.rendezvous import Here
-from .pod.status_lines import parse, rank_of
+from .pod.rendezvous import Join
+from .pod.status_lines import parse_rank_line, parse_status_line
 
-_LOOK_S = 2.0  # for pods that have come
+_POLL_S = 2.0  # for new pods
 
 
-def fill(folder: RunFolder, cluster: Cluster, seen: Seen) -> None:
-    """Replace the local logs by what the pods have said until now. A pod that is gone leaves what was read before."""
-    names = names_of(seen.pods)
-    for pod in seen.pods:
+def copy_logs(folder: RunFolder, cluster: Cluster, run: ObservedRun) -> None:
+    """Replace the local logs by the pods' logs of now. Of a pod that is gone, what was read before stays."""
+    names = pod_node_names(run.pods)
+    for pod in run.pods:
         texts: dict[int | None, list[str]] = {}
-        for rank, line in _sorted(cluster.log(pod["metadata"]["name"])):
+        for rank, line in _by_writer(cluster.log(pod["metadata"]["name"])):
             texts.setdefault(rank, []).append(line)
         for rank, lines in texts.items():
             path = folder.agent_log(names[index_of(pod)]) if rank is None else folder.rank_log(rank)
@@ -32,16 +32,16 @@ def fill(folder: RunFolder, cluster: Cluster, seen: Seen) -> None:
 
 
 @contextlib.contextmanager
-def followed(folder: RunFolder, cluster: Cluster, look: Callable[[], Seen]) -> Iterator[None]:
+def follow_logs(folder: RunFolder, cluster: Cluster, observe: Callable[[], ObservedRun]) -> Iterator[None]:
     """While the body runs, local logs grow with the pods' own, those of pods that come later too."""
     end = threading.Event()
 
     def watch() -> None:
         known: set[str] = set()
-        while not end.wait(_LOOK_S if known else 0.0):
+        while not end.wait(_POLL_S if known else 0.0):
             with contextlib.suppress(OrchError):
-                pods = look().pods
-                names = names_of(pods)
+                pods = observe().pods
+                names = pod_node_names(pods)
                 for pod in pods:
                     name = pod["metadata"]["name"]
                     if name not in known and pod.get("status", {}).get("phase") != "Pending":
@@ -60,22 +60,22 @@ def followed(folder: RunFolder, cluster: Cluster, look: Callable[[], Seen]) -> I
 
 def _append(folder: RunFolder, cluster: Cluster, pod: dict, node: str) -> None:
     with contextlib.suppress(OrchError, OSError):
-        for rank, line in _sorted(cluster.log(pod["metadata"]["name"], follow=True)):
+        for rank, line in _by_writer(cluster.log(pod["metadata"]["name"], follow=True)):
             path = folder.agent_log(node) if rank is None else folder.rank_log(rank)
             with path.open("a", encoding="utf-8", errors="replace") as log:
                 log.write(f"{line}\n")
 
 
-def _sorted(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
-    """(rank, line) of workers, (None, line) of the agent; what is meant for `orch status` is left out."""
+def _by_writer(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
+    """(rank, line) of workers, (None, line) of the agent; status lines are left out."""
     for line in lines:
-        if found := rank_of(line):
+        if found := parse_rank_line(line):
             yield found
-        elif parse(line) is None:
+        elif parse_status_line(line) is None:
             yield None, line
 
 
-def names_of(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def pod_node_names(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Index -> what the plan calls that pod's share of a node."""
-    here = [Here(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods]
-    return {pod.index: name for pod, name in zip(here, node_names(here), strict=True)}
+    members = [Join(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods]
+    return {member.index: name for member, name in zip(members, node_names(members), strict=True)}

@@ -14,7 +14,7 @@ NODES = "orch.dev/nodes"  # the nodes chosen for a run that no queue places
 SUMMARY = "orch.dev/summary"
 MANAGED = "app.kubernetes.io/managed-by"
 
-METRICS_PORT, GATHER_PORT, CONTROL_PORT = 9401, 9402, 9403
+METRICS_PORT, RENDEZVOUS_PORT, CONTROL_PORT = 9401, 9402, 9403
 JOB_OF_SET = "node"  # the one replicated job of a JobSet
 CONTAINER = "agent"
 

@@ -1,4 +1,4 @@
-"""A run's objects, as the API server shows them, put into words: where it stands, why it waits, how it ended. Pure.
+"""The status of a run from its objects in the API server: its phase, why it waits, how it ended. Pure.
 
 Sources: batch/v1 JobStatus and pod lifecycle documentation; reasons as kubelet and scheduler spell them.
 """
@@ -31,8 +31,8 @@ _WAITING: dict[str, str] = {
 _STUCK_S = 60.0  # beyond its grace period, a pod that is still Terminating will not end by itself
 
 
-class Seen(Struct, frozen=True, kw_only=True):
-    """What the API server says of one run. Plain objects, as they came."""
+class ObservedRun(Struct, frozen=True, kw_only=True):
+    """The API server's objects of one run, as they came."""
 
     main: Mapping[str, Any] | None  # the Job or JobSet
     job: Mapping[str, Any] | None  # the Job, which a JobSet has made
@@ -41,7 +41,7 @@ class Seen(Struct, frozen=True, kw_only=True):
     workload: Mapping[str, Any] | None = None  # Kueue's
 
 
-class Meaning(Struct, frozen=True, kw_only=True):
+class RunStatus(Struct, frozen=True, kw_only=True):
     phase: Phase
     text: str
     exit: Exit | None = None  # of the run when this is its end
@@ -50,47 +50,48 @@ class Meaning(Struct, frozen=True, kw_only=True):
     restarts: int = 0  # pods that came back, counted or not
 
 
-def meaning(seen: Seen, now: float) -> Meaning:
-    """What it all means. A run without any Job is over; its own state tells how."""
-    if seen.main is None:
-        return Meaning(phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True)
-    facts = {"nodes": nodes_of(seen.pods), "restarts": _restarts(seen.job)}
-    bodies = [body for body in (seen.job, seen.main) if body]
+def status_of(run: ObservedRun, now: float) -> RunStatus:
+    """The status of the run. One without a Job is over; its own state says how it ended."""
+    if run.main is None:
+        return RunStatus(phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True)
+    facts = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
+    bodies = [body for body in (run.job, run.main) if body]
     if any(_condition(body, "Complete", "Completed") for body in bodies):
-        return Meaning(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
+        return RunStatus(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
     for kind in ("Failed", "FailureTarget"):  # a Job that has failed carries both, the announcement first
         for body in bodies:
             if found := _condition(body, kind):
-                return _failed(seen, found, facts)
-    if seen.main["metadata"].get("deletionTimestamp"):
-        text = stuck(seen.pods, now) or "ending: its pods save and leave"
-        return Meaning(phase="stopping", text=text, **facts)
-    if seen.main.get("spec", {}).get("suspend"):
-        return Meaning(phase="pending", text=_suspended(seen), **facts)
-    return _alive(seen, now, facts)
+                return _failed(run, found, facts)
+    if run.main["metadata"].get("deletionTimestamp"):
+        text = stuck(run.pods, now) or "ending: its pods save and leave"
+        return RunStatus(phase="stopping", text=text, **facts)
+    if run.main.get("spec", {}).get("suspend"):
+        return RunStatus(phase="pending", text=_suspended(run), **facts)
+    return _alive(run, now, facts)
 
 
-def _failed(seen: Seen, condition: Mapping[str, Any], facts: dict) -> Meaning:
-    codes = [code for pod in seen.pods if (code := exit_code(pod)) not in (None, 0)]
+def _failed(run: ObservedRun, condition: Mapping[str, Any], facts: dict) -> RunStatus:
+    codes = [code for pod in run.pods if (code := exit_code(pod)) not in (None, 0)]
     told = re.search(r"exit code (\d+)", condition.get("message", ""))
     final = [code for code in codes if code in _CODES and code != Exit.RESTART]
     code = int(told[1]) if told else final[0] if final else int(Exit.USER)
-    last = next((word for pod in seen.pods if exit_code(pod) == code and (word := last_word(pod))), "")
-    text = last or f"{condition.get('reason', 'Failed')}: {_short(condition.get('message', ''))}"
+    messages = (termination_message(pod) for pod in run.pods if exit_code(pod) == code)
+    why = f"{condition.get('reason', 'Failed')}: {_short(condition.get('message', ''))}"
+    text = next(filter(None, messages), why)
     exit = Exit(code) if code in _CODES else Exit.USER
     if condition["type"] == "FailureTarget":  # its other pods are still leaving
-        return Meaning(phase="stopping", text=text, **facts)
-    return Meaning(phase="failed", text=text, exit=exit, over=True, **facts)
+        return RunStatus(phase="stopping", text=text, **facts)
+    return RunStatus(phase="failed", text=text, exit=exit, over=True, **facts)
 
 
 _CODES = {int(code) for code in MEANING}
 
 
-def _suspended(seen: Seen) -> str:
+def _suspended(run: ObservedRun) -> str:
     """Why it has not been let in."""
-    if seen.workload is None:
+    if run.workload is None:
         return "waiting to be admitted (suspended)"
-    conditions = seen.workload.get("status", {}).get("conditions") or []
+    conditions = run.workload.get("status", {}).get("conditions") or []
     for kind in ("Evicted", "QuotaReserved", "Admitted"):
         for found in conditions:
             wanted = "True" if kind == "Evicted" else "False"
@@ -99,18 +100,18 @@ def _suspended(seen: Seen) -> str:
     return "queued"
 
 
-def _alive(seen: Seen, now: float, facts: dict) -> Meaning:
-    pods = seen.pods
+def _alive(run: ObservedRun, now: float, facts: dict) -> RunStatus:
+    pods = run.pods
     if text := stuck(pods, now):
-        return Meaning(phase="restarting", text=text, **facts)
-    wanted = (seen.job or {}).get("spec", {}).get("completions") or len(pods)
+        return RunStatus(phase="restarting", text=text, **facts)
+    wanted = (run.job or {}).get("spec", {}).get("completions") or len(pods)
     running = [pod for pod in pods if _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")]
     if len(running) >= wanted:
-        return Meaning(phase="running", text="running", **facts)
-    if why := waiting_reason(pods, seen.events):
-        return Meaning(phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts)
+        return RunStatus(phase="running", text="running", **facts)
+    if why := waiting_reason(pods, run.events):
+        return RunStatus(phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts)
     phase = "restarting" if facts["restarts"] else "starting"
-    return Meaning(phase=phase, text=f"{len(running)} of {wanted} pods run", **facts)
+    return RunStatus(phase=phase, text=f"{len(running)} of {wanted} pods run", **facts)
 
 
 def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> str:
@@ -172,8 +173,8 @@ def exit_code(pod: Mapping[str, Any]) -> int | None:
     return ended.get("exitCode") if ended else None
 
 
-def last_word(pod: Mapping[str, Any]) -> str:
-    """What the pod's process 1 wrote before it left."""
+def termination_message(pod: Mapping[str, Any]) -> str:
+    """What the pod's process 1 wrote before it ended."""
     import msgspec
 
     message = (_terminated(pod) or {}).get("message", "")

@@ -13,7 +13,7 @@ from orchestrator.run.state import Cause, RunState
 from orchestrator.run.untrusted import UNREADABLE
 
 if TYPE_CHECKING:
-    from .phases import Meaning
+    from .phases import RunStatus
 
 
 class KubernetesRecord(Frozen):
@@ -40,7 +40,7 @@ def read_record(folder: RunFolder) -> KubernetesRecord | None:
         return None
 
 
-def verdict(state: RunState, what: Meaning, cancel_asked: bool, sent: bool = True) -> RunState:
+def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
     """The run's true state. The cluster knows whether its pods live; what they said last knows how the program fares.
 
     `state` holds the coordinator's own words, as old as the last log that was read. Pure.
@@ -57,7 +57,7 @@ def verdict(state: RunState, what: Meaning, cancel_asked: bool, sent: bool = Tru
     return _replace(state, state=phase, exit_code=None, reason=what.text, ended_at=None)
 
 
-def _ended(state: RunState, what: Meaning, cancel_asked: bool, sent: bool) -> RunState:
+def _ended(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool) -> RunState:
     if cancel_asked and what.phase != "done":
         return _final(state, "cancelled", Exit.RESTART, "cancelled by the user")
     if state.is_final and (what.phase == "stopped" or state.state == what.phase):

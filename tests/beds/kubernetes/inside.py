@@ -15,7 +15,7 @@ from msgspec import structs
 from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.backends.kubernetes.objects.render import Manifest, render
 from orchestrator.backends.kubernetes.options import read_options
-from orchestrator.backends.kubernetes.sending import hand_over, is_sent, send
+from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.run.request import Code, Site, make_request
@@ -46,9 +46,9 @@ def dry_run(kind: str) -> dict[str, list[str]]:
 
 
 def put(cluster: Cluster, bodies: list[dict], run_id: str, submission: str) -> None:
-    """As `orchestrator.backends.kubernetes.pod.starting` does it."""
+    """As `orchestrator.backends.kubernetes.submission` does it."""
     if not is_sent(cluster, bodies, submission):
-        hand_over(cluster, bodies, send(cluster, bodies, run_id, submission), submission)
+        set_owner(cluster, bodies, apply_all(cluster, bodies, run_id, submission), submission)
 
 
 def twice() -> dict[str, object]:

@@ -131,9 +131,13 @@ class _Merged(Struct):
     current_context: str = ""
 
 
+def _files(environ: Mapping[str, str]) -> str:
+    return environ.get("KUBECONFIG") or "~/.kube/config"
+
+
 def _kubeconfig(environ: Mapping[str, str]) -> _Merged:
     merged = _Merged([], [], [])
-    for name in filter(None, (environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)):
+    for name in filter(None, _files(environ).split(os.pathsep)):
         path = Path(name).expanduser()
         if not path.is_file():
             continue
@@ -172,7 +176,7 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
     space = context.namespace or "default"
     proxied = cluster.proxy_url or any(map(environ.get, _PROXIES))
     if user.exec or user.auth_provider or user.username or proxied:
-        return _by_package(chosen.name, space)
+        return _by_package(chosen.name, space, environ)
     from .transport import connect  # urllib3 with it, which is not for who does not reach out
 
     host = cluster.server.rstrip("/")
@@ -180,7 +184,7 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
     token = user.token or (_file(owner.folder, user.token_file).read_text().strip() if user.token_file else "")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     transport = connect(host, tls, cluster.tls_server_name)
-    return Access(host, space, transport, lambda: headers, lambda: _package_settings(chosen.name))
+    return Access(host, space, transport, lambda: headers, lambda: _package_settings(chosen.name, environ))
 
 
 def _file(folder: str, name: str) -> Path:
@@ -240,16 +244,16 @@ def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
     address = f"https://{name}:{port}"
     from .transport import connect
 
-    return Access(address, space, connect(address, tls), headers, lambda: _package_settings(None))
+    return Access(address, space, connect(address, tls), headers, lambda: _package_settings(None, environ))
 
 
-def _by_package(context: str, namespace: str) -> Access:
+def _by_package(context: str, namespace: str, environ: Mapping[str, str]) -> Access:
     """Plugins and the rest, as the kubernetes package has them; it renews what expires."""
     from kubernetes import client
 
     from .transport import Transport
 
-    settings = _package_settings(context)
+    settings = _package_settings(context, environ)
 
     def headers() -> Mapping[str, str]:
         found = settings.auth_settings().values()
@@ -259,7 +263,7 @@ def _by_package(context: str, namespace: str) -> Access:
     return Access(settings.host, namespace, transport, headers, lambda: settings)
 
 
-def _package_settings(context: str | None) -> Any:
+def _package_settings(context: str | None, environ: Mapping[str, str]) -> Any:
     """kubernetes.client.Configuration of a context; None: of the cluster that this pod runs in. Unusable."""
     from kubernetes import client, config
     from kubernetes.config.config_exception import ConfigException
@@ -269,7 +273,7 @@ def _package_settings(context: str | None) -> Any:
         if context is None:
             config.load_incluster_config(client_configuration=settings)
         else:
-            config.load_kube_config(context=context, client_configuration=settings)
+            config.load_kube_config(_files(environ), context, client_configuration=settings)
     except (ConfigException, TypeError) as error:
         raise Unusable(str(error)) from None
     return settings

@@ -1,4 +1,4 @@
-"""What the cluster is asked for so that the pods come to lie as the plan supposes. Pure.
+"""Scheduling constraints that put pods where the plan expects them. Pure.
 
 With Kueue: annotations of topology-aware scheduling (kueue.x-k8s.io, apis/kueue/v1beta2/topology_types.go). Without it:
 node affinity towards nodes that were chosen from the live ones. Either way the ranks are put on the nodes that really
@@ -28,7 +28,7 @@ HOST = "kubernetes.io/hostname"
 SCORED = 100
 
 
-class Chosen(Struct, frozen=True):
+class ChosenNodes(Struct, frozen=True):
     """Nodes for a run that no queue places, and what they have in common."""
 
     nodes: tuple[str, ...]  # in topology order
@@ -91,7 +91,7 @@ def common_level(plan: Plan, names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------ without a queue
 
 
-def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
+def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> ChosenNodes:
     """Free nodes for the plan, close together, no TP/EP domain or pipeline split over two innermost switches.
 
     `labels`: tier -> node label, for what the nodes have in common. OrchError (76) when too few nodes are free: all of
@@ -108,11 +108,11 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> Chosen:
     nodes = choose_nodes(whole if len(whole) >= wanted else fitting, topology, wanted)
     label, values = _common(nodes, topology, labels)
     if label:
-        return Chosen(tuple(nodes), label, values)
+        return ChosenNodes(tuple(nodes), label, values)
     whole, rest = _whole(nodes, topology, labels)
     alike = _spare_switches(whole, fitting, topology, labels, len(nodes)) if not rest else ()
     spare_whole, spares = _whole(alike or _spares(nodes, fitting, topology), topology, labels)
-    return Chosen(tuple(nodes), whole=whole, rest=rest, spares=spares, spare_whole=spare_whole)
+    return ChosenNodes(tuple(nodes), whole=whole, rest=rest, spares=spares, spare_whole=spare_whole)
 
 
 def _whole(
@@ -193,7 +193,7 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
     return "", ()
 
 
-def node_affinity(chosen: Chosen) -> dict[str, Any]:
+def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
     """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares.
 
     In as few words as say it, for the scheduler weighs them for every pod on every node: one term a label, and of what

@@ -1,7 +1,7 @@
-"""The pod of one agent: what runs, with what, as whom. Pure; every default meets Pod Security's `restricted` level.
+"""The pod of one agent: what runs, with what, as whom, and what its exit code means for the Job. Pure.
 
-As few fields as say it: the API server, the scheduler and every watcher read each of them again whenever one of 512
-pods changes, and the server keeps a note on who set it. What a process can find out or set for itself is not in here.
+Every default meets Pod Security's `restricted` level. No field that a process can find out or set for itself: the API
+server, the scheduler and every watcher read each of them again whenever one of 512 pods changes.
 
 Sources: https://kubernetes.io/docs/concepts/security/pod-security-standards/ ; NCCL over InfiniBand: conventions of the
 NVIDIA GPU and network operators (GPU and RDMA resources in requests and limits, else NCCL silently uses sockets).
@@ -15,11 +15,12 @@ from typing import Any
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, ROOT, RUNS
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration
 from orchestrator.plan.document import Plan
+from orchestrator.plan.exits import FATAL, Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
 
-from .node_affinity import Chosen, node_affinity
+from .node_affinity import ChosenNodes, node_affinity
 
-MARGIN_S = 30  # between the last worker's end and the kubelet's SIGKILL: the agent's last words
+MARGIN_S = 30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
 
 
 def grace_seconds(plan: Plan, options: KubernetesOptions, wanted_s: float) -> int:
@@ -35,7 +36,7 @@ def pod_template(
     grace_s: int,
     labels: dict[str, str],
     annotations: dict[str, str],
-    chosen: Chosen | None,
+    chosen: ChosenNodes | None,
     subdomain: bool,
 ) -> dict[str, Any]:
     """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives MARGIN_S more."""
@@ -198,3 +199,38 @@ def _container_security(options: KubernetesOptions) -> dict[str, Any]:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"], **added},
     }
+
+
+# ------------------------------------------------------------------------------------------ exit codes
+
+#: Exit codes of an agent whose run cannot be helped by starting it again. USER and INTERNAL are among them because the
+#: agents have tried again themselves: `backend.max_restarts` is theirs to count.
+FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL)}))
+
+
+def pod_failure_policy() -> dict[str, Any]:
+    """Rules in order, the first match wins (batch/v1 PodFailurePolicy; needs restartPolicy Never).
+
+    A disruption (preemption, drain, eviction, lost node) costs nothing. A pod that lost a peer carries no such mark, so
+    it leaves with 75, which costs nothing either. All else is counted against backoffLimit: 74, 76, killed by a signal.
+    """
+    return {
+        "rules": [
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "FailJob", "onExitCodes": _codes(*FINAL)},
+            {"action": "Ignore", "onExitCodes": _codes(int(Exit.RESTART))},
+        ]
+    }
+
+
+def _codes(*values: int) -> dict[str, Any]:
+    return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
+
+
+def pod_exit(code: int) -> int:
+    """What a pod leaves with when its agent ended with `code`.
+
+    On a cluster a lost peer or a fenced agent begins the next attempt and does not end the run: 76 and 77
+    become 75. The pod of a node that is sick (74) is counted, so that it does not come back there for ever.
+    """
+    return int(Exit.RESTART) if code in (Exit.CAPACITY, Exit.FENCED) else code

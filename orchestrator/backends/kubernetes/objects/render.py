@@ -16,17 +16,15 @@ from msgspec import Struct, structs
 from orchestrator.backends.kubernetes import names
 from orchestrator.backends.kubernetes.names import object_name, standard_labels
 from orchestrator.backends.kubernetes.options import KubernetesOptions
-from orchestrator.backends.kubernetes.pod.rank_mapping import pack_topology
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.run.request import AgentCommand, LaunchRequest, to_bytes
 
-from .node_affinity import Chosen, kueue_annotations, kueue_labels
-from .payload import pack
-from .pod import grace_seconds, pod_template
-from .pod_failure_policy import pod_failure_policy
+from .node_affinity import ChosenNodes, kueue_annotations, kueue_labels
+from .payload import pack_plan, pack_topology
+from .pod import grace_seconds, pod_failure_policy, pod_template
 
 MOST_BYTES = 1 << 20  # of a ConfigMap's or Secret's values together (apiserver validation)
 NO_KEY = "drawn when the run is submitted"
@@ -43,7 +41,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     key: str = NO_KEY  # hex
     environment: dict[str, str] = {}  # values of the variables that were passed on
     topology: Topology | None = None  # of all nodes that pods may come to lie on, where it is known
-    chosen: Chosen | None = None
+    chosen: ChosenNodes | None = None
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # how often it was started again
 
@@ -134,7 +132,7 @@ def _secret(run: Manifest) -> dict[str, Any]:
 
 def _config_map(run: Manifest) -> dict[str, Any]:
     request = to_bytes(pod_request(run.request, run.plan, run.options)).decode()
-    binary = {"plan.bin": pack(run.plan)}
+    binary = {"plan.bin": pack_plan(run.plan)}
     if run.topology is not None:
         binary["topology.bin"] = pack_topology(run.topology)
     text = {"request.json": request, "config.yaml": run.config.decode()}
@@ -154,7 +152,7 @@ def _check_size(kind: str, size: int) -> None:
 
 
 def _service(run: Manifest) -> dict[str, Any]:
-    """Headless: it only gives index 0 its name, before it is ready too; there the pods learn each other's addresses.
+    """Headless: it only gives pod 0 its name, before it is ready too; there the pods learn each other's addresses.
 
     One that selects all of them costs dearly: each change of one of 512 pods rewrites the lists of their addresses, and
     the scheduler spreads the pods of a Service, unless told otherwise, which it works out for every pod on every node
@@ -169,7 +167,7 @@ def _service(run: Manifest) -> dict[str, Any]:
             "publishNotReadyAddresses": True,
             "selector": {names.RUN: run.request.run_id, names.INDEX: "0"},
             "ports": [
-                {"name": "gather", "port": names.GATHER_PORT},
+                {"name": "gather", "port": names.RENDEZVOUS_PORT},
                 {"name": "control", "port": names.CONTROL_PORT},
             ],
         },

@@ -1,8 +1,8 @@
-"""The pods of a run find each other: every pod says which node it came to lie on, and all learn of all, at once.
+"""Rendezvous of a run's pods: every pod sends the node it was placed on, and all receive the list of all, at once.
 
-Pods have no access to the API server. What they know is their own node (downward API), the name of index 0 in the run's
-Service, and the run's key; the connection is the authenticated channel of the agents (docs/protocol.md). DNS that is
-not there yet, a peer that is not there yet, and one that comes a second time are all normal here.
+Pods have no access to the API server. They know their own node (downward API), the name of pod 0 in the run's Service,
+and the run's key; the connection is the authenticated channel of the agents (docs/protocol.md). DNS that is not there
+yet, a peer that is not there yet, and one that comes a second time are all normal here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from orchestrator.agent.protocol.channel import LONGEST_LINE, Channel, Refused, 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-_RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between looks for index 0; the last one repeats
-_SAY_S = 30.0
+_RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between tries to reach pod 0; the last one repeats
+_LOG_S = 30.0
 
-log = logging.getLogger("orch.gather")
+log = logging.getLogger("orch.rendezvous")
 
 
-class Here(Struct, frozen=True, forbid_unknown_fields=True, tag="here", tag_field="kind"):
-    """One pod: its completion index, and where it lies."""
+class Join(Struct, frozen=True, forbid_unknown_fields=True, tag="join", tag_field="kind"):
+    """What a pod sends to pod 0: its completion index, and where it runs."""
 
     index: int
     node: str  # name of the Node
@@ -33,19 +33,19 @@ class Here(Struct, frozen=True, forbid_unknown_fields=True, tag="here", tag_fiel
     pod: str
 
 
-class Go(Struct, frozen=True, forbid_unknown_fields=True, tag="go", tag_field="kind"):
-    """All pods in order of their index, and the plan that index 0 made of them."""
+class Start(Struct, frozen=True, forbid_unknown_fields=True, tag="start", tag_field="kind"):
+    """What pod 0 answers: all pods in order of their index, and the hash of the plan that it made for them."""
 
-    members: list[Here]
+    members: list[Join]
     plan_hash: str
 
 
 class Leader:
-    """Index 0's side. `async with` opens the port; `members` waits; `release` lets all go on."""
+    """Pod 0's side. `async with` opens the port; `members` waits for all pods; `release` answers them."""
 
-    def __init__(self, own: Here, count: int, run: str, key: bytes, port: int):
+    def __init__(self, own: Join, count: int, run: str, key: bytes, port: int):
         self._own, self._count, self._run, self._key, self._port = own, count, run, key, port
-        self._members: dict[int, tuple[Here, Channel | None]] = {own.index: (own, None)}
+        self._members: dict[int, tuple[Join, Channel | None]] = {own.index: (own, None)}
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Leader:
@@ -58,108 +58,114 @@ class Leader:
             if channel:
                 await channel.close()
 
-    async def members(self, timeout_s: float) -> list[Here]:
-        """Every pod, in order. OrchError (76) when some have not come in time: the others must not hold their nodes."""
+    async def members(self, timeout_s: float) -> list[Join]:
+        """Every pod, in order of the indices.
+
+        OrchError (76) when some have not joined in time: the others must not hold their nodes.
+        """
         end = asyncio.get_running_loop().time() + timeout_s
         while len(self._members) < self._count:
             left = end - asyncio.get_running_loop().time()
             missing = [str(i) for i in range(self._count) if i not in self._members]
             if left <= 0:
-                raise OrchError(f"pods {_some(missing)} did not come within {timeout_s:g} s", Exit.CAPACITY)
-            log.info("%d of %d pods are here, waiting for %s", len(self._members), self._count, _some(missing))
+                raise OrchError(f"pods {_some(missing)} did not join within {timeout_s:g} s", Exit.CAPACITY)
+            log.info("%d of %d pods have joined, waiting for %s", len(self._members), self._count, _some(missing))
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(_SAY_S, left))
+                await asyncio.wait_for(self._changed.wait(), min(_LOG_S, left))
         return [self._members[index][0] for index in range(self._count)]
 
-    def release(self, go: Go) -> None:
+    def release(self, start: Start) -> None:
+        """Send `start` to every other pod."""
         for _, channel in self._members.values():
             if channel:
-                channel.send(0, go)
+                channel.send(0, start)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            channel = await accept(reader, writer, self._run, self._key, Here)
+            channel = await accept(reader, writer, self._run, self._key, Join)
             received = await channel.receive()
         except (Refused, OSError) as error:
             log.warning("refused a connection: %s", error)
             writer.transport.abort()
             return
-        here = received[1] if received else None
-        if here is None or not 0 < here.index < self._count:
+        join = received[1] if received else None
+        if not isinstance(join, Join) or not 0 < join.index < self._count:
             channel.abort()
             return
-        before = self._members.get(here.index)
+        before = self._members.get(join.index)
         if before and before[1]:
-            before[1].abort()  # its pod was replaced, or lost us for a moment
-        self._members[here.index] = here, channel
+            before[1].abort()  # its pod was replaced, or lost the connection for a moment
+        self._members[join.index] = join, channel
         self._changed.set()
         with contextlib.suppress(Refused):
-            await channel.receive()  # nothing more is said: this ends when the pod does
-        if self._members.get(here.index, (None, None))[1] is channel:
-            del self._members[here.index]
+            await channel.receive()  # nothing more is sent: this ends when the pod does
+        if self._members.get(join.index, (None, None))[1] is channel:
+            del self._members[join.index]
             self._changed.set()
 
 
-async def follow(own: Here, host: str, port: int, run: str, key: bytes, timeout_s: float) -> Go:
-    """Every other pod's side: find index 0, wait to be released. OrchError: 76 when that takes too long, 78 for a wrong
-    key.
+async def rendezvous(
+    own: Join, count: int, host: str, port: int, run: str, key: bytes, timeout_s: float,
+    assign: Callable[[list[Join]], str],
+) -> Start:  # fmt: skip
+    """Complete the rendezvous of `count` pods as the pod `own`; all pods, and the hash of their plan.
+
+    `assign`: what pod 0 does with the members before it answers them; returns the plan's hash. OrchError: 76 when it
+    takes longer than `timeout_s`, 78 for a wrong key.
     """
+    wake_ups = asyncio.create_task(_wake_up())
+    try:
+        if own.index:
+            return await _join(own, host, port, run, key, timeout_s)
+        async with Leader(own, count, run, key, port) as leader:
+            members = await leader.members(timeout_s)
+            start = Start(members, assign(members))
+            leader.release(start)
+        return start
+    finally:
+        wake_ups.cancel()
+
+
+async def _join(own: Join, host: str, port: int, run: str, key: bytes, timeout_s: float) -> Start:
+    """Every other pod's side: reach pod 0, and wait for its answer."""
     loop = asyncio.get_running_loop()
     end, attempt, problem = loop.time() + timeout_s, 0, "not tried"
     while loop.time() < end:
         try:
-            channel = await asyncio.wait_for(connect(host, port, run, f"pod-{own.index}", key, Go), 15.0)
+            channel = await asyncio.wait_for(connect(host, port, run, f"pod-{own.index}", key, Start), 15.0)
         except WrongKey as error:
             raise OrchError(str(error), Exit.SECURITY) from None
         except (OSError, Refused, TimeoutError) as error:  # no name yet, nobody there yet
             if str(error) != problem:
-                log.info("looking for %s:%d: %s", host, port, error)
+                log.info("connecting to pod 0 at %s:%d: %s", host, port, error)
             problem = str(error)
         else:
-            if go := await _wait_for_go(channel, own, end):
-                return go
-            problem, attempt = "index 0 went away", 0
+            if start := await _wait_for_start(channel, own, end):
+                return start
+            problem, attempt = "pod 0 closed the connection", 0
         await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
         attempt += 1
-    raise OrchError(f"index 0 ({host}:{port}) did not let us go on within {timeout_s:g} s: {problem}", Exit.CAPACITY)
+    text = f"pod 0 ({host}:{port}) did not complete the rendezvous within {timeout_s:g} s"
+    raise OrchError(f"{text}: {problem}", Exit.CAPACITY)
 
 
-async def _wait_for_go(channel: Channel, own: Here, end: float) -> Go | None:
-    """None when index 0 went away first. The connection never outlives this call: it is what says that we are here."""
+async def _wait_for_start(channel: Channel, own: Join, end: float) -> Start | None:
+    """None when pod 0 closed the connection. It never outlives this call: an open one is what says that we are here."""
     try:
         channel.send(0, own)
-        log.info("found index 0, waiting for the others")
+        log.info("joined pod 0, waiting for the others")
         left = end - asyncio.get_running_loop().time()
         received = await asyncio.wait_for(channel.receive(), max(0.1, left))
-        return received[1] if received else None
+        return received[1] if received and isinstance(received[1], Start) else None
     except (Refused, TimeoutError):
         return None
     finally:
         channel.abort()
 
 
-async def gather(
-    own: Here, count: int, host: str, port: int, run: str, key: bytes, timeout_s: float,
-    settle: Callable[[list[Here]], str],
-) -> Go:  # fmt: skip
-    """One pod's whole part. `settle`: what index 0 does with the members before it lets them go; returns the plan's
-    hash."""
-    looks = asyncio.create_task(_look_up())
-    try:
-        if own.index:
-            return await follow(own, host, port, run, key, timeout_s)
-        async with Leader(own, count, run, key, port) as leader:
-            members = await leader.members(timeout_s)
-            go = Go(members, settle(members))
-            leader.release(go)
-        return go
-    finally:
-        looks.cancel()
-
-
-async def _look_up() -> None:
-    """A signal that comes between Python's last look and a long wait is acted upon when that ends: let none be long."""
+async def _wake_up() -> None:
+    """Keep the loop from waiting long: a signal that comes just before a wait is handled only when that ends."""
     while True:
         await asyncio.sleep(1.0)
 

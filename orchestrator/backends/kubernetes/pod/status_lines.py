@@ -1,4 +1,4 @@
-"""What a pod says on its standard output: its workers' lines, and from time to time where the run stands.
+"""Status lines: a pod's standard output carries its workers' lines and, in regular intervals, the state of the run.
 
 Pods' logs are the one thing that every user of a namespace may read, so `orch status` and `orch logs` need no further
 permission and no open port. A line is `[rank 3] text`, or `@orch {json}`; the agent's own lines are as they are.
@@ -22,8 +22,8 @@ from orchestrator.run.state import RunState
 from orchestrator.run.untrusted import UNREADABLE
 
 MARK = "@orch "
-_LOOK_S = 0.25
-_STATE_S = 10.0  # the state is said again this often, so that the last lines of a long log hold it
+_POLL_S = 0.25
+_STATE_S = 10.0  # the state is written again this often, so that the last lines of a long log hold it
 _STEP_S = 2.0
 _EPOCHS = 8
 
@@ -31,7 +31,7 @@ _EPOCHS = 8
 NOTHING = msgspec.Raw(b"null")
 
 
-class Said(msgspec.Struct, frozen=True):
+class StatusLine(msgspec.Struct, frozen=True):
     """What follows MARK."""
 
     state: msgspec.Raw = NOTHING  # state.json
@@ -39,73 +39,77 @@ class Said(msgspec.Struct, frozen=True):
     step: msgspec.Raw = NOTHING  # one line of metrics/<node>.jsonl
 
 
-class Relay:
-    """A thread of this pod that follows its own files until `close`."""
+class StatusLineWriter:
+    """A thread that copies what is new in the run folder to standard output, until `close`. `is_leader`: pod 0's."""
 
-    def __init__(self, folder: RunFolder, node: str, ranks: Sequence[int], leads: bool, out: TextIO | None = None):
-        self._folder, self._node, self._leads, self._out = folder, node, leads, out or sys.stdout
+    def __init__(self, folder: RunFolder, node: str, ranks: Sequence[int], is_leader: bool, out: TextIO | None = None):
+        self._folder, self._node, self._is_leader, self._out = folder, node, is_leader, out or sys.stdout
         self._tails = {rank: LogTail(folder.rank_log(rank), last_lines=0) for rank in ranks}
         self._state, self._state_at, self._step, self._step_at = b"", 0.0, b"", 0.0
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="status-lines", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Say what is left."""
+        """Write what is left."""
         self._end.set()
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
-        while not self._end.wait(_LOOK_S):
+        while not self._end.wait(_POLL_S):
             self._pass(last=False)
         self._pass(last=True)
 
     def _pass(self, last: bool) -> None:
         lines = [f"[rank {rank}] {line}" for rank, tail in self._tails.items() for line in tail.read(last=last)]
         now = time.monotonic()
-        if self._leads and (last or now - self._step_at >= _STEP_S):
+        if self._is_leader and (last or now - self._step_at >= _STEP_S):
             found = tail_lines(self._folder.metrics(self._node), size=1 << 14)
             if found and found[-1] != self._step:
                 self._step, self._step_at = found[-1], now
-                lines.append(_line(Said(node=self._node, step=msgspec.Raw(found[-1]))))
-        if self._leads and (state := self._read_state()) and (state != self._state or now - self._state_at > _STATE_S):
+                lines.append(_line(StatusLine(node=self._node, step=msgspec.Raw(found[-1]))))
+        if (
+            self._is_leader
+            and (state := self._read_state())
+            and (state != self._state or now - self._state_at > _STATE_S)
+        ):
             self._state, self._state_at = state, now
-            lines.append(_line(Said(state=msgspec.Raw(state))))
+            lines.append(_line(StatusLine(state=msgspec.Raw(state))))
         if lines:
             self._out.write("\n".join(lines) + "\n")
             self._out.flush()
 
     def _read_state(self) -> bytes:
         try:
-            return msgspec.json.encode(short(msgspec.json.decode(self._folder.state.read_bytes(), type=RunState)))
+            return msgspec.json.encode(compact(msgspec.json.decode(self._folder.state.read_bytes(), type=RunState)))
         except (OSError, *UNREADABLE):
             return b""
 
 
-def short(state: RunState) -> RunState:
-    """For one line of a log: the last epochs, whose causes leave their tracebacks to the workers' own lines."""
-    told = [
+def compact(state: RunState) -> RunState:
+    """The state with its last epochs alone, without their tracebacks, which the workers' own lines hold."""
+    epochs = [
         structs.replace(epoch, cause=structs.replace(epoch.cause, tail=[])) if epoch.cause else epoch
         for epoch in state.epochs[-_EPOCHS:]
     ]
-    return structs.replace(state, epochs=told)
+    return structs.replace(state, epochs=epochs)
 
 
-def _line(said: Said) -> str:
-    return MARK + msgspec.json.encode(said).decode(errors="replace")
+def _line(status: StatusLine) -> str:
+    return MARK + msgspec.json.encode(status).decode(errors="replace")
 
 
-def parse(line: str) -> Said | None:
-    """What a line says of the run, None for anything else: a worker may print what it likes."""
+def parse_status_line(line: str) -> StatusLine | None:
+    """The content of a status line; None for any other line, whatever a worker may print."""
     if not line.startswith(MARK):
         return None
     try:
-        return msgspec.json.decode(line[len(MARK) :].encode(), type=Said)
+        return msgspec.json.decode(line[len(MARK) :].encode(), type=StatusLine)
     except UNREADABLE:
         return None
 
 
-def rank_of(line: str) -> tuple[int, str] | None:
+def parse_rank_line(line: str) -> tuple[int, str] | None:
     """(rank, text) of a worker's line."""
     if line.startswith("[rank ") and (end := line.find("] ")) > 0 and line[6:end].isdigit():
         return int(line[6:end]), line[end + 2 :]

@@ -1,7 +1,8 @@
 """`python -m orchestrator.kubernetes.task`: process 1 of every pod of a run.
 
-It finds the other pods, puts the ranks on the nodes that really came, is the agent of this pod, and ends with a code
-that the Job's rules understand (`rules`). Its input is the run's ConfigMap and Secret; it needs no API access.
+It meets the other pods (rendezvous), maps the ranks to the nodes that the pods were placed on, runs this pod's agent,
+and ends with a code that the Job's podFailurePolicy knows. Its input is the run's ConfigMap and Secret; it needs no API
+access.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.backends.kubernetes import names
-from orchestrator.backends.kubernetes.objects.payload import unpack
-from orchestrator.backends.kubernetes.objects.pod_failure_policy import pod_exit
+from orchestrator.backends.kubernetes.objects.payload import unpack_plan, unpack_topology
+from orchestrator.backends.kubernetes.objects.pod import pod_exit
 from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, PlanError, to_json
 from orchestrator.plan.document import Frozen
@@ -34,12 +36,12 @@ from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
 from orchestrator.run.state import RunState, paused, read_state, write_state
 
-from .rank_mapping import Seating, node_names, seat, unpack_topology
-from .rendezvous import Go, Here, gather
-from .status_lines import Relay
+from .rank_mapping import RankMapping, map_ranks, node_names
+from .rendezvous import Join, Start, rendezvous
+from .status_lines import StatusLineWriter
 
-#: The kubelet shows this file in the pod's status: the last word of a pod whose log is gone.
-LAST_WORD = Path("/dev/termination-log")
+#: The kubelet shows this file in the pod's status, also once the pod's log is gone.
+TERMINATION_MESSAGE = Path("/dev/termination-log")
 
 log = logging.getLogger("orch.task")
 
@@ -52,7 +54,7 @@ class Pod(Frozen):
     node: str
     address: str
     service: str
-    host_of_first: str  # DNS name of index 0
+    host_of_first: str  # DNS name of pod 0
 
 
 class Input(Frozen):
@@ -67,7 +69,7 @@ class Input(Frozen):
 
 
 class Placement(Frozen):
-    """kubernetes/placement.json: what the plan became in this life of the pods."""
+    """kubernetes/placement.json: what the plan became in this attempt of the pods."""
 
     pods: list[str]  # by completion index
     nodes: list[str]  # what the plan calls each of them
@@ -82,14 +84,16 @@ class Placement(Frozen):
 def main() -> int:
     os.umask(0o077)
     os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # the root file system is read only
-    signal.signal(signal.SIGTERM, _leave)  # process 1 has no default actions: without this it would be ignored
+    signal.signal(
+        signal.SIGTERM, _on_early_notice
+    )  # process 1 has no default actions: without this it would be ignored
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
         given = read_input(Path(names.INPUT))
         pod = read_pod(os.environ, given.request)
-        code, text = _live(pod, given)
+        code, text = _run_attempt(pod, given)
     except OrchError as error:
         code, text = int(error.exit), error.message
     except PlanError as error:
@@ -97,21 +101,21 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc(file=sys.stdout)
         code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
-    _last_word(code, text)
+    _write_termination_message(code, text)
     return code
 
 
-def _leave(*_: object) -> None:
-    """A notice before the agent listens to any: nothing has started, nothing is to be saved."""
-    _last_word(int(Exit.RESTART), "asked to leave before the run had started")
+def _on_early_notice(*_: object) -> None:
+    """SIGTERM before the agent handles it: nothing has started, nothing is to be saved."""
+    _write_termination_message(int(Exit.RESTART), "asked to leave before the run had started")
     os._exit(int(Exit.RESTART))
 
 
-def _last_word(code: int, text: str) -> None:
+def _write_termination_message(code: int, text: str) -> None:
     # past sys.stdout: a notice may come while that is written to, and its buffer refuses to be entered twice
     os.write(1, f"orch: leaving with {code}: {text}\n".encode())
     with contextlib.suppress(OSError):
-        LAST_WORD.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
+        TERMINATION_MESSAGE.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
 
 
 # ------------------------------------------------------------------------------------------ what is given
@@ -149,7 +153,7 @@ def read_input(run: Path) -> Input:
         topology = run / "topology.bin"
         return Input(
             request=from_bytes((run / "request.json").read_bytes()),
-            planned=unpack((run / "plan.bin").read_bytes()),
+            planned=unpack_plan((run / "plan.bin").read_bytes()),
             config=(run / "config.yaml").read_bytes(),
             topology=topology.read_bytes() if topology.exists() else b"",
             key=_key((run / "key").read_text()),
@@ -166,32 +170,32 @@ def _key(text: str) -> bytes:
     raise OrchError("the run's Secret does not hold a 32-byte key in hex", Exit.SECURITY)
 
 
-# ------------------------------------------------------------------------------------------ one life
+# ------------------------------------------------------------------------------------------ one attempt
 
 
-def _live(pod: Pod, given: Input) -> tuple[int, str]:
-    """From finding the others to the end of this pod's agent: (exit code of the pod, why)."""
+def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
+    """From the rendezvous to the end of this pod's agent: (exit code of the pod, why)."""
     folder = RunFolder(Path(given.request.run_dir))
     _make_folder(folder, given)
-    if (before := _ended_well(folder)) is not None:
+    if (before := _is_done(folder)) is not None:
         return int(Exit.DONE), before
     topology = unpack_topology(given.topology) if given.topology else None
-    own = Here(pod.index, pod.node, pod.address, pod.name)
+    own = Join(pod.index, pod.node, pod.address, pod.name)
     count = len(given.request.agents)
-    seatings: list[Seating] = []
+    assigned: list[RankMapping] = []
 
-    def settle(members: list[Here]) -> str:
-        seatings.append(seat(given.planned, members, topology))
-        _write_life(folder, given, members, seatings[0])
-        log.info("%s", seatings[0].difference.text)
-        return seatings[0].plan.hash
+    def assign(members: list[Join]) -> str:
+        assigned.append(map_ranks(given.planned, members, topology))
+        _write_attempt(folder, given, members, assigned[0])
+        log.info("%s", assigned[0].difference.text)
+        return assigned[0].plan.hash
 
     within_s = read_options(given.request.backend_options).gather_timeout_s
-    go = asyncio.run(
-        gather(own, count, pod.host_of_first, names.GATHER_PORT, folder.run_id, given.key, within_s, settle)
+    start = asyncio.run(
+        rendezvous(own, count, pod.host_of_first, names.RENDEZVOUS_PORT, folder.run_id, given.key, within_s, assign)
     )
-    seating = seatings[0] if seatings else _same_seating(folder, given, go, topology)
-    return _agent(folder, pod, given, go, seating)
+    mapping = assigned[0] if assigned else _same_mapping(folder, given, start, topology)
+    return _agent(folder, pod, given, start, mapping)
 
 
 def _make_folder(folder: RunFolder, given: Input) -> None:
@@ -201,7 +205,7 @@ def _make_folder(folder: RunFolder, given: Input) -> None:
         (folder.path / part).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _ended_well(folder: RunFolder) -> str | None:
+def _is_done(folder: RunFolder) -> str | None:
     """A pod that comes back after its run is done has nothing to do: why, else None."""
     with contextlib.suppress(OrchError):
         if read_state(folder).state == "done":
@@ -209,22 +213,22 @@ def _ended_well(folder: RunFolder) -> str | None:
     return None
 
 
-def _same_seating(folder: RunFolder, given: Input, go: Go, topology: object) -> Seating:
-    """What index 0 has made of the same members; OrchError (65) when this pod makes something else of them."""
-    seating = seat(given.planned, go.members, topology)
-    if seating.plan.hash != go.plan_hash:
-        text = f"this pod puts the ranks as {seating.plan.hash[:12]}, index 0 as {go.plan_hash[:12]}"
+def _same_mapping(folder: RunFolder, given: Input, start: Start, topology: Topology | None) -> RankMapping:
+    """The mapping that pod 0 made of the same members. OrchError (65) when this pod comes to another."""
+    mapping = map_ranks(given.planned, start.members, topology)
+    if mapping.plan.hash != start.plan_hash:
+        text = f"this pod maps the ranks as {mapping.plan.hash[:12]}, pod 0 as {start.plan_hash[:12]}"
         raise OrchError(f"{text}: not the same orch in every pod", Exit.CONFIG)
-    _write_plan(folder, given, seating.plan)
-    return seating
+    _write_plan(folder, given, mapping.plan)
+    return mapping
 
 
-def _agent(folder: RunFolder, pod: Pod, given: Input, go: Go, seating: Seating) -> tuple[int, str]:
-    node, plan = seating.names[pod.index], seating.plan
+def _agent(folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: RankMapping) -> tuple[int, str]:
+    node, plan = mapping.names[pod.index], mapping.plan
     ranks = [rank.rank for rank in plan.ranks if rank.node == node]
     if not ranks:
         return int(Exit.DONE), f"the plan needs no rank of {node}"
-    first = go.members[0].address
+    first = start.members[0].address
     where = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
     write_private(folder.coordinator, where, durable=False)
     os.environ.update(given.environment)
@@ -232,14 +236,14 @@ def _agent(folder: RunFolder, pod: Pod, given: Input, go: Go, seating: Seating) 
     os.chdir(folder.path)
     from orchestrator.agent.__main__ import main as agent_main
 
-    relay = Relay(folder, node, ranks, leads=pod.index == 0)
+    status_lines = StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0)
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", pod.address]
     argv += ["--metrics-port", str(names.METRICS_PORT), "--coordinator-port", str(names.CONTROL_PORT)]
     argv += ["--coordinator", "here" if pod.index == 0 else "elsewhere"]
     try:
         code = int(agent_main(argv, key=given.key))
     finally:
-        relay.close()
+        status_lines.close()
     return pod_exit(code), _reason(folder, pod, code)
 
 
@@ -251,11 +255,11 @@ def _reason(folder: RunFolder, pod: Pod, code: int) -> str:
     return f"the agent ended with {code}"
 
 
-# ------------------------------------------------------------------------------------------ files of a life
+# ------------------------------------------------------------------------------------------ files of an attempt
 
 
 def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
-    """plan.json and request.json of this life. On a shared claim every pod writes the same bytes, if need be."""
+    """plan.json and request.json of this attempt. On a shared claim every pod writes the same bytes, if need be."""
     agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
     request = structs.replace(given.request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
     for path, content in ((folder.plan, to_json(plan, indent=1) + b"\n"), (folder.request, to_bytes(request))):
@@ -263,17 +267,17 @@ def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
             write_private(path, content)
 
 
-def _write_life(folder: RunFolder, given: Input, members: list[Here], seating: Seating) -> None:
-    """Index 0, before anyone goes on: plan, placement, and a state that the coordinator continues from."""
+def _write_attempt(folder: RunFolder, given: Input, members: list[Join], mapping: RankMapping) -> None:
+    """Pod 0, before it answers the others: plan, placement, and a state that the coordinator continues from."""
     folder.coordinator.unlink(missing_ok=True)
-    _write_plan(folder, given, seating.plan)
+    _write_plan(folder, given, mapping.plan)
     write_private(folder.config, given.config)
-    found = seating.difference
+    found = mapping.difference
     placement = Placement(
-        pods=[here.pod for here in members],
+        pods=[pod.pod for pod in members],
         nodes=node_names(members),
         planned_hash=given.planned.hash,
-        plan_hash=seating.plan.hash,
+        plan_hash=mapping.plan.hash,
         summary=found.text,
         moved_ranks=found.moved_ranks,
         worst_levels=found.worst_levels,
@@ -281,18 +285,18 @@ def _write_life(folder: RunFolder, given: Input, members: list[Here], seating: S
     )
     raw = msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n"
     write_private(folder.path / "kubernetes" / "placement.json", raw)
-    write_state(folder, _fresh_state(folder, given, seating))
+    write_state(folder, _fresh_state(folder, given, mapping))
 
 
-def _fresh_state(folder: RunFolder, given: Input, seating: Seating) -> RunState:
-    """Pending again, with the epochs of earlier lives where the claim has kept them."""
+def _fresh_state(folder: RunFolder, given: Input, mapping: RankMapping) -> RunState:
+    """Pending again, with the epochs of earlier attempts where the claim has kept them."""
     try:
         before = read_state(folder)
     except OrchError:
         before = accepted(given.request, given.request.backend)
     again = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
     now = time.time()
-    placed = {"reason": seating.difference.text, "plan_hash": seating.plan.hash, "pauses": paused(before, now)}
+    placed = {"reason": mapping.difference.text, "plan_hash": mapping.plan.hash, "pauses": paused(before, now)}
     return structs.replace(before, **again, **placed, updated_at=now, writer="backend")
 
 
