@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, nearest
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import nearest
 
 #: In the order in which a word is usually written.
 NAMES = ("tp", "pp", "dp", "cp", "ep", "zero", "vpp", "sp")

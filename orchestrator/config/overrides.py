@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, get_args
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from . import grammar
 from .groups import GROUPS, Library

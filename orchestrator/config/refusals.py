@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from . import grammar
 from .groups import PRIMARY, Library
