@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.backends.base import Backend
-from orchestrator.cluster.measured import SCHEMA, Record, key_of, path_of
+from orchestrator.cluster.measured import SCHEMA, Record, Row, key_of, path_of
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.config.validate import said
 from orchestrator.errors import OrchError
@@ -21,7 +21,7 @@ from orchestrator.plan.document import Measured
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder, make_private_folder, write_private
 
-from .fit import Row, fit
+from .fit import fit
 
 PROGRAM = "trainer.bench"
 _LOOK_S = 0.25
