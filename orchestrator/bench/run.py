@@ -13,7 +13,7 @@ import msgspec
 from orchestrator.backends.base import Backend
 from orchestrator.cluster.measured import SCHEMA, Record, Row, key_of, path_of
 from orchestrator.config.schema import Config, ParallelSpec
-from orchestrator.config.validate import said
+from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
 from orchestrator.observe.timeline import last_events
 from orchestrator.plan import Plan
@@ -34,7 +34,7 @@ def config_of(config: Config) -> Config:
     """Every GPU of the cluster, as described, as a replica of its own: only the places of ranks matter."""
     cluster = config.cluster
     world = cluster.nodes * cluster.gpus_per_node
-    parallel = said(ParallelSpec(dp=None if cluster.topology_file else world))
+    parallel = with_defaults(ParallelSpec(dp=None if cluster.topology_file else world))
     sizes = {"global_batch_samples": world, "global_batch_tokens": None, "batch_ramp": None, "recompute": "none"}
     return msgspec.structs.replace(
         config,
