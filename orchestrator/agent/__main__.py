@@ -18,20 +18,18 @@ from pathlib import Path
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder, read_secret
 from orchestrator.run.request import from_bytes, used_nodes
 
-from .leader.coordinator import Coordinator
-from .leader.state_writer import StateWriter
+from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
-from .node.host import Host
 from .node.metrics import serve
 from .node.recorder import Recorder
+from .process import AgentProcess
 
 _ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
 #: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.
-_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logging.getLogger("orch.agent")
 
@@ -100,44 +98,19 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
     gpus = _gpus(plan) if args.gpus is None else args.gpus
     facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics())
-    discovery = Discovery(folder, request.discovery_dir)
-    host = None
-    if args.elastic:
-        host = Host(folder, request, args.node, key, recorder, discovery, args.grow_after_s)
-        host.listens_at(args.address, args.coordinator_port)
-    agent = Agent(folder, plan, request, args.node, facts, key, recorder, address, host and host.election)
+    process = AgentProcess(folder, request, args.node, key, recorder, (args.address, args.coordinator_port))
+    connector = process.connector(ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None)
+    agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector)
     _listen_to_signals(agent)
     if args.lifeline:
         _watch_lifeline(agent)
-    coordinator = None
-    if first and not host:
-        record = StateWriter(folder, plan, args.node, discovery)
-        coordinator = Coordinator(folder, plan, request.policy, key, args.node, recorder, record)
+    if first and not args.elastic:
+        process.lead(WorldSizes.fixed(plan))
     try:
-        if host:
-            return await host.until_over(agent)
-        return await _until_over(agent, coordinator, args.address, args.coordinator_port)
+        return await process.run(agent, args.elastic)
     finally:
         server.close()
         recorder.close()
-
-
-async def _until_over(agent: Agent, coordinator: Coordinator | None, address: str, port: int) -> int:
-    """Run the agent, and beside it the coordinator where this node hosts it; the agent's exit code."""
-    work = asyncio.create_task(agent.run())
-    lead = asyncio.create_task(coordinator.run(address, port)) if coordinator else None
-    try:
-        await asyncio.wait({work, lead} if lead else {work}, return_when=asyncio.FIRST_COMPLETED)
-        if lead and work.done():
-            coordinator.host_left()
-            await lead  # it still has to end the other agents, and to write how the run ended
-        elif lead:
-            lead.result()  # a bug in it must be seen, and must not leave the agent waiting
-        return await work
-    finally:
-        for task in filter(None, (work, lead)):
-            task.cancel()
-        await asyncio.gather(work, *filter(None, [lead]), return_exceptions=True)  # the agent's workers are gone then
 
 
 def _metrics_port(args: argparse.Namespace, planned: int, first: bool) -> int:
@@ -148,10 +121,10 @@ def _metrics_port(args: argparse.Namespace, planned: int, first: bool) -> int:
 
 def _listen_to_signals(agent: Agent) -> None:
     loop = asyncio.get_running_loop()
-    for signum in _NOTICES:
+    for signum in _TERMINATION_SIGNALS:
         # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual request to end
         passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
-        loop.add_signal_handler(signum, agent.notice, f"got {signum.name}", passed)
+        loop.add_signal_handler(signum, agent.terminate, f"got {signum.name}", passed)
 
 
 def _watch_lifeline(agent: Agent) -> None:
@@ -162,10 +135,10 @@ def _watch_lifeline(agent: Agent) -> None:
     def readable() -> None:
         with contextlib.suppress(OSError):
             if said := os.read(fd, 512):
-                agent.notice(f"got {said.decode(errors='replace').split()[0]}", insists=False)
+                agent.terminate(f"got {said.decode(errors='replace').split()[0]}", insists=False)
                 return
         loop.remove_reader(fd)
-        agent.notice("the supervisor is gone", insists=False)
+        agent.terminate("the supervisor is gone", insists=False)
 
     loop.add_reader(fd, readable)
 

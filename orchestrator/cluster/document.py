@@ -23,8 +23,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
+from orchestrator.suggest import did_you_mean
 
 from .hostlist import compress, expand
 from .model import Kind, Machine, Tier, Topology, bad, check

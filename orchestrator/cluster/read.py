@@ -7,8 +7,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
 
 from . import document
 from .importers import infiniband, kubernetes, slurm

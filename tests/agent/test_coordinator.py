@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from orchestrator.agent.leader.coordinator import Coordinator
+from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.channel import Refused, connect
@@ -134,7 +135,7 @@ async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1
     recorder = Recorder(folder, "node0", PLAN)
     record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
     async with coordinating(
-        folder, Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record), recorder
+        folder, Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record, WorldSizes.fixed(PLAN)), recorder
     ) as found:
         yield found
 
@@ -159,7 +160,7 @@ def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(tmp_path)
         b.say(Ready(port=4712))
         for agent, index in ((a, 0), (b, 1)):
             assign = (await agent.hear())[1]
-            assert [(seat.rank, seat.gpu) for seat in assign.seats] == [(2 * index, 0), (2 * index + 1, 1)]
+            assert [(one.rank, one.gpu) for one in assign.ranks] == [(2 * index, 0), (2 * index + 1, 1)]
             assert (assign.node_rank, assign.world_size, assign.master_port) == (index, 4, 4711)
             agent.say(Started())
         for agent in (a, b):

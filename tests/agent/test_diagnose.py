@@ -15,7 +15,7 @@ from orchestrator.agent.faults.attribution import FaultHistory, attribute
 from orchestrator.agent.faults.detector import HangDetector
 from orchestrator.agent.faults.diagnosis import diagnose, hang_timeout_s, peers_usual, slowdown
 from orchestrator.agent.faults.policy import Budget, EpochEnd, WorkerEnd, decide
-from orchestrator.agent.node.progress import ProgressMonitor, is_frozen
+from orchestrator.agent.node.progress import ProgressMonitor
 from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan.worker import ProgressReport, StepReport
 from orchestrator.run.processes import Load
@@ -152,9 +152,9 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
 def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
     watch, pids = ProgressMonitor(), {3: os.getpid()}
     pulse = ProgressReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
-    watch.on_pulse(pulse)
+    watch.on_progress(pulse)
     for _ in range(4):
-        watch.on_pulse(pulse)
+        watch.on_progress(pulse)
         (seen,) = watch.look(pids)
     assert (seen.still_s, seen.step_s, seen.silent_s, seen.step) == (2.0, 2.0, 0.5, 5)
     assert seen.phase == "forward?[31m" and len(seen.waiting) == 120, "a worker's word does not rule the terminal"
@@ -174,12 +174,12 @@ def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, s
     )
     watch = ProgressMonitor()
     pulse = ProgressReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
-    watch.on_pulse(pulse)
+    watch.on_progress(pulse)
     for _ in range(8):
         if sign == "speaks":
-            watch.on_pulse(pulse)
+            watch.on_progress(pulse)
         (seen,) = watch.look({3: os.getpid()})
-    assert seen.stopped_s == (4.0 if sign == "none" else 0.5) and is_frozen(seen) == (sign == "none")
+    assert seen.stopped_s == (4.0 if sign == "none" else 0.5) and seen.is_frozen == (sign == "none")
 
 
 # ------------------------------------------------------------------------------------------ faults that come again

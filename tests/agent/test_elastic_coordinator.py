@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from orchestrator.agent.leader.elastic import ElasticCoordinator
+from orchestrator.agent.leader.coordinator import Coordinator
+from orchestrator.agent.leader.elasticity import ScaleUpPolicy, WorldSizes
 from orchestrator.agent.leader.state_writer import StateWriter
-from orchestrator.agent.leader.world_sizes import ScaleUpPolicy, Sizes
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Assign, Prepare, Ready, Started, Stop, Stopped, TerminationSignal, Warm
 from orchestrator.plan import Exit, load_plan, to_json
@@ -38,8 +38,8 @@ async def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     claims.take(0)
     recorder = Recorder(folder, "node0", PLAN)
     record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
-    parts = folder, PLAN, rules, KEY, "node0", recorder, record, Sizes(folder, request, ScaleUpPolicy())
-    async with coordinating(folder, ElasticCoordinator(*parts), recorder) as found:
+    parts = folder, PLAN, rules, KEY, "node0", recorder, record, WorldSizes.of_request(folder, request, ScaleUpPolicy())
+    async with coordinating(folder, Coordinator(*parts), recorder) as found:
         yield found
 
 
@@ -60,7 +60,7 @@ def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_wait
             again.say(Ready(port=4321))
             a.say(Stopped())
             for assigned in await asyncio.gather(a.follow(1), again.follow(1)):  # and it has its seat back
-                assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash == load_plan(world.folder.plan).hash
+                assert len(assigned.ranks) == 2 and assigned.plan_hash == PLAN.hash == load_plan(world.folder.plan).hash
 
     asyncio.run(main())
 
@@ -189,7 +189,7 @@ def test_too_few_nodes_wait_for_those_that_may_be_on_their_way_back(tmp_path, th
             if then == "comes back":
                 again = await world.join("node1", epoch=0)
                 for assigned in await asyncio.gather(a.follow(1), again.follow(1)):
-                    assert len(assigned.seats) == 2 and assigned.plan_hash == PLAN.hash
+                    assert len(assigned.ranks) == 2 and assigned.plan_hash == PLAN.hash
                 return
             if then == "told to end":
                 a.say(TerminationSignal(reason="drained", signal="SIGTERM", force=False))

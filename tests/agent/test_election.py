@@ -10,21 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.agent.leader.election import CoordinatorAddress, LeaderElection, Watch, turn_of
+from orchestrator.agent.leader.election import CoordinatorMonitor, LeaderElection, turn_of
+from orchestrator.agent.node.connection import CoordinatorAddress, NoCoordinator
+from orchestrator.plan import Exit
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
 from orchestrator.run.state import SCHEMA, RunState, write_state
 
-PATIENCE = 12
+TIMEOUT = 12
 
 
 def ticks(turn: int, sights, fresh: bool = False) -> int | None:
     """The first tick at which an agent claims. A sight: (newest claim, epoch of who is seen, beat, refused)."""
-    watch = Watch(PATIENCE)
+    monitor = CoordinatorMonitor(TIMEOUT)
     for index, (newest, epoch, beat, refused) in enumerate(sights):
-        seen = None if epoch is None else CoordinatorAddress(host="h", port=1, node="node0", epoch=epoch, beat=beat)
-        if watch.tick(newest, seen, refused, fresh, turn):
+        about = {"host": "h", "port": 1, "node": "node0", "heartbeats": beat}
+        seen = None if epoch is None else CoordinatorAddress(epoch=epoch, **about)
+        if monitor.tick(newest, seen, refused, fresh, turn):
             return index
     return None
 
@@ -32,7 +35,7 @@ def ticks(turn: int, sights, fresh: bool = False) -> int | None:
 def test_the_first_of_a_new_run_claims_at_once_and_the_others_give_it_time():
     nobody = [(-1, None, 0, False)] * 100
     assert ticks(0, nobody, fresh=True) == 0
-    assert ticks(1, nobody, fresh=True) > PATIENCE
+    assert ticks(1, nobody, fresh=True) > TIMEOUT
 
 
 def test_when_nobody_listens_any_more_they_claim_in_turn():
@@ -42,7 +45,7 @@ def test_when_nobody_listens_any_more_they_claim_in_turn():
 
 def test_a_beat_that_stands_still_is_given_up_and_one_that_goes_on_never_is():
     frozen = [(3, 3, 7, False)] * 100
-    assert [ticks(turn, frozen) for turn in range(2)] == [PATIENCE, PATIENCE + 4]
+    assert [ticks(turn, frozen) for turn in range(2)] == [TIMEOUT, TIMEOUT + 4]
     alive = [(3, 3, tick // 4, False) for tick in range(200)]
     assert ticks(0, alive) is None
 
@@ -50,14 +53,14 @@ def test_a_beat_that_stands_still_is_given_up_and_one_that_goes_on_never_is():
 def test_who_has_claimed_gets_time_to_listen():
     """The file still names the dead one, whose port refuses: no reason to overtake who has just claimed."""
     claimed = [(4, 3, 7, True)] * 100
-    assert ticks(0, claimed) == PATIENCE
+    assert ticks(0, claimed) == TIMEOUT
 
 
 @given(st.integers(1, 40), st.integers(0, 5))
 def test_any_news_starts_the_wait_again(when, turn):
     sights = [(3, 3, 7, False)] * when + [(3, 3, 8, False)] * 100
     first = ticks(turn, sights)
-    wait = PATIENCE + 4 * turn
+    wait = TIMEOUT + 4 * turn
     assert first == (wait if wait < when else when + wait)
 
 
@@ -89,9 +92,11 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
 
     async def main():
         part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
-        return await asyncio.wait_for(part.join(2, ["node0"], asyncio.get_running_loop().create_future()), 60)
+        await asyncio.wait_for(part.connect(2, ["node0"], asyncio.get_running_loop().create_future()), 60)
 
-    assert asyncio.run(main()) is None
+    with pytest.raises(NoCoordinator, match="the run has ended meanwhile: done") as ended:
+        asyncio.run(main())
+    assert ended.value.code == Exit.FENCED
     assert EpochLease(folder, "node0").newest == 2
 
 
@@ -112,7 +117,8 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
             over.set_result(0)
 
         part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead)
-        return await asyncio.wait_for(part.join(2, ["node1", "node0"], over), 60)
+        await asyncio.wait_for(part.connect(2, ["node1", "node0"], over), 60)
 
-    assert asyncio.run(main()) is None
+    with pytest.raises(NoCoordinator):  # `over` is done
+        asyncio.run(main())
     assert led == [3] == [EpochLease(folder, "node0").newest]

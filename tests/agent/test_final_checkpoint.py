@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.agent.faults.policy import Budget, Decision
 from orchestrator.agent.leader.coordinator import Coordinator
+from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.final_checkpoint import is_due
 from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.node.recorder import Recorder
@@ -48,7 +49,7 @@ async def two_left(tmp_path, grace_s=30.0):
     rules = Policy(max_restarts=0, grace_s=grace_s, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
     recorder = Recorder(folder, "node0", PLAN)
     record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")))
-    coordinator = Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record)
+    coordinator = Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record, WorldSizes.fixed(PLAN))
     async with coordinating(folder, coordinator, recorder) as world:
         agents = [await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)]
         await asyncio.gather(*(agent.follow() for agent in agents))
@@ -68,9 +69,9 @@ async def assigned(agents, epoch: int) -> None:
         agent.say(Ready(port=4000 + epoch))
     for index, agent in enumerate(agents):
         heard, told = await agent.hear()
-        assert isinstance(told, Assign) and told.flush and heard == epoch and told.plan_hash == PLAN.hash
+        assert isinstance(told, Assign) and told.final_checkpoint and heard == epoch and told.plan_hash == PLAN.hash
         assert (told.node_rank, told.world_size, told.master_port) == (index, len(agents), 4000 + epoch)
-        assert [(seat.rank, seat.gpu) for seat in told.seats] == [(index, 0)]
+        assert [(one.rank, one.gpu) for one in told.ranks] == [(index, 0)]
 
 
 def says(agent, rank: int, code: int, step: int | None = None, error: str = "") -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.node.agent import Agent, NodeFacts
+from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import TerminationSignal
 from orchestrator.plan import Exit
-from tests.agent.test_coordinator import KEY, PLAN, make_folder
+from tests.agent.test_coordinator import PLAN, make_folder
 from tests.beds.bundles import make_bundle, wait_for
 
 pytestmark = pytest.mark.process
@@ -99,12 +100,13 @@ def test_an_agent_that_hears_a_notice_from_its_keeper_and_from_slurm_takes_both_
         folder = make_folder(tmp_path)
         request = make_bundle(PLAN, tmp_path / "elsewhere").request
         facts, recorder = NodeFacts("host", "127.0.0.1", 1, 2, 0), Recorder(folder, "node0", PLAN)
-        agent = Agent(folder, PLAN, request, "node0", facts, KEY, recorder, None)
+        connector = FixedCoordinator(folder, "node0", b"k" * 32, 1.0)
+        agent = Agent(folder, PLAN, request, "node0", facts, recorder, None, connector)
         agent._channel = Channel()
-        agent.notice("got SIGTERM", insists=False)
-        agent.notice("got SIGTERM", insists=False)
-        agent.notice("got SIGTERM")
-        agent.notice("got SIGTERM")
+        agent.terminate("got SIGTERM", insists=False)
+        agent.terminate("got SIGTERM", insists=False)
+        agent.terminate("got SIGTERM")
+        agent.terminate("got SIGTERM")
         recorder.close()
 
     asyncio.run(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.agent.node.progress import is_frozen
 from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.run.request import Policy
@@ -47,7 +46,7 @@ class HangDetector:
     def hear(self, node: str, seen: Sequence[WorkerStatus], now: float) -> None:
         """`now`: loop time."""
         self._seen[node] = seen
-        self._urgent = any(map(is_frozen, seen))
+        self._urgent = any(one.is_frozen for one in seen)
         if now - self._compared >= _COMPARE_S:
             self._compared, self._peers = now, peers_usual(self._plan, gathered(self._seen, self._plan))
         theirs = gathered({node: seen}, self._plan)

@@ -13,11 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from orchestrator.agent.node.progress import is_frozen
 from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of
+from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy
+from orchestrator.run.state import Cause
 
 _SPINS = 0.3  # CPU seconds a second: computing, not waiting
 _MUTE_S = 5.0  # without a pulse, in a run that stands still: what it said last is no longer where it is
@@ -35,10 +36,19 @@ class Diagnosis:
     node: str | None = None
     step: int | None = None  # the last one that was completed
 
+    def cause(self, folder: RunFolder, epoch: int) -> Cause:
+        """The cause of the epoch's end that it makes, with the paths of the worker's log and stack."""
+        files = {}
+        if self.rank is not None:
+            paths = {"log": folder.rank_log(self.rank), "stack": folder.stack(epoch, self.rank)}
+            files = {name: str(path.relative_to(folder.path)) for name, path in paths.items()}
+        about = {"node": self.node, "rank": self.rank, "step": self.step}
+        return Cause(kind=self.kind, text=self.text, epoch=epoch, **about, **files)
+
 
 def diagnose(plan: Plan, seen: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
     """`seen`: the ranks that live. None while nothing is wrong."""
-    frozen = [one for one in seen if is_frozen(one)]
+    frozen = [one for one in seen if one.is_frozen]
     if frozen:
         first = max(frozen, key=lambda one: (one.stopped_s, -one.rank))
         how = f"stopped by a signal (state T) for {first.stopped_s:g} s"

@@ -5,7 +5,6 @@ On which nodes an elastic run goes on is the planner's to say (`planner.elastic`
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -91,12 +90,15 @@ class Budget:
         return f"max_restarts_by_cause.{kind}={self.limits[kind]}" if own else f"max_restarts={self.max_restarts}"
 
 
+FinalState = Literal["done", "failed", "cancelled", "stopped"]
+
+
 @dataclass(frozen=True)
 class Decision:
     """`again`: start the next epoch. Otherwise the run ends in `state` with `code`."""
 
     again: bool
-    state: Literal["restarting", "done", "failed", "cancelled", "stopped"]
+    state: FinalState | Literal["restarting"]
     reason: str
     budget: Budget
     code: int = 0
@@ -204,14 +206,9 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
 
 
 def _without(cause: Cause, reason: str, budget: Budget) -> Decision:
-    """On, on other nodes than the one of the cause."""
-    why = {"reason": reason, "cause": cause, "exclude": cause.node}
-    return Decision(again=True, state="restarting", budget=budget, **why)
+    """Restart on other nodes, excluding the node in `cause`."""
+    return Decision(True, "restarting", reason, budget, cause=cause, exclude=cause.node)
 
 
-def _end(state: str, code: int, reason: str, budget: Budget, cause: Cause | None) -> Decision:
+def _end(state: FinalState, code: int, reason: str, budget: Budget, cause: Cause | None) -> Decision:
     return Decision(again=False, state=state, code=int(code), reason=reason, budget=budget, cause=cause)
-
-
-def signal_name(signum: int) -> str:
-    return signal.Signals(signum).name

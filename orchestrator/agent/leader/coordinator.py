@@ -1,396 +1,152 @@
-"""The coordinator: one writer of epochs and of the run's state. It lives in the agent of the plan's first node.
+"""The coordinator: decides about epochs and is the only writer of the run's state.
 
-It is a class of its own with its own connection to every agent, that one included, so that it can be moved (`elastic`
-builds on it). The run is one straight line of code: gather the nodes, live epochs until the policy says that it is
-over, save what only memories hold, finish. What agents send comes in through one queue, so there is one order of events
-and no lock.
+It has a connection to every agent, including the one in its own process. In a run with fixed nodes it lives on the
+plan's first node; in an elastic run it moves to another node when its own is lost (`election`). A run is: wait for the
+nodes, run epochs until the policy ends the run, save what only memories hold, finish. All events come in through one
+queue, so they have one order and no lock is needed. The work is done by components: `Membership` (who is connected),
+`Elasticity` (which nodes and plan come next), `Epoch` (one attempt of the workers), `StateWriter`, `FinalCheckpoint`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import replace
-
-import msgspec
 
 from orchestrator.agent.faults import policy
 from orchestrator.agent.faults.attribution import FaultHistory
 from orchestrator.agent.faults.detector import HangDetector
-from orchestrator.agent.faults.diagnosis import Diagnosis
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.channel import LONGEST_LINE
-from orchestrator.agent.protocol.messages import (
-    AgentAlive,
-    Done,
-    Examine,
-    Prepare,
-    Ready,
-    Started,
-    Stop,
-    Stopped,
-    TerminationSignal,
-    WorkerExit,
-)
+from orchestrator.agent.protocol.heartbeat import SelfStallDetector
+from orchestrator.agent.protocol.messages import Done, TerminationSignal
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.bad_nodes import remember
-from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.request import Policy, used_nodes
-from orchestrator.run.state import Cause
+from orchestrator.run.epoch_lease import LeaseLost
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import Policy
 
-from .epoch import Epoch, assignment, some
+from .context import Context
+from .elasticity import CoordinatorLeaves, Elasticity, WorldSizes
+from .election import Announcement
+from .epoch import Epoch
 from .final_checkpoint import FinalCheckpoint, is_due
-from .membership import Member, MemberLost, Membership, MemberUnfit
-from .state_writer import NO_ROOM
-
-_FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they have nothing to save together any more
-_UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
-
-log = logging.getLogger("orch.coordinator")
+from .membership import MemberLost
+from .state_writer import NO_ROOM, StateWriter
 
 
 class Coordinator:
-    _elastic = False
+    """`plan`: the one in force, in an elastic run the last one that was. `sizes`: what the run may become."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, rules: Policy, key: bytes, node: str, recorder: Recorder, record):
-        self._folder, self._plan, self._rules, self._key = folder, plan, rules, key
-        self._node, self._recorder, self._record = node, recorder, record
-        self._expected = used_nodes(plan)
-        self._queue: asyncio.Queue[tuple[int, str, object]] = asyncio.Queue()  # (epoch when heard, node, what)
-        self._group = Membership(
-            run=folder.run_id,
-            plan=plan,
-            key=key,
-            expected=self._expected,
-            epoch=lambda: record.epoch,
-            tell=lambda node, what: self._queue.put_nowait((record.epoch, node, what)),
-            note=self._note,
-            silence_s=rules.heartbeat_timeout_s,
-            elastic=self._elastic,
-        )
-        self._request: policy.Request | None = None
-        self._budget = policy.Budget(
-            rules.max_restarts, record.restarts, 0, rules.max_restarts_by_cause, record.restarts_by_cause
-        )
-        self._group.excluded.update(record.excluded)
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        rules: Policy,
+        key: bytes,
+        node: str,
+        recorder: Recorder,
+        record: StateWriter,
+        sizes: WorldSizes,
+    ):
+        self._context = Context(folder, plan, rules, key, node, recorder, record, sizes.elastic)
+        self._announcement = Announcement(folder, record, node)
+        self._elasticity = Elasticity(self._context, sizes, self._announcement)
         self._detector = HangDetector(rules)
-        self._furthest = -1  # last step completed in any epoch
-
-    @property
-    def epoch(self) -> int:
-        return self._record.epoch
+        self._stalls = SelfStallDetector()
 
     async def run(self, host: str, port: int = 0) -> policy.Decision:
-        """Coordinate until the run is over; the decision that ended it."""
-        server = await asyncio.start_server(self._group.connected, host, port, limit=LONGEST_LINE)
-        ticker = asyncio.create_task(self._group.tick(self._tick))
+        """Coordinates until the run is over; returns the decision that ended it.
+
+        Its code is Exit.FENCED if another coordinator has claimed a newer epoch: nothing was written after that.
+        """
         try:
-            self._say_where(*server.sockets[0].getsockname()[:2])
-            self._record.update(state="starting", reason=f"waiting for {len(self._expected)} nodes")
-            decision = await self._gather()
+            return await self._lead(host, port)
+        except LeaseLost as error:
+            self._context.note("deposed", reason=str(error))
+            code = Exit.RESTART if isinstance(error, CoordinatorLeaves) else Exit.FENCED
+            return self._context.end("failed", code, str(error))
+
+    async def _lead(self, host: str, port: int) -> policy.Decision:
+        context = self._context
+        server = await asyncio.start_server(context.membership.connected, host, port, limit=LONGEST_LINE)
+        ticker = asyncio.create_task(context.membership.tick(self._on_heartbeat))
+        try:
+            self._announcement.begin(*server.sockets[0].getsockname()[:2])
+            context.record.update(state="starting", reason=f"waiting for {len(context.ranked)} nodes")
+            decision = await self._elasticity.wait_for_nodes()
             while decision is None or decision.again:
-                ended = await self._live()
-                past = FaultHistory(tuple(self._record.causes), len(self._seats), self._rules.bad_node_after)
-                decision = policy.decide(ended, self._budget, past)
-                self._remember_bad(decision)
-                decision = await self._replanned(decision)
-                self._budget = decision.budget
-                self._record.end_epoch(decision)
-                if decision.cause:
-                    self._recorder.metrics.add("orch_faults", 1, decision.cause.kind, "agent")
-                if decision.again:
-                    self._recorder.metrics.add("orch_restarts", 1, "failure" if decision.counted else "saved")
-                self._note_end(decision)
-            decision = await self._flushed(decision)
+                decision = await self._run_epoch()
+            if is_due(context.folder, context.plan, decision):
+                told = await FinalCheckpoint(context).run()
+                decision = replace(decision, reason="; ".join(filter(None, (decision.reason, told))))
             await self._finish(decision)
             return decision
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            decision = self._over("stopped", Exit.RESTART, "disk_full", f"no room for the run's state: {error}")
+            decision = context.end("stopped", Exit.RESTART, f"no room for the run's state: {error}", "disk_full")
             await self._finish(decision)
             return decision
         finally:
             ticker.cancel()
             server.close()
-            self._group.close()
+            context.membership.close()
 
-    async def _flushed(self, decision: policy.Decision) -> policy.Decision:
-        """The decision, with what became of the state that only the nodes' memories held."""
-        if not is_due(self._folder, self._plan, decision):
-            return decision
-        flush = FinalCheckpoint(self._plan, self._rules, self._group, self._record, self._next, self._note)
-        told = await flush.run()
-        return replace(decision, reason="; ".join(filter(None, (decision.reason, told))))
-
-    def _note_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
-        cause = decision.cause
-        about = {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code} if cause else {}
-        said = {"reason": decision.reason, "again": decision.again, "counted": decision.counted, **about}
-        self._note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
-
-    def _say_where(self, host: str, port: int) -> None:
-        write_private(self._folder.coordinator, msgspec.json.encode({"host": host, "port": port}))
-
-    def _tick(self) -> None:
-        """Once a heartbeat."""
-        self._record.retry()
-
-    def _remember_bad(self, decision: policy.Decision) -> None:
-        """A node that is left out stays out: of this attempt whoever coordinates it, and of the user's next runs."""
-        node = decision.exclude or (decision.cause.node if decision.code == Exit.NODE and decision.cause else None)
-        if node:
-            self._note("node_excluded", on=node, reason=decision.reason)
-            self._group.excluded[node] = decision.reason
-            self._record.exclude(node, decision.reason)
-            remember(self._folder, node, decision.reason, self._rules.remember_bad_nodes_h, time.time())
-
-    async def _replanned(self, decision: policy.Decision) -> policy.Decision:
-        """The decision, with the next epoch's plan in force where that is another one."""
+    async def _run_epoch(self) -> policy.Decision:
+        """Runs one epoch; returns what follows, with the next epoch's plan in force if there is one."""
+        context, metrics = self._context, self._context.recorder.metrics
+        ended = await Epoch(context, self._detector, self._elasticity).run()
+        history = FaultHistory(tuple(context.record.causes), len(context.ranked), context.rules.bad_node_after)
+        decision = policy.decide(ended, context.budget, history)
+        self._exclude_bad_node(decision)
+        decision = await self._elasticity.next_plan(decision)
+        context.budget = decision.budget
+        context.record.end_epoch(decision)
+        if decision.cause:
+            metrics.add("orch_faults", 1, decision.cause.kind, "agent")
+        if decision.again:
+            metrics.add("orch_restarts", 1, "failure" if decision.counted else "saved")
+        context.note_epoch_end(decision)
         return decision
 
-    def host_left(self) -> None:
-        """The agent beside this coordinator is gone. While nodes gather, no lost connection may tell."""
-        if self._group.gathering:
-            notice = TerminationSignal(
-                reason=f"{self._node}: its agent left before all nodes had come", signal="SIGTERM", force=False
-            )
-            self._queue.put_nowait((self.epoch, self._node, notice))
-
-    # ---------------------------------------------------------------------------------- phases
-
-    async def _gather(self) -> policy.Decision | None:
-        """Wait for every node of the plan. None: all are here."""
-        end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
-        while len(self._group.members) < len(self._expected):
-            event = await self._next(end)
-            if event is None:
-                missing = [node for node in self._expected if node not in self._group.members]
-                text = f"{some(missing)} did not join within {self._rules.join_timeout_s:g} s"
-                return self._over("failed", Exit.CAPACITY, "join_timeout", text)
-            node, what = event
-            if isinstance(what, MemberLost):
-                return self._over("failed", Exit.CAPACITY, "node_lost", f"{node}: {what.text}", node)
-            if isinstance(what, MemberUnfit):
-                return self._over("failed", what.code, "node_unfit", what.text, node)
-            if isinstance(what, TerminationSignal):
-                self._ask(what)
-                return self._over(self._request.kind, Exit.RESTART, "", f"{self._request.reason}; nothing had started")
-        self._group.gathering = False
-        self._record.joined({node: self._group.members[node].join for node in self._expected})
-        self._note("nodes_joined", nodes=len(self._group.members))
-        return None
-
-    async def _live(self) -> policy.EpochEnd:
-        """One life of the workers, from the new epoch to the last of them gone."""
-        now = Epoch()
-        before = self._furthest
-        self._detector.begin_epoch(self._plan)
-        self._record.begin_epoch()  # on disk before anybody hears of it
-        self._note("epoch_began", epoch=self.epoch)
-        self._recorder.metrics.set("orch_wanted_nodes", len(self._seats))
-        self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
-        for member in self._group.members.values():
-            member.ready = None
-            member.channel.send(self.epoch, Prepare())
-        end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
-        while (late := [node for node, member in self._seated() if member.ready is None]) and not now.stopping:
-            event = await self._next(end)
-            self._take(now, *(event or (late[0], MemberLost("no answer to a new epoch"))))
-        if not now.stopping:
-            self._assign()
-        while not self._is_over(now):
-            event = await self._next(self._wake(now))
-            if event is not None:
-                self._take(now, *event)
-            else:
-                self._woken(now)
-        return policy.EpochEnd(
-            epoch=self.epoch,
-            world_size=len(self._plan.ranks),
-            ends=tuple(now.ends),
-            lost=tuple(now.lost),
-            request=self._request,
-            new_steps=self._furthest > before,
-            elastic=self._elastic,
-            resize=now.resize,
-            slow=now.slow,
-            fault=now.told_fault(),
-        )
-
-    def _wake(self, now: Epoch) -> float | None:
-        """Loop time at which to do something though nobody has said anything."""
-        return now.deadline
-
-    def _woken(self, now: Epoch) -> None:
-        late = self._busy(now)
-        self._take(now, late[0], MemberLost("its workers cannot be killed"))
-
-    @property
-    def _seats(self) -> list[str]:
-        """Nodes that have ranks in this epoch, in the plan's order."""
-        return self._expected
-
-    def _seated(self) -> list[tuple[str, Member]]:
-        return [(node, member) for node, member in self._group.members.items() if node in self._seats]
-
-    def _assign(self) -> None:
-        """Tell every node its slice of the rank map, and where rank 0 will listen."""
-        first = self._group.members[self._plan.ranks[0].node]
-        for index, node in enumerate(self._seats):
-            self._group.members[node].channel.send(self.epoch, assignment(self._plan, node, index, first))
-
-    def _is_over(self, now: Epoch) -> bool:
-        return not self._busy(now)
-
-    def _busy(self, now: Epoch) -> list[str]:
-        """Nodes whose workers of this epoch may still run. One that was lost and has come again has none."""
-        over = now.stopped | {loss.node for loss in now.lost}
-        return [node for node, _ in self._seated() if node not in over]
+    def _exclude_bad_node(self, decision: policy.Decision) -> None:
+        """Excludes a bad node from this attempt, whoever coordinates it, and from the user's next runs."""
+        context = self._context
+        node = decision.exclude or (decision.cause.node if decision.code == Exit.NODE and decision.cause else None)
+        if node:
+            context.note("node_excluded", on=node, reason=decision.reason)
+            context.membership.excluded[node] = decision.reason
+            context.record.exclude(node, decision.reason)
+            remember(context.folder, node, decision.reason, context.rules.remember_bad_nodes_h, time.time())
 
     async def _finish(self, decision: policy.Decision) -> None:
-        self._record.finish(decision)
-        self._note("run_ended", state=decision.state, code=decision.code, reason=decision.reason)
-        for member in self._group.members.values():
-            member.channel.send(self.epoch, Done(code=decision.code, reason=decision.reason))
-        end = asyncio.get_running_loop().time() + self._rules.grace_s
-        while self._group.members:  # an agent closes when it has nothing left to do
-            event = await self._next(end)
-            if event is None:
-                break
-            if isinstance(event[1], MemberLost):
-                self._group.drop(event[0], "node_left", event[1].text)
+        context = self._context
+        context.record.finish(decision)
+        context.note("run_ended", state=decision.state, code=decision.code, reason=decision.reason)
+        for member in context.members.values():
+            member.channel.send(context.epoch, Done(code=decision.code, reason=decision.reason))
+        end = asyncio.get_running_loop().time() + context.rules.grace_s
+        while context.members and (event := await context.next_event(end)):  # an agent closes when it is done
+            if isinstance(event.what, MemberLost):
+                context.membership.drop(event.node, "node_left", event.what.text)
 
-    # ---------------------------------------------------------------------------------- events
+    def _on_heartbeat(self) -> None:
+        """Once a heartbeat: renews the lease on the epoch, and writes state that found no room before."""
+        if self._context.elastic and (missed_s := self._stalls.missed_s()):
+            self._context.note("was_away", seconds=round(missed_s, 1))
+            self._elasticity.partition_suspected = True  # nodes that have hung up meanwhile may well live
+        try:
+            self._announcement.renew()
+        except LeaseLost as error:
+            self._context.put(self._context.node, error)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
-    def _take(self, now: Epoch, node: str, what: object) -> None:
-        """One event of an epoch."""
-        member = self._group.members.get(node)
-        if isinstance(what, MemberLost):
-            if member is None or what.member not in (None, member):
-                return
-            if node in self._seats:
-                now.lost.append(policy.NodeLoss(node, what.text))
-            self._group.drop(node, "node_lost", what.text)
-            self._record.lost(node)
-            self._recorder.metrics.set("orch_healthy_nodes", len(self._group.members))
-            if node in self._seats:
-                self._stop_all(now, f"node {node} is lost", "SIGTERM", self._loss_grace)
-        elif member is None:
-            return  # said before it was lost
-        elif isinstance(what, Ready):
-            member.ready = what
-        elif isinstance(what, Started):
-            now.started.add(node)
-            if now.started.issuperset(self._seats):
-                self._record.running()
-                self._note("epoch_runs", epoch=self.epoch, workers=len(self._plan.ranks))
-        elif isinstance(what, WorkerExit):
-            self._worker_ended(now, node, what)
-        elif isinstance(what, Stopped):
-            now.stopped.add(node)
-        elif isinstance(what, AgentAlive):
-            self._look(now, node, what)
-        elif isinstance(what, TerminationSignal):
-            self._ask(what)
-            grace = 0.0 if what.force else self._rules.grace_s
-            self._stop_all(now, self._request.reason, what.signal, grace, force=what.force)
-
-    def _look(self, now: Epoch, node: str, what: AgentAlive) -> None:
-        """An agent says what its workers do: who holds the run up, and who is slow?"""
-        if now.stopping or now.fault or not now.started.issuperset(self._seats):
-            return
-        clock = asyncio.get_running_loop().time()
-        self._detector.hear(node, what.seen, clock)
-        diagnosis = self._detector.diagnosis(clock)
-        if diagnosis is not None:
-            self._fail(now, diagnosis)
-        elif (slow := self._detector.slow()) is not None:
-            self._slow(now, slow)
-
-    def _fail(self, now: Epoch, found: Diagnosis) -> None:
-        """Save where all are, end the one that holds them up, and with it the epoch."""
-        now.fail(found, self._folder, self.epoch)
-        self._note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
-        for node, member in self._seated():
-            end = [found.rank] if node == found.node else []
-            member.channel.send(self.epoch, Examine(reason=found.text, end=end))
-        if found.rank is None:
-            self._stop_all(now, found.text, "SIGTERM", self._loss_grace)
-
-    def _slow(self, now: Epoch, nodes: dict[str, float]) -> None:
-        """Other nodes than before are slow."""
-        for node, ratio in nodes.items():
-            self._note("straggler", on=node, ratio=ratio)
-        self._record.slow(nodes)
-        for node, member in self._seated():
-            member.slowdown = nodes.get(node, 1.0)
-
-    def _worker_ended(self, now: Epoch, node: str, what: WorkerExit) -> None:
-        self._furthest = max(self._furthest, -1 if what.step is None else what.step)
-        now.ends.append(
-            policy.WorkerEnd(
-                rank=what.rank,
-                node=node,
-                code=what.code,
-                asked=what.asked,
-                order=len(now.ends),
-                step=what.step,
-                log=str(self._folder.rank_log(what.rank).relative_to(self._folder.path)),
-                tail=tuple(what.tail),
-                cause=what.cause,
-                error=what.error,
-            )
-        )
-        self._note("worker_ended", rank=what.rank, on=node, code=what.code, asked=what.asked, step=what.step)
-        if what.code != 0:
-            reason = now.fault.text if now.fault else policy.cause_of(now.ends[-1], self.epoch).text
-            saved = what.code == Exit.RESTART  # its peers are saving too: let them
-            self._stop_all(now, reason, "SIGTERM", self._rules.grace_s if saved else self._failure_grace)
-
-    @property
-    def _failure_grace(self) -> float:
-        return min(_FAILURE_GRACE_S, self._rules.grace_s)
-
-    @property
-    def _loss_grace(self) -> float:
-        return self._failure_grace
-
-    def _stop_all(self, now: Epoch, reason: str, signum: str, grace_s: float, force: bool = False) -> None:
-        """Ask every worker to end, once; `force` asks again."""
-        if now.stopping and not force:
-            return
-        now.stopping = True
-        now.deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
-        self._note("epoch_stops", epoch=self.epoch, reason=reason)
-        self._record.update(state="stopping" if self._request else "restarting", reason=reason)
-        for member in self._group.members.values():
-            member.channel.send(self.epoch, Stop(reason=reason, signal=signum, grace_s=grace_s))
-
-    def _ask(self, notice: TerminationSignal) -> None:
-        if self._request is None:
-            kind = "cancelled" if self._folder.cancel.exists() else "stopped"
-            self._request = policy.Request(kind, "cancelled by the user" if kind == "cancelled" else notice.reason)
-
-    async def _next(self, end: float | None) -> tuple[str, object] | None:
-        """The next event, None when loop time `end` has come."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                left = None if end is None else max(0.0, end - loop.time())
-                epoch, node, what = await asyncio.wait_for(self._queue.get(), left)
-            except TimeoutError:
-                return None
-            # an answer that was still in the queue when its epoch ended must not count for the next one
-            if epoch == self.epoch or isinstance(what, MemberLost | TerminationSignal):
-                return node, what
-
-    def _over(self, state: str, code: int, kind: str, text: str, node: str | None = None) -> policy.Decision:
-        """The decision that ends a run whose workers never started."""
-        cause = Cause(kind=kind, text=text, epoch=self.epoch, node=node) if kind else None
-        return policy.Decision(False, state, text, self._budget, int(code), cause=cause)
-
-    def _note(self, name: str, **fields: object) -> None:
-        log.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
-        self._recorder.event(name, **fields)
+    def agent_left(self) -> None:
+        """To be called when the agent of this process has ended: no connection tells while nodes are awaited."""
+        context = self._context
+        if context.membership.forming:
+            reason = f"{context.node}: its agent left before all nodes had come"
+            context.put(context.node, TerminationSignal(reason=reason, signal="SIGTERM", force=False))

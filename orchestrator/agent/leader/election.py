@@ -1,11 +1,11 @@
-"""How an agent of an elastic run finds its coordinator, or becomes it.
+"""Leader election: how an agent of an elastic run finds its coordinator, or becomes it.
 
-Nobody votes. A coordinator is who has claimed the newest epoch in the run folder (`launch.claims`); while it lives it
-counts a beat up in `coordinator.json`. An agent that has lost it looks there again and again. Only when nobody listens
-any more, or when the beat has stood still for too long, it claims the next epoch: at once if it is the first in the
-plan's order, later the further back it stands, so that one claims and the others find it. Should two claim all the
-same, one of them makes the file, and a coordinator that is only frozen finds the newer claim before it writes again.
-Agents count their own ticks; no clock of another host is read.
+There is no vote. The coordinator is the process that has claimed the newest epoch in the run folder
+(`run.epoch_lease`); while it lives it counts heartbeats in `coordinator.json`. An agent that has lost it polls that
+file. If nobody listens there any more, or the heartbeat has stood still for too long, it claims the next epoch: at once
+if it is the first in the plan's order, later the further back it stands, so that one claims and the others find it. If
+two claim, one of them makes the file; a coordinator that was only paused finds the newer claim before it writes. Agents
+count their own ticks and read no clock of another host.
 """
 
 from __future__ import annotations
@@ -17,38 +17,22 @@ from importlib import import_module
 
 import msgspec
 
+from orchestrator.agent.node.connection import CoordinatorAddress, NoCoordinator, read_address
 from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, connect
 from orchestrator.agent.protocol.messages import FromCoordinator
-from orchestrator.plan.document import Frozen
+from orchestrator.plan import Exit
 from orchestrator.run.epoch_lease import EpochLease, LeaseLost
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
 from orchestrator.run.state import read_state
-from orchestrator.run.untrusted import UNREADABLE
 
-from .world_sizes import PLANNER
+from .state_writer import StateWriter
 
+PLANNER = "orchestrator.planner.elastic.replan"  # with what it imports, half a second of processor time
 TICK_S = 0.25
 TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
 _PREPARE_S = 5.0  # after the workers' start, which has the processor first
-
-
-class CoordinatorAddress(Frozen):
-    """coordinator.json. The last three only in elastic runs."""
-
-    host: str
-    port: int
-    node: str = ""
-    epoch: int = -1  # the one by whose claim it coordinates
-    beat: int = 0
-
-
-def find(folder: RunFolder) -> CoordinatorAddress | None:
-    try:
-        return msgspec.json.decode(folder.coordinator.read_bytes(), type=CoordinatorAddress)
-    except (OSError, *UNREADABLE):
-        return None
 
 
 def turn_of(node: str, order: Sequence[str], gone: str) -> int:
@@ -57,11 +41,38 @@ def turn_of(node: str, order: Sequence[str], gone: str) -> int:
     return rest.index(node) if node in rest else len(rest)
 
 
-class Watch:
-    """What one agent sees of the coordinator's life, tick by tick. Pure."""
+class Announcement:
+    """`coordinator.json`: where the coordinator listens. With a lease it also shows that the coordinator is alive."""
 
-    def __init__(self, patience_ticks: int):
-        self._timeout_ticks = patience_ticks
+    def __init__(self, folder: RunFolder, record: StateWriter, node: str):
+        self._folder, self._record, self._node = folder, record, node
+        self._address: CoordinatorAddress | None = None
+        self.paused = False  # others may claim the run
+
+    def begin(self, host: str, port: int) -> None:
+        self._address = CoordinatorAddress(host=host, port=port)
+        if self._record.claimed < 0:
+            write_private(self._folder.coordinator, msgspec.json.encode(self._address))
+        else:
+            self._address = msgspec.structs.replace(self._address, node=self._node)
+            self.renew()
+
+    def renew(self) -> None:
+        """Once a heartbeat, and with a new claim. Raises LeaseLost if another process has claimed a newer epoch."""
+        if self._record.claimed < 0:
+            self._record.retry()
+        elif self._address is not None and not self.paused:
+            self._record.reassert()
+            heartbeats = self._address.heartbeats + 1
+            self._address = msgspec.structs.replace(self._address, epoch=self._record.claimed, heartbeats=heartbeats)
+            write_private(self._folder.coordinator, msgspec.json.encode(self._address), durable=False)
+
+
+class CoordinatorMonitor:
+    """What one agent sees of the coordinator, tick by tick. Pure."""
+
+    def __init__(self, timeout_ticks: int):
+        self._timeout_ticks = timeout_ticks
         self._seen: tuple[int, int, int] | None = None
         self._still = 0  # ticks since anything has changed
 
@@ -69,9 +80,9 @@ class Watch:
         """Whether to claim the next epoch now.
 
         `newest`: the newest claim. `refused`: nobody listens at `seen`. `fresh`: this attempt of the run has never had
-        a coordinator. When somebody has claimed and does not listen yet, it gets the whole patience to do so.
+        a coordinator. A process that has claimed and does not listen yet gets the whole timeout to do so.
         """
-        now = (newest, seen.epoch if seen else -1, seen.beat if seen else -1)
+        now = (newest, seen.epoch if seen else -1, seen.heartbeats if seen else -1)
         self._still = self._still + 1 if now == self._seen else 0
         self._seen = now
         dead = refused and seen is not None and seen.epoch == newest
@@ -80,37 +91,35 @@ class Watch:
 
 
 class LeaderElection:
-    """One agent's part in it. `lead(claims)` makes this process the coordinator, by right of those claims."""
+    """One agent's part in it. `lead(lease)` makes this process the coordinator."""
+
+    moves = True
 
     def __init__(self, folder: RunFolder, node: str, key: bytes, rules: Policy, lead: Callable[[EpochLease], None]):
         self._folder, self._node, self._key, self._rules, self._lead = folder, node, key, rules, lead
         self._preparing: asyncio.Task | None = None
 
-    def prepare(self, order: Sequence[str]) -> None:
-        """Soon, in the node whose turn would be next: import what a coordinator plans with."""
+    def workers_started(self, order: Sequence[str]) -> None:
+        """Soon, in the node whose turn would be next: imports what a coordinator plans with."""
         if self._preparing is None or self._preparing.done():
             self._preparing = asyncio.create_task(self._prepare(order))
 
     async def _prepare(self, order: Sequence[str]) -> None:
         await asyncio.sleep(_PREPARE_S)
-        seen = find(self._folder)
+        seen = read_address(self._folder)
         if seen is not None and turn_of(self._node, order, seen.node) == 0:
             await asyncio.to_thread(import_module, PLANNER)
 
-    async def join(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel | None:
-        """A channel to the coordinator, wherever it is by now. None when `over` is done, when the run has ended
-        meanwhile, or nobody could be found.
-
-        `epoch`: the newest that this agent has followed; `order`: of the nodes, as its plan has them. Raises WrongKey.
-        """
-        loop, hang_timeout_s = asyncio.get_running_loop(), max(2.0, self._rules.heartbeat_timeout_s)
-        watch = Watch(round(hang_timeout_s / TICK_S))
-        end = loop.time() + max(self._rules.join_timeout_s, 4 * hang_timeout_s)
-        call: asyncio.Task[Channel] | None = None  # a frozen coordinator takes the call and never answers
+    async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
+        """A channel to the coordinator, wherever it is by now, possibly in this process. See `Connector`."""
+        loop, timeout_s = asyncio.get_running_loop(), max(2.0, self._rules.heartbeat_timeout_s)
+        monitor = CoordinatorMonitor(round(timeout_s / TICK_S))
+        end = loop.time() + max(self._rules.join_timeout_s, 4 * timeout_s)
+        call: asyncio.Task[Channel] | None = None  # a paused coordinator accepts the connection and never answers
         try:
             while loop.time() < end and not over.done():
-                claims = EpochLease(self._folder, self._node)
-                seen, newest = find(self._folder), claims.newest
+                lease = EpochLease(self._folder, self._node)
+                seen, newest = read_address(self._folder), lease.newest
                 if call is None and seen is not None and seen.epoch == newest:
                     call = asyncio.create_task(self._call(seen))
                 await asyncio.wait({over, call} if call else {over}, timeout=TICK_S)
@@ -127,22 +136,24 @@ class LeaderElection:
                     break
                 fresh = seen is None and state.state == "pending" and newest <= state.epoch
                 turn = turn_of(self._node, order, seen.node if seen else "")
-                if watch.tick(newest, seen, refused, fresh, turn):
+                if monitor.tick(newest, seen, refused, fresh, turn):
                     with contextlib.suppress(LeaseLost):
-                        claims.take(max(newest, state.epoch, epoch) + 1)
-                        self._lead(claims)
-                        call = _hang_up(call)
+                        lease.take(max(newest, state.epoch, epoch) + 1)
+                        self._lead(lease)
+                        call = _cancel(call)
                 if refused:
                     await asyncio.wait({over}, timeout=TICK_S)
         finally:
-            _hang_up(call)
-        return None
+            _cancel(call)
+        if (state := read_state(self._folder)).is_final:  # this agent was paused or cut off, or came too late
+            raise NoCoordinator(Exit.FENCED, f"the run has ended meanwhile: {state.state}")
+        raise NoCoordinator(Exit.CAPACITY, "no coordinator, and none could be made")
 
     async def _call(self, seen: CoordinatorAddress) -> Channel:
         arguments = self._folder.run_id, self._node, self._key, FromCoordinator
         return await asyncio.wait_for(connect(seen.host, seen.port, *arguments), _CONNECT_S)
 
 
-def _hang_up(call: asyncio.Task | None) -> None:
+def _cancel(call: asyncio.Task | None) -> None:
     if call is not None and not call.done():
         call.cancel()

@@ -1,60 +1,301 @@
-"""What a coordinator knows of the epoch that lives."""
+"""One epoch: one attempt of the workers, from the number on disk to the end of the last worker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import asyncio
+from typing import assert_never
 
 from msgspec import structs
 
 from orchestrator.agent.faults import policy
+from orchestrator.agent.faults.detector import HangDetector
 from orchestrator.agent.faults.diagnosis import Diagnosis
-from orchestrator.agent.protocol.messages import Assign, RankAssignment
-from orchestrator.plan import Plan
-from orchestrator.run.folder import RunFolder
+from orchestrator.agent.protocol.messages import (
+    AgentAlive,
+    Assign,
+    Examine,
+    Join,
+    Prepare,
+    RankAssignment,
+    Ready,
+    Started,
+    Stop,
+    Stopped,
+    TerminationSignal,
+    Warm,
+    WorkerExit,
+)
+from orchestrator.plan import Exit, Plan
+from orchestrator.run.epoch_lease import LeaseLost
+from orchestrator.run.request import used_nodes
 from orchestrator.run.state import Cause
 
-from .membership import Member
+from .context import Context, Event
+from .elasticity import Elasticity, reported_step
+from .membership import Member, MemberLost, MemberUnfit
+
+_FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they can no longer save together
+_LOSS_GRACE_S = 1.5  # in elastic runs, after a lost node: workers notice a dead peer by themselves
+_UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
 
 
-@dataclass
 class Epoch:
-    started: set[str] = field(default_factory=set)
-    stopped: set[str] = field(default_factory=set)
-    ends: list[policy.WorkerEnd] = field(default_factory=list)
-    lost: list[policy.NodeLoss] = field(default_factory=list)
-    stopping: bool = False
-    resize: str = ""  # why all were asked to save and stop, where the run goes on with other nodes
-    slow: Cause | None = None  # of that: the node that they go on without
-    fault: Cause | None = None  # seen from outside: what the workers are ended for
-    deadline: float | None = None  # loop time at which even killed workers must be gone
+    def __init__(self, context: Context, detector: HangDetector, elasticity: Elasticity):
+        self._context, self._detector, self._elasticity = context, detector, elasticity
+        self._rules, self._nodes, self._ranked = context.rules, context.ranked, set(context.ranked)
+        self._failure_grace = min(_FAILURE_GRACE_S, self._rules.grace_s)
+        self._loss_grace = min(_LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S, self._rules.grace_s)
+        self._started: set[str] = set()
+        self._stopped: set[str] = set()
+        self._ends: list[policy.WorkerEnd] = []
+        self._lost: list[policy.NodeLoss] = []
+        self._stopping = False
+        self._deadline: float | None = None  # loop time at which even killed workers must be gone
+        self._resize = ""  # why all were asked to save and stop, if the run goes on with other nodes
+        self._straggler: Cause | None = None  # of a resize: the node to be replaced
+        self._fault: Cause | None = None  # found by the detector; the workers are ended for it
 
-    def fail(self, found: Diagnosis, folder: RunFolder, number: int) -> None:
-        """What was found is why this epoch ends."""
-        files = {}
-        if found.rank is not None:
-            paths = {"log": folder.rank_log(found.rank), "stack": folder.stack(number, found.rank)}
-            files = {name: str(path.relative_to(folder.path)) for name, path in paths.items()}
-        place = {"node": found.node, "rank": found.rank, "step": found.step}
-        self.fault = Cause(kind=found.kind, text=found.text, epoch=number, **place, **files)
+    async def run(self) -> policy.EpochEnd:
+        """Runs the epoch; returns what is known once every worker is gone."""
+        context, furthest = self._context, self._context.furthest_step
+        self._begin()
+        end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
+        while (late := [node for node, member in self._ranked_members() if member.ready is None]) and (
+            not self._stopping
+        ):
+            event = await context.next_event(end)
+            self._handle(event or Event(context.epoch, late[0], MemberLost("no answer to a new epoch")))
+        if not self._stopping:
+            first = context.members[context.plan.ranks[0].node]
+            for index, node in enumerate(self._nodes):
+                self._send(node, assignment(context.plan, node, index, first))
+        while self._busy():
+            times = [time for time in (self._deadline, self._elasticity.scale_up.check_at) if time is not None]
+            event = await context.next_event(min(times, default=None))
+            if event is not None:
+                self._handle(event)
+            else:
+                self._on_timeout()
+        return policy.EpochEnd(
+            epoch=context.epoch,
+            world_size=len(context.plan.ranks),
+            ends=tuple(self._ends),
+            lost=tuple(self._lost),
+            request=context.end_request,
+            new_steps=context.furthest_step > furthest,
+            elastic=context.elastic,
+            resize=self._resize,
+            slow=self._straggler,
+            fault=self._fault_with_tail(),
+        )
 
-    def told_fault(self) -> Cause | None:
-        """The fault, with what its worker had said last."""
-        end = next((end for end in self.ends if self.fault and end.rank == self.fault.rank), None)
-        return structs.replace(self.fault, code=end.code, tail=list(end.tail)) if end else self.fault
+    def _begin(self) -> None:
+        context, metrics = self._context, self._context.recorder.metrics
+        self._detector.begin_epoch(context.plan)
+        context.record.begin_epoch()  # on disk before anybody hears of it
+        context.note("epoch_began", epoch=context.epoch)
+        metrics.set("orch_wanted_nodes", len(self._nodes))
+        metrics.set("orch_healthy_nodes", len(context.members))
+        for member in context.members.values():
+            member.ready = None
+            member.channel.send(context.epoch, Prepare())
+
+    def _on_timeout(self) -> None:
+        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
+            self._handle(Event(self._context.epoch, self._busy()[0], MemberLost("its workers cannot be killed")))
+        else:
+            self._consider_scale_up()
+
+    def _ranked_members(self) -> list[tuple[str, Member]]:
+        return [(node, member) for node, member in self._context.members.items() if node in self._ranked]
+
+    def _busy(self) -> list[str]:
+        """Nodes whose workers of this epoch may still run. One that was lost and has rejoined has none."""
+        over = self._stopped | {loss.node for loss in self._lost}
+        return [node for node, _ in self._ranked_members() if node not in over]
+
+    @property
+    def _all_started(self) -> bool:
+        return self._started.issuperset(self._nodes)
+
+    def _send(self, node: str, message: Assign | Examine | Prepare) -> None:
+        self._context.members[node].channel.send(self._context.epoch, message)
+
+    # ---------------------------------------------------------------------------------- events
+
+    def _handle(self, event: Event) -> None:
+        node, what = event.node, event.what
+        member = self._context.members.get(node)
+        if isinstance(what, MemberLost):
+            return self._on_lost(node, member, what)
+        if member is None:
+            return None  # sent before it was lost
+        match what:
+            case Ready():
+                member.ready = what
+            case Started():
+                self._on_started(node)
+            case WorkerExit():
+                self._on_worker_exit(node, what)
+            case Stopped():
+                self._stopped.add(node)
+            case AgentAlive():
+                self._on_alive(node, what)
+            case TerminationSignal():
+                self._on_termination_signal(node, what)
+            case Join():
+                self._on_join(node, what)
+            case Warm():
+                self._consider_scale_up()
+            case MemberUnfit() | LeaseLost():  # only while the first nodes are awaited; raised by next_event
+                pass
+            case _:
+                assert_never(what)
+        return None
+
+    def _on_lost(self, node: str, member: Member | None, what: MemberLost) -> None:
+        context = self._context
+        self._elasticity.partition_suspected |= what.silent
+        if member is None or what.member not in (None, member):
+            return
+        if node in self._ranked:
+            self._lost.append(policy.NodeLoss(node, what.text))
+        context.lose(node, what.text)
+        context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
+        if node in self._ranked:
+            self._stop_all(f"node {node} is lost", self._loss_grace)
+
+    def _on_join(self, node: str, join: Join) -> None:
+        """A node has joined while the others run: a spare until the next epoch."""
+        context = self._context
+        self._send(node, Prepare())
+        context.record.parked(node, join)
+        context.note("node_joined", on=node)
+        context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
+        self._consider_scale_up()
+
+    def _on_started(self, node: str) -> None:
+        self._started.add(node)
+        if self._all_started:
+            context = self._context
+            context.record.running()
+            context.note("epoch_runs", epoch=context.epoch, workers=len(context.plan.ranks))
+            self._elasticity.running()
+            self._consider_scale_up()
+
+    def _on_worker_exit(self, node: str, what: WorkerExit) -> None:
+        context = self._context
+        context.furthest_step = max(context.furthest_step, -1 if what.step is None else what.step)
+        self._ends.append(
+            policy.WorkerEnd(
+                rank=what.rank,
+                node=node,
+                code=what.code,
+                asked=what.asked,
+                order=len(self._ends),
+                step=what.step,
+                log=str(context.folder.rank_log(what.rank).relative_to(context.folder.path)),
+                tail=tuple(what.tail),
+                cause=what.cause,
+                error=what.error,
+            )
+        )
+        context.note("worker_ended", rank=what.rank, on=node, code=what.code, asked=what.asked, step=what.step)
+        if what.code != 0:
+            reason = self._fault.text if self._fault else policy.cause_of(self._ends[-1], context.epoch).text
+            saved = what.code == Exit.RESTART  # its peers are saving too: let them
+            self._stop_all(reason, self._rules.grace_s if saved else self._failure_grace)
+
+    def _on_termination_signal(self, node: str, signal: TerminationSignal) -> None:
+        """Ends the run; in an elastic run that was not cancelled it goes on without that node, if enough stay."""
+        context = self._context
+        if not context.elastic or context.folder.cancel.exists():
+            reason, grace_s = context.request_end(signal).reason, 0.0 if signal.force else self._rules.grace_s
+        elif node not in self._ranked:
+            context.dismiss(node, Exit.RESTART, signal.reason)
+            return
+        else:
+            if not self._elasticity.leave(node, signal.reason):
+                context.request_end(signal)
+            self._resize = reason = self._resize or f"a node leaves ({signal.reason})"
+            grace_s = self._failure_grace if signal.force else self._rules.grace_s
+        self._stop_all(reason, grace_s, signal.signal, force=signal.force)
+
+    # ---------------------------------------------------------------------------------- hangs and stragglers
+
+    def _on_alive(self, node: str, what: AgentAlive) -> None:
+        if self._stopping or self._fault or not self._all_started:
+            return
+        clock = asyncio.get_running_loop().time()
+        self._detector.hear(node, what.seen, clock)
+        if (found := self._detector.diagnosis(clock)) is not None:
+            self._fail(found)
+        elif (slow := self._detector.slow()) is not None:
+            for each, ratio in slow.items():
+                self._context.note("straggler", on=each, ratio=ratio)
+            self._context.record.slow(slow)
+            for each, member in self._ranked_members():
+                member.slowdown = slow.get(each, 1.0)
+        self._replace_straggler()
+
+    def _fail(self, found: Diagnosis) -> None:
+        """Ends the epoch for a fault: all workers' stacks are saved, and the one at fault is killed."""
+        context = self._context
+        self._fault = found.cause(context.folder, context.epoch)
+        context.note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
+        for node, _ in self._ranked_members():
+            self._send(node, Examine(reason=found.text, end=[found.rank] if node == found.node else []))
+        if found.rank is None:
+            self._stop_all(found.text, self._loss_grace)
+
+    def _fault_with_tail(self) -> Cause | None:
+        """The fault, with the exit code and last log lines of its worker."""
+        end = next((end for end in self._ends if self._fault and end.rank == self._fault.rank), None)
+        return structs.replace(self._fault, code=end.code, tail=list(end.tail)) if end else self._fault
+
+    def _replace_straggler(self) -> None:
+        nodes = self._detector.lastingly_slow()
+        if not nodes or self._rules.on_straggler != "exclude" or self._stopping or self._fault:
+            return
+        if len(self._elasticity.ready_nodes()) > len(self._nodes):
+            slowest, ratio = max(nodes.items(), key=lambda item: item[1])
+            self._resize = f"{slowest} is slow: its own compute time is {ratio:g} times the median of its peers'"
+            about = {"epoch": self._context.epoch, "node": slowest, "step": reported_step(self._context)}
+            self._straggler = Cause(kind="straggler", text=self._resize, **about)
+            self._stop_all(self._resize, self._rules.grace_s)
+
+    # ---------------------------------------------------------------------------------- the end of the epoch
+
+    def _consider_scale_up(self) -> None:
+        if self._stopping or not self._all_started:
+            return
+        larger = self._elasticity.scale_up.consider(len(self._elasticity.ready_nodes()))
+        if larger is not None:
+            self._resize = f"growing from {len(self._nodes)} to {len(used_nodes(larger))} nodes"
+            self._stop_all(self._resize, self._rules.grace_s)
+
+    def _stop_all(self, reason: str, grace_s: float, signal: str = "SIGTERM", force: bool = False) -> None:
+        """Asks every worker to end, once; `force` asks again."""
+        context = self._context
+        self._elasticity.scale_up.stopping(first=not self._stopping)
+        if self._stopping and not force:
+            return
+        self._stopping = True
+        self._deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
+        context.note("epoch_stops", epoch=context.epoch, reason=reason)
+        context.record.update(state="stopping" if context.end_request else "restarting", reason=reason)
+        for member in context.members.values():
+            member.channel.send(context.epoch, Stop(reason=reason, signal=signal, grace_s=grace_s))
 
 
 def assignment(plan: Plan, node: str, index: int, first: Member) -> Assign:
-    """A node's slice of the rank map, and where rank 0 will listen. `first`: the member of rank 0's node."""
+    """A node's share of the ranks, and where rank 0 will listen. `first`: the member of rank 0's node."""
+    assert first.ready is not None
     return Assign(
         plan_hash=plan.hash,
-        seats=[RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
+        ranks=[RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
         node_rank=index,
         world_size=len(plan.ranks),
         master_address=first.join.address,
         master_port=first.ready.port,
     )
-
-
-def some(nodes: list[str]) -> str:
-    shown = ", ".join(nodes[:8])
-    return shown + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

@@ -1,20 +1,20 @@
-"""Before a run ends for want of nodes: what their memories hold of its state goes to the disk.
+"""Writes in-memory checkpoint replicas to disk before a run ends for lack of nodes.
 
-Between checkpoints the newest state lies in the memory of two nodes each (trainer/checkpoint/replicas). Nodes that are
-too few to train hold it still, until they are released. So they get an epoch of their own, with its own fencing token
-like any other, in which one process a node, not one a rank, brings it to the disk.
+Between checkpoints the newest state of each rank is in the memory of two nodes (trainer/checkpoint/replicas). Nodes
+that are too few to train still hold it until they are released. So they get an epoch of their own, with its own fencing
+token, in which one process per node, not one per rank, saves it (`python -m trainer --final-checkpoint`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from orchestrator.agent.faults.policy import Decision
 from orchestrator.agent.protocol.messages import (
+    Assign,
     Prepare,
     RankAssignment,
     Ready,
@@ -25,11 +25,11 @@ from orchestrator.agent.protocol.messages import (
 )
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import Policy, from_bytes
+from orchestrator.run.request import from_bytes
 
+from .context import Context
 from .epoch import assignment
-from .membership import MemberLost, Membership
-from .state_writer import StateWriter
+from .membership import MemberLost
 
 _KILL_S = 5.0  # for processes that are told to end at once
 
@@ -39,7 +39,7 @@ _WORTH = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
 
 
 def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
-    """Whether a run that ends so may leave its newest state in memory alone."""
+    """Whether the newest state of a run that ends like this may be in memory only."""
     if not plan.job.checkpoint.memory_every_steps or decision.code not in _WORTH:
         return False
     kind = decision.cause.kind if decision.cause else ""
@@ -50,7 +50,7 @@ def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
 
 @dataclass
 class _Attempt:
-    """One epoch of it."""
+    """One epoch of saving."""
 
     nodes: list[str]
     gone: set[str] = field(default_factory=set)  # lost
@@ -63,7 +63,7 @@ class _Attempt:
 
     @property
     def step(self) -> int | None:
-        """That was saved."""
+        """The step that was saved, None for none."""
         return next((end.step for end in self.ends if end.code == 0 and end.step is not None), None)
 
     @property
@@ -73,27 +73,18 @@ class _Attempt:
 
 
 class FinalCheckpoint:
-    """`listen(until)`: the next thing that a node says, None at that loop time; raises LeaseLost."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        rules: Policy,
-        group: Membership,
-        record: StateWriter,
-        listen: Callable[[float], Awaitable[tuple[str, object] | None]],
-        note: Callable[..., None],
-    ):
-        self._plan, self._rules, self._group, self._record = plan, rules, group, record
-        self._listen, self._note = listen, note
+    def __init__(self, context: Context):
+        self._context, self._record, self._members = context, context.record, context.members
         self._end = 0.0  # loop time at which it must be done
 
     async def run(self) -> str:
-        """One clause for the reason of the run's end; "" if the disk had it all. In `grace_s`. Raises LeaseLost."""
+        """Saves, in at most `grace_s`; returns a clause for the reason of the run's end, "" if there was nothing to
+        save.
+        """
         loop = asyncio.get_running_loop()
-        self._end = loop.time() + self._rules.grace_s
+        self._end = loop.time() + self._context.rules.grace_s
         text = ""
-        while nodes := list(self._group.members):
+        while nodes := list(self._members):
             attempt = _Attempt(nodes)
             await self._try(attempt)
             if attempt.step is not None:
@@ -106,7 +97,7 @@ class FinalCheckpoint:
             self._record.end_final_checkpoint(
                 "saved" if attempt.step is not None else "not saved" if text else "nothing to save"
             )
-            self._note("flush_ended", step=attempt.step, reason=text, again=again)
+            self._context.note("flush_ended", step=attempt.step, reason=text, again=again)
             if not again:  # else a node was lost meanwhile: the others may have all that is needed
                 break
         return text
@@ -114,45 +105,44 @@ class FinalCheckpoint:
     async def _try(self, attempt: _Attempt) -> None:
         self._record.update(state="stopping", reason="saving what the nodes' memories hold")
         self._record.begin_epoch()  # on disk before anybody hears of it
-        self._note("flush_began", epoch=self._record.epoch, nodes=len(attempt.nodes))
+        self._context.note("flush_began", epoch=self._record.epoch, nodes=len(attempt.nodes))
         for node in attempt.nodes:
-            self._group.members[node].ready = None
-            self._tell(node, Prepare())
-        while any(self._group.members[node].ready is None for node in attempt.nodes if node not in attempt.gone):
-            if attempt.gone or not await self._hear(attempt, self._end):
+            self._members[node].ready = None
+            self._send(node, Prepare())
+        while any(self._members[node].ready is None for node in attempt.nodes if node not in attempt.gone):
+            if attempt.gone or not await self._handle_next(attempt, self._end):
                 return
         self._assign(attempt.nodes)
         while not attempt.over:
-            if not await self._hear(attempt, self._end):
+            if not await self._handle_next(attempt, self._end):
                 break
         if not attempt.over:
             for node in attempt.nodes:
-                self._tell(node, Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0))
-        while not attempt.over and await self._hear(attempt, self._end + _KILL_S):
+                self._send(node, Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0))
+        while not attempt.over and await self._handle_next(attempt, self._end + _KILL_S):
             pass
 
     def _assign(self, nodes: list[str]) -> None:
-        first = self._group.members[nodes[0]]
+        first = self._members[nodes[0]]
         for index, node in enumerate(nodes):
-            trains = assignment(self._plan, node, index, first)
-            saves = {"seats": [RankAssignment(index, 0)], "world_size": len(nodes), "flush": True}
-            self._tell(node, structs.replace(trains, **saves))
+            trains = assignment(self._context.plan, node, index, first)
+            saves = {"ranks": [RankAssignment(index, 0)], "world_size": len(nodes), "final_checkpoint": True}
+            self._send(node, structs.replace(trains, **saves))
 
-    def _tell(self, node: str, message: object) -> None:
-        if member := self._group.members.get(node):
+    def _send(self, node: str, message: Prepare | Assign | Stop) -> None:
+        if member := self._members.get(node):
             member.channel.send(self._record.epoch, message)
 
-    async def _hear(self, attempt: _Attempt, until: float) -> bool:
-        """False when that time has come, or somebody will not wait."""
-        event = await self._listen(until)
+    async def _handle_next(self, attempt: _Attempt, until: float) -> bool:
+        """Handles one event. False at loop time `until`, or if a forced termination signal has come."""
+        event = await self._context.next_event(until)
         if event is None:
             return False
-        node, what = event
-        member = self._group.members.get(node)
+        node, what = event.node, event.what
+        member = self._members.get(node)
         if isinstance(what, MemberLost):
             if member is not None and what.member in (None, member):
-                self._group.drop(node, "node_lost", what.text)
-                self._record.lost(node)
+                self._context.lose(node, what.text)
                 attempt.gone.add(node)
         elif isinstance(what, Ready) and member is not None:
             member.ready = what

@@ -1,7 +1,7 @@
-"""Who belongs to a run: agents that have proven themselves, joined, and are still heard.
+"""The members of a run: agents that have authenticated, joined, and still send heartbeats.
 
-What they say comes out in one stream of (node, message), with `Lost` for a member that went away. Which members an
-epoch has, and what follows when one is lost, is the coordinator's business.
+Their messages are passed on as one stream of (node, message), with `MemberLost` for a member that is gone. What follows
+is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Member:
     channel: Channel
     join: Join
     warm: bool = True  # its workers would start at once
-    silent_ticks: int = 0  # since it was last heard. Counted, so that our own pauses are not blamed on it
+    silent_ticks: int = 0  # since its last message; ticks, so that pauses of this process do not count
     ready: Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
     slowdown: float | None = None  # own compute time over its peers', where that is known
@@ -48,23 +48,23 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberLost:
-    """A member went away. `member`: which, where another may have come for the node since."""
+    """A member is gone. `member`: which, if another may have joined for the node since."""
 
     text: str
     member: Member | None = None
-    silent: bool = False  # it may live, frozen or cut off
+    silent: bool = False  # it may live, paused or cut off
 
 
 @dataclass(frozen=True)
 class MemberUnfit:
-    """A node of the plan came, and cannot be used."""
+    """A node of the plan has come and cannot be used. `code`: the exit code it was sent."""
 
     code: int
     text: str
 
 
 class Membership:
-    """`tell(node, message)` gets what members say, `note(name, **fields)` what is worth an event."""
+    """`tell(node, message)` gets the messages of members, `note(name, **fields)` writes an event."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Membership:
         key: bytes,
         expected: list[str],
         epoch: Callable[[], int],
-        tell: Callable[[str, object], None],
+        tell: Callable[[str, FromAgent | MemberLost | MemberUnfit], None],
         note: Callable[..., None],
         silence_s: float,
         elastic: bool = False,
     ):
         """`elastic`: nodes may come at any time, and nodes that the plan does not know, too."""
         self.members: dict[str, Member] = {}
-        self.gathering = True  # newcomers are let in
+        self.forming = True  # the first nodes are awaited
         self._run, self._plan, self._key, self._expected = run, plan, key, expected
         self._epoch, self._tell, self._note, self._silence_s = epoch, tell, note, silence_s
         self._elastic = elastic
@@ -89,7 +89,7 @@ class Membership:
         self._tasks: set[asyncio.Task] = set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, from the greeting to its end."""
+        """Serves one connection, from the greeting to its end."""
         self._tasks.add(asyncio.current_task())
         self._greeting += 1
         channel = member = None
@@ -107,7 +107,7 @@ class Membership:
                 if self.members.get(member.join.node) is not member:
                     break  # dropped meanwhile; what it still says is not for this run
                 member.silent_ticks = 0
-                self._deliver(member, *received)
+                self._on_message(member, *received)
         except asyncio.CancelledError:
             text = "the coordinator leaves"  # the end of this task, and asyncio's streams log any other
         except (Refused, TimeoutError) as error:
@@ -124,8 +124,8 @@ class Membership:
                 self._tell(member.join.node, MemberLost(text, member))
             self._tasks.discard(asyncio.current_task())
 
-    def _admit(self, channel: Channel, first: tuple[int, object] | None) -> Member | None:
-        """Make the newcomer a member, or tell it why not."""
+    def _admit(self, channel: Channel, first: tuple[int, FromAgent] | None) -> Member | None:
+        """Makes the newcomer a member, or tells it why not."""
         if first is None or not isinstance(first[1], Join):
             raise Refused("the first message was no join")
         epoch, join = first
@@ -146,12 +146,12 @@ class Membership:
         if code is not None:
             channel.send(self._epoch(), Done(code=int(code), reason=reason))
             self._note("join_refused", on=join.node, reason=reason)
-            if join.node in self._expected and self.gathering:
+            if join.node in self._expected and self.forming:
                 self._tell(join.node, MemberUnfit(int(code), reason))
             return None
         if self._elastic:
-            self._make_room(join.node, epoch)
-        elif not self.gathering or join.node in self.members or epoch > self._epoch():
+            self._check_late(join.node, epoch)
+        elif not self.forming or join.node in self.members or epoch > self._epoch():
             reason = f"epoch {self._epoch()} runs without this agent"
             channel.send(self._epoch(), Fenced(reason=reason))
             self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
@@ -160,16 +160,16 @@ class Membership:
         self._tell(join.node, join)
         return member
 
-    def _make_room(self, node: str, epoch: int) -> None:
-        """For an agent that comes while the run goes on. It tries again when it is refused."""
+    def _check_late(self, node: str, epoch: int) -> None:
+        """Refuses an agent that cannot join yet; it tries again."""
         if epoch > self._epoch():
             raise Refused(f"{node} follows epoch {epoch}, this is {self._epoch()}")
         if node in self.members:
             self._fence(node, "another agent has come for its node")
             raise Refused(f"{node} is still here")
 
-    def _deliver(self, member: Member, epoch: int, message: object) -> None:
-        """Into the queue, if it is of this epoch. Older ones may be under way until the agent has answered Ready."""
+    def _on_message(self, member: Member, epoch: int, message: FromAgent) -> None:
+        """Passes on messages of this epoch. Older ones may be under way until the agent has answered Ready."""
         node = member.join.node
         if epoch > self._epoch() or isinstance(message, Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
@@ -179,20 +179,19 @@ class Membership:
         elif epoch < self._epoch():
             if member.ready is not None:
                 self._fence(node, f"it spoke for epoch {epoch}, this is {self._epoch()}")
-        elif isinstance(message, AgentAlive):
-            member.step = message.step
-            self._tell(node, message)
         else:
+            if isinstance(message, AgentAlive):
+                member.step = message.step
             self._tell(node, message)
 
     def _fence(self, node: str, reason: str, silent: bool = False) -> None:
-        """Out of the run: told so, so that it kills its workers even if it wakes up much later."""
+        """Excludes a member, and tells it so, so that it kills its workers even if it wakes up much later."""
         member = self.members[node]
         member.channel.send(self._epoch(), Fenced(reason=reason))
         self._tell(node, MemberLost(reason, member, silent))
 
     def drop(self, node: str, event: str, text: str) -> None:
-        """Out of the members; its connection is closed, and whatever it says is no longer heard."""
+        """Removes a member; its connection is closed, and its messages are ignored."""
         member = self.members.pop(node, None)
         if member:
             self._note(event, on=node, reason=text)
@@ -200,8 +199,11 @@ class Membership:
             self._tasks.add(close)
             close.add_done_callback(self._tasks.discard)
 
-    async def tick(self, each: Callable[[], None] = lambda: None) -> None:
-        """Heartbeats both ways, and `each` with them. Only ticks are counted: no clock of another host is ever read."""
+    async def tick(self, each: Callable[[], None]) -> None:
+        """Sends heartbeats, with `each` called every time, and finds members that are silent.
+
+        See protocol/heartbeat.py.
+        """
         most = timeout_ticks(self._silence_s, _TICK_S)
         clock = asyncio.get_running_loop().time
         beat = HeartbeatTimer(_TICK_S, clock())

@@ -1,4 +1,4 @@
-"""The coordinator's pen: every change of the run's state goes through here to `state.json`, whole and in order."""
+"""Writes every change of a run's state to `state.json`, whole and in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _replace = msgspec.structs.replace
 class StateWriter:
     """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow.
 
-    With `claims`, which must hold the newest epoch, every write is one that nobody else may do, or raises LeaseLost.
+    `lease`: of an elastic run, holds the newest epoch. Every write checks it, and raises LeaseLost if it is lost.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class StateWriter:
         plan: Plan,
         node: str,
         discovery: Discovery,
-        claims: EpochLease | None = None,
+        lease: EpochLease | None = None,
         clock: Callable[[], float] = time.time,
     ):
         self._folder, self._plan, self._node = folder, plan, node
-        self._discovery, self._claims, self._clock = discovery, claims, clock
+        self._discovery, self._lease, self._clock = discovery, lease, clock
         self._state: RunState = read_state(folder)
         self._led_by = self._state.writer  # until now
         self._unwritten = False  # there was no room for the newest state
@@ -77,7 +77,7 @@ class StateWriter:
         self.update(excluded=self._state.excluded | {node: reason})
 
     def slow(self, nodes: dict[str, float]) -> None:
-        """Nodes that straggle now, each with how much slower it is."""
+        """Records the stragglers: node -> its compute time over the median of its peers."""
         self.update(slow=nodes)
 
     @property
@@ -85,19 +85,19 @@ class StateWriter:
         return self._state.nodes
 
     def check(self) -> None:
-        """Raises LeaseLost when somebody else has become the writer."""
-        if self._claims:
-            self._claims.check()
+        """Raises LeaseLost if another process has become the writer."""
+        if self._lease:
+            self._lease.check()
 
     @property
     def claimed(self) -> int:
-        """The newest epoch that is ours, -1 without claims."""
-        return self._claims.held if self._claims else -1
+        """The newest epoch that this process has claimed, -1 without a lease."""
+        return self._lease.held if self._lease else -1
 
     def claim(self) -> None:
-        """The next epoch is ours, from now on; it begins with `begin_epoch`."""
-        if self._claims and self._claims.held <= self._state.epoch:
-            self._claims.take(self._state.epoch + 1)
+        """Claims the next epoch, which begins with `begin_epoch`."""
+        if self._lease and self._lease.held <= self._state.epoch:
+            self._lease.take(self._state.epoch + 1)
 
     def update(self, **changes: object) -> None:
         self.check()
@@ -105,7 +105,7 @@ class StateWriter:
         self._write()
 
     def _write(self, must: bool = False) -> None:
-        """A full disk ends no run that only has news to tell: they are written when there is room again."""
+        """Writes the state. If the disk is full, it is written when there is room again, unless it `must` be now."""
         try:
             write_state(self._folder, self._state)
         except OSError as error:
@@ -117,14 +117,15 @@ class StateWriter:
         self._file = self._folder.state.stat().st_ino
 
     def retry(self) -> None:
-        """Once a heartbeat."""
+        """Writes what found no room before. To be called once a heartbeat."""
         if self._unwritten:
             self.check()
             self._write()
 
     def reassert(self) -> None:
-        """Ours is the truth. An older coordinator that froze between its look at the claims and its rename, and woke,
-        has replaced the state once.
+        """Writes the state again if another process has replaced the file.
+
+        An older coordinator that was paused between its check of the lease and its rename does so once.
         """
         self.check()
         self.retry()
@@ -132,7 +133,7 @@ class StateWriter:
             self._write()
 
     def joined(self, joins: dict[str, Join]) -> None:
-        """All nodes are here: who they are, and where Prometheus finds them."""
+        """Records the nodes of the next epoch, and publishes their metrics endpoints."""
         ranks: dict[str, list[int]] = {node: [] for node in joins}
         for rank in self._plan.ranks:
             ranks.setdefault(rank.node, []).append(rank.rank)  # one may be lost, and that not yet taken notice of
@@ -140,13 +141,13 @@ class StateWriter:
             node: NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics, ranks=ranks[node])
             for node, join in joins.items()
         }
-        if self._claims:  # nodes that have left stay in the books
+        if self._lease:  # nodes that have left stay in the state
             nodes = self._state.nodes | nodes
         self._publish(nodes)
         self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
 
     def parked(self, node: str, join: Join) -> None:
-        """A node has come while the others run."""
+        """Records a spare that has joined while the others run."""
         spare = NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics)
         nodes = self._state.nodes | {node: spare}
         self._publish(nodes)
@@ -157,9 +158,9 @@ class StateWriter:
         self._discovery.publish({name: node.metrics for name, node in here.items() if node.metrics})
 
     def begin_epoch(self) -> None:
-        """A new epoch, one higher than any before, durable before the first message that carries it."""
+        """Starts an epoch, one higher than any before, durable before the first message that carries it."""
         self.claim()
-        number = self.claimed if self._claims else self._state.epoch + 1
+        number = self.claimed if self._lease else self._state.epoch + 1
         epoch = EpochState(epoch=number, started_at=self._clock())
         self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
         if self._unwritten:
@@ -171,7 +172,7 @@ class StateWriter:
         self.update(state="running", reason=None)
 
     def take_over(self) -> set[str]:
-        """Another coordinator's epoch is over: closed in the books, and its node, if it was one, counted as lost."""
+        """Ends the epoch of the last coordinator, and counts its node as lost. Returns that node, if it was one."""
         led = self._led_by
         text = f"{led}: the coordinator is gone"
         cause = Cause(kind="coordinator_lost", text=text, epoch=self._state.epoch, node=led)
@@ -185,7 +186,7 @@ class StateWriter:
         return {led}
 
     def replanned(self, plan: Plan) -> None:
-        """Another plan is in force."""
+        """Records that another plan is in force."""
         self._plan = plan
         self.update(plan_hash=plan.hash, summary=self._state.summary | {"world_size": plan.parallel.world_size})
 
@@ -209,17 +210,17 @@ class StateWriter:
             self.update(state="restarting", reason=decision.reason, **spent)
 
     def end_final_checkpoint(self, outcome: str) -> None:
-        """An epoch that only saved is over; no fault."""
+        """Ends an epoch that only saved; it is no fault."""
         self._last_epoch(ended_at=self._clock(), outcome=outcome)
         self.update()
 
     def finish(self, decision: Decision) -> None:
-        """The last word, and the report; the report first, since a reader of the last word looks for it."""
+        """Writes the report and the final state; the report first, since readers of the final state look for it."""
         self._nodes("ended")
         self._discovery.withdraw()
         final = {"state": decision.state, "exit_code": decision.code, "ended_at": self._clock()}
         ended = _replace(self._state, **final, reason=decision.reason, cause=decision.cause)
-        with contextlib.suppress(OSError):  # a report is a courtesy, the last word is not
+        with contextlib.suppress(OSError):  # the report is optional, the final state is not
             write_report(self._folder, self._plan, ended)
         self.update(**final, reason=decision.reason, cause=decision.cause)
 

@@ -16,7 +16,6 @@ from orchestrator.plan.worker import ProgressReport, StepReport
 from orchestrator.run.processes import Identity, Load, identity, load_of
 
 LOOK_S = 0.5
-FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
 _USUAL_STEPS = 32  # that a median is taken of
 _OWN_STEPS = 8  # of own compute time: who becomes slow is so after five
 _BUSY_LOOKS = 4
@@ -53,7 +52,7 @@ class ProgressMonitor:
         if report.own_s is not None:
             one.own_s.append(report.own_s)
 
-    def on_pulse(self, pulse: ProgressReport) -> None:
+    def on_progress(self, pulse: ProgressReport) -> None:
         one = self._ranks.setdefault(pulse.rank, _Rank())
         before, one.pulse, one.silent = one.pulse, pulse, 0
         if before is None or before.step != pulse.step:
@@ -98,10 +97,6 @@ class ProgressMonitor:
 def _shown(text: str) -> str:
     """A worker's word as it may appear on a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_WORD])
-
-
-def is_frozen(seen: WorkerStatus) -> bool:
-    return seen.stopped_s >= FROZEN_AFTER_S
 
 
 def _place(pulse: ProgressReport) -> tuple:

@@ -38,14 +38,14 @@ class Recorder:
         self._unreadable = 0
         self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
         self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
-        self.watch = ProgressMonitor()
+        self.progress = ProgressMonitor()
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._unreadable = 0
         self.last_step.clear()
         self._failure.clear()
-        self.watch.begin_epoch()
+        self.progress.begin_epoch()
         self.metrics.begin_epoch(epoch)
 
     def replan(self, plan: Plan) -> None:
@@ -66,10 +66,10 @@ class Recorder:
         if isinstance(report, StepReport):
             self.last_step[rank] = report.step
             self._steps.write(stamped(line, at))
-            self.watch.on_step(report)
+            self.progress.on_step(report)
             self.metrics.on_step(report, at)
         elif isinstance(report, ProgressReport):
-            self.watch.on_pulse(report)
+            self.progress.on_progress(report)
         elif isinstance(report, EventReport):
             if report.name == "failed":
                 self._failure[rank] = report

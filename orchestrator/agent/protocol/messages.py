@@ -57,12 +57,15 @@ class Stopped(_Message, tag="stopped"):
     """All workers of this epoch on this node have ended, with everything that they had started."""
 
 
-class TerminationSignal(_Message, tag="notice"):
-    """Somebody outside wants the run to end: a signal of the scheduler, or the supervisor went away."""
+class TerminationSignal(_Message, tag="termination_signal"):
+    """The run should end: the scheduler has sent a signal, or the supervisor is gone. In an elastic run: this node."""
 
     reason: str
     signal: str  # name of the signal for the workers
-    force: bool  # it is not the first time that this agent is told: do not wait
+    force: bool  # this agent was told before: do not wait for a save
+
+
+FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
 
 
 class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,6 +83,10 @@ class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     busy: float = 0.0  # CPU seconds a second, lately
     usual_step_s: float | None = None  # median of this epoch's last steps; None before the second
     usual_own_s: float | None = None  # of its own part of them
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.stopped_s >= FROZEN_AFTER_S
 
 
 class AgentAlive(_Message, tag="agent_alive"):
@@ -100,15 +107,17 @@ class RankAssignment(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Assign(_Message, tag="assign"):
-    """This node's slice of the rank map."""
+    """This node's share of the ranks."""
 
     plan_hash: str
-    seats: list[RankAssignment]
+    ranks: list[RankAssignment]
     node_rank: int
     world_size: int
     master_address: str
     master_port: int
-    flush: bool = False  # no training: one process, the node's number its rank, saves what the node's memory holds
+    final_checkpoint: bool = (
+        False  # no training: one process a node, its rank the node's number, saves in-memory replicas
+    )
 
 
 class Stop(_Message, tag="stop"):

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from orchestrator.config.groups import Library

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.suggest import did_you_mean
 
 from . import grammar
 from .groups import PRIMARY, Library
@@ -23,8 +24,8 @@ PLAIN = {
 }
 
 
-class SpecNeeded(Exception):
-    """A file's defaults list chose a parallelism spec, which has to be made known to Hydra first."""
+class WordNeeded(Exception):
+    """A file's defaults list chose a parallel word, which has to be made known to Hydra first."""
 
     def __init__(self, word: str):
         super().__init__(word)
@@ -32,7 +33,7 @@ class SpecNeeded(Exception):
 
 
 def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
-    """The OrchError to raise for a failure of `hydra.compose`, or `SpecNeeded`."""
+    """The OrchError to raise for a failure of `hydra.compose`, or `WordNeeded`."""
     import yaml
     from hydra.errors import MissingConfigException
 
@@ -47,18 +48,18 @@ def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
 
 
 def _missing_file(error: Any, library: Library) -> Exception:
-    """A defaults list asks for a file that is not there, or for a parallelism spec."""
+    """A defaults list asks for a file that is not there, or for a parallel word."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     by = re.match(r"In '([^']+)'", str(error))
     where = _file(by[1], library) if by else "configuration"
     if by and by[1].endswith(PRIMARY):  # Hydra blames the primary file for what another file overrode
         where = _file_with(library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None)
-    if group == "parallel" and grammar.looks_like_spec(name):
+    if group == "parallel" and grammar.looks_like_word(name):
         try:
             grammar.parse(name)
         except OrchError as refused:
             return OrchError(f"{where}: {refused.message}", Exit.CONFIG)
-        return SpecNeeded(name)
+        return WordNeeded(name)
     hint = did_you_mean(name, library.files(group))
     return OrchError(f"{where}: there is no {group or 'file'} {show(name)}; {hint}", Exit.CONFIG)
 

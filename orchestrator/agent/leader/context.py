@@ -1,0 +1,144 @@
+"""What the components of a coordinator share: the run, its members, and the queue of events that have come in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from orchestrator.agent.faults import policy
+from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol.messages import Done, FromAgent, TerminationSignal
+from orchestrator.plan import Exit, Plan
+from orchestrator.run.epoch_lease import LeaseLost
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import Policy, used_nodes
+from orchestrator.run.state import Cause
+
+from .membership import Member, MemberLost, Membership, MemberUnfit
+from .state_writer import StateWriter
+
+log = logging.getLogger("orch.coordinator")
+
+
+class Event(NamedTuple):
+    epoch: int  # in which it was received
+    node: str
+    what: FromAgent | MemberLost | MemberUnfit | LeaseLost
+
+
+class Context:
+    """`elastic`: nodes may be lost, leave and join while the run goes on."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        rules: Policy,
+        key: bytes,
+        node: str,
+        recorder: Recorder,
+        record: StateWriter,
+        elastic: bool,
+    ):
+        self.folder, self.rules, self.node, self.elastic = folder, rules, node, elastic
+        self.recorder, self.record = recorder, record
+        self.plan, self.ranked = plan, used_nodes(plan)
+        self.budget = policy.Budget(
+            rules.max_restarts, record.restarts, 0, rules.max_restarts_by_cause, record.restarts_by_cause
+        )
+        self.end_request: policy.Request | None = None
+        self.furthest_step = -1  # completed in any epoch
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self.membership = Membership(
+            run=folder.run_id,
+            plan=plan,
+            key=key,
+            expected=self.ranked,
+            epoch=lambda: record.epoch,
+            tell=self.put,
+            note=self.note,
+            silence_s=rules.heartbeat_timeout_s,
+            elastic=elastic,
+        )
+        self.membership.excluded.update(record.excluded)
+
+    @property
+    def members(self) -> dict[str, Member]:
+        return self.membership.members
+
+    @property
+    def epoch(self) -> int:
+        return self.record.epoch
+
+    def set_plan(self, plan: Plan) -> None:
+        """Makes this the plan in force. `ranked`: its nodes that hold ranks, in the plan's order."""
+        self.plan, self.ranked = plan, used_nodes(plan)
+
+    # ---------------------------------------------------------------------------------- events
+
+    def put(self, node: str, what: FromAgent | MemberLost | MemberUnfit | LeaseLost) -> None:
+        self._queue.put_nowait(Event(self.epoch, node, what))
+
+    async def next_event(self, until: float | None) -> Event | None:
+        """The next event; None at loop time `until`. Raises LeaseLost once another coordinator has claimed an epoch."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                left = None if until is None else max(0.0, until - loop.time())
+                event = await asyncio.wait_for(self._queue.get(), left)
+            except TimeoutError:
+                return None
+            if isinstance(event.what, LeaseLost) and event.epoch == self.epoch:
+                raise event.what
+            # an answer that was still in the queue when its epoch ended must not count for the next one
+            if event.epoch == self.epoch or isinstance(event.what, MemberLost | TerminationSignal):
+                return event
+
+    def note(self, name: str, **fields: object) -> None:
+        """Logs an event, and writes it to the run folder."""
+        log.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
+        self.recorder.event(name, **fields)
+
+    def note_epoch_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
+        cause = decision.cause
+        about = {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code} if cause else {}
+        said = {"reason": decision.reason, "again": decision.again, "counted": decision.counted, **about}
+        self.note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
+
+    # ---------------------------------------------------------------------------------- members
+
+    def lose(self, node: str, text: str) -> None:
+        """Removes a member that is lost, and records it."""
+        self.membership.drop(node, "node_lost", text)
+        self.record.lost(node)
+
+    def dismiss(self, node: str, code: Exit, reason: str) -> None:
+        """Tells a member to exit with `code`, and removes it."""
+        if member := self.members.get(node):
+            member.channel.send(self.epoch, Done(code=int(code), reason=reason))
+            self.membership.drop(node, "node_left", reason)
+            self.record.left(node)
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def request_end(self, signal: TerminationSignal) -> policy.Request:
+        """Notes that somebody asked for the end of the run; the first request counts."""
+        if self.end_request is None:
+            if self.folder.cancel.exists():
+                self.end_request = policy.Request("cancelled", "cancelled by the user")
+            else:
+                self.end_request = policy.Request("stopped", signal.reason)
+        return self.end_request
+
+    def not_started(self, signal: TerminationSignal) -> policy.Decision:
+        """The decision when the end is asked for before any worker has started."""
+        request = self.request_end(signal)
+        return self.end(request.kind, Exit.RESTART, f"{request.reason}; nothing had started")
+
+    def end(
+        self, state: policy.FinalState, code: int, text: str, kind: str = "", node: str | None = None
+    ) -> policy.Decision:
+        """The decision that ends a run outside an epoch. `kind`: of the cause; "" for none."""
+        cause = Cause(kind=kind, text=text, epoch=self.epoch, node=node) if kind else None
+        return policy.Decision(False, state, text, self.budget, int(code), cause=cause)

@@ -1,0 +1,368 @@
+"""Which nodes and which plan the next epoch gets.
+
+A run with fixed nodes has one legal size: it waits for all its nodes and keeps its plan. An elastic run may lose nodes,
+be left, joined and rejoined by them: between two epochs it puts the plan in force that the planner makes for the nodes
+that are connected, and members without a rank are spares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from orchestrator.agent.faults import policy
+from orchestrator.agent.protocol.messages import TerminationSignal
+from orchestrator.plan import Exit, Plan, load_plan, to_json
+from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays
+from orchestrator.run.bad_nodes import remembered
+from orchestrator.run.epoch_lease import LeaseLost
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import LaunchRequest, used_nodes
+from orchestrator.run.state import NodeState
+
+from .context import Context, Event
+from .election import PLANNER, TICK_S, TURN_TICKS, Announcement
+from .membership import MemberLost, MemberUnfit
+
+_SETTLE_S = 8.0  # for agents to find a coordinator that has moved; one that comes later is a spare
+_LOOK_AGAIN_S = 1.0  # until scaling up is considered again
+
+
+class CoordinatorLeaves(LeaseLost):
+    """This node has to leave a run that goes on."""
+
+
+@dataclass(frozen=True)
+class ScaleUpPolicy:
+    """When a healthy run stops to go on with more nodes."""
+
+    dwell_s: float = 60.0  # not before its nodes have been the same for this long
+    cost_s: float = 10.0  # of saving, stopping and starting again, until this run has measured its own
+
+
+class WorldSizes:
+    """The legal sizes of a run: node count -> plan as submitted. `nodes`: those that are started with the run."""
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        plans: Mapping[int, Plan],
+        elastic: bool,
+        policy: ScaleUpPolicy = ScaleUpPolicy(),
+    ):
+        self.nodes, self.plans, self.elastic, self.policy = list(nodes), dict(plans), elastic, policy
+        self._loading: asyncio.Task | None = None
+
+    @classmethod
+    def fixed(cls, plan: Plan) -> WorldSizes:
+        """Of a run that has these nodes or none."""
+        nodes = used_nodes(plan)
+        return cls(nodes, {len(nodes): plan}, elastic=False)
+
+    @classmethod
+    def of_request(cls, folder: RunFolder, request: LaunchRequest, policy: ScaleUpPolicy) -> WorldSizes:
+        """Of an elastic run."""
+        plans = {nodes: load_plan(folder.sized_plan(nodes)) for nodes in request.sizes}
+        return cls([agent.node for agent in request.agents], plans, elastic=True, policy=policy)
+
+    @property
+    def least(self) -> int:
+        return min(self.plans)
+
+    async def next(self, current: Plan, healthy: Collection[str]) -> Plan | None:
+        """The plan for the healthy nodes, None if they are too few. In a thread, so that heartbeats go on."""
+        ranked = used_nodes(current)
+        if legal_size(self.plans, len(healthy)) == len(ranked) and set(ranked) <= set(healthy):
+            return current
+        return await asyncio.to_thread(next_plan, current, self.plans, healthy)
+
+    def preload(self) -> None:
+        """Imports the planner beside the running workers, so that a lost node does not wait for it."""
+        if self.elastic and self._loading is None:
+            self._loading = asyncio.create_task(asyncio.to_thread(import_module, PLANNER))
+
+
+class ScaleUp:
+    """Decides when a healthy run stops at a step boundary to go on with more nodes."""
+
+    def __init__(self, context: Context, sizes: WorldSizes):
+        self._context, self._sizes = context, sizes
+        self._time = asyncio.get_running_loop().time
+        self._began = self.changed = self._time()  # of this coordinator, of the last change of nodes
+        self._stopped_at: float | None = None
+        self._cost_s: float | None = None  # of the last restart, from the request to stop to the workers' start
+        self.faults = 0
+        self.check_at: float | None = None  # loop time at which to consider it again
+
+    def stopping(self, first: bool) -> None:
+        """The workers are told to stop; `first`: in this epoch."""
+        self.check_at = None
+        if first:
+            self._stopped_at = self._time()
+
+    def running(self) -> None:
+        """All workers have started."""
+        if self._stopped_at is not None:
+            self._cost_s = self._time() - self._stopped_at
+
+    def consider(self, ready_nodes: int) -> Plan | None:
+        """The larger plan that pays, None for none; where there is one, `check_at` is set."""
+        context, sizes = self._context, self._sizes
+        self.check_at = None
+        larger = larger_plan(context.plan, sizes.plans, ready_nodes)
+        if larger is None:
+            return None
+        now = self._time()
+        stable = now - self.changed
+        step = max(context.furthest_step, reported_step(context))
+        left_s = (context.plan.job.train.steps - step) * context.plan.time.step_s
+        horizon = horizon_s(left_s, now - self._began, self.faults, stable)
+        cost_s = sizes.policy.cost_s if self._cost_s is None else self._cost_s
+        times = {"stable_s": stable, "dwell_s": sizes.policy.dwell_s, "horizon_s": horizon, "cost_s": cost_s}
+        if not pays(context.plan, larger, **times):
+            self.check_at = now + max(_LOOK_AGAIN_S, sizes.policy.dwell_s - stable)
+            return None
+        nodes = len(used_nodes(larger))
+        context.note("growing", nodes=nodes, horizon_s=round(horizon, 1), cost_s=self._cost_s)
+        return larger
+
+
+class Elasticity:
+    def __init__(self, context: Context, sizes: WorldSizes, announcement: Announcement):
+        self._context, self._sizes, self._announcement = context, sizes, announcement
+        self.scale_up = ScaleUp(context, sizes)
+        self._leaving: dict[str, str] = {}  # node -> why it will leave
+        #: A node was lost that may live: perhaps this one is cut off, or was paused.
+        self.partition_suspected = False
+
+    # ---------------------------------------------------------------------------------- before the first epoch
+
+    async def wait_for_nodes(self) -> policy.Decision | None:
+        """Waits for the nodes of the first epoch. None when they are here, else the decision that ends the run.
+
+        After the coordinator has moved it does not wait for nodes that are gone.
+        """
+        context, members, least = self._context, self._context.members, self._sizes.least
+        known = context.record.nodes if context.elastic else {}
+        moved = bool(known)
+        awaited = self._awaited(known)
+        join_s, now = context.rules.join_timeout_s, asyncio.get_running_loop().time()
+        last = now + (min(max(_SETTLE_S, context.rules.heartbeat_timeout_s), join_s) if moved else join_s)
+        end = min(last, now + _SETTLE_S) if moved else last
+        # nodes that another coordinator had lost are waited for only if the run would end without them
+        while not awaited <= members.keys() or len(members) < least:
+            event = await context.next_event(end)
+            if event is not None:
+                if decision := self._while_waiting(event, awaited, moved):
+                    return decision
+            elif not context.elastic:
+                missing = [node for node in context.ranked if node not in members]
+                text = f"{_listed(missing)} did not join within {join_s:g} s"
+                return context.end("failed", Exit.CAPACITY, text, "join_timeout")
+            elif end == last or len(members) >= least:
+                break
+            else:
+                end = last
+        context.membership.forming = False
+        if not context.elastic:
+            context.record.joined({node: members[node].join for node in context.ranked})
+            context.note("nodes_joined", nodes=len(members))
+            return None
+        if not moved:
+            for member in members.values():
+                member.warm = True  # all import at once: none is worth waiting for less than the others
+        for node in known.keys() & awaited - members.keys():
+            context.record.lost(node)
+        context.note("nodes_joined", nodes=len(members), coordinator_moved=moved)
+        decision = await self._put_in_force(policy.Decision(True, "restarting", "", context.budget))
+        return None if decision.again else decision
+
+    def _awaited(self, known: Mapping[str, NodeState]) -> set[str]:
+        """Nodes that may still come. `known`: what the state says of nodes, empty at the beginning of a run."""
+        context = self._context
+        if not context.elastic:
+            return set(self._sizes.nodes)
+        gone = {node for node, state in known.items() if state.state in ("lost", "ended")}
+        if known:
+            gone |= context.record.take_over()
+            last = context.record.last_epoch  # the end that the last coordinator could not note
+            if last and last.cause and last.cause.kind == "coordinator_lost":
+                lost = policy.Decision(True, "restarting", last.cause.text, context.budget, cause=last.cause)
+                context.note_epoch_end(lost, last.epoch)
+        self._exclude_remembered()
+        return {*self._sizes.nodes, *known} - gone - context.membership.excluded.keys() | {context.node}
+
+    def _exclude_remembered(self) -> None:
+        """Excludes the nodes that the user's node memory calls bad, if enough others are left."""
+        context = self._context
+        bad = {node: why for node, why in remembered(context.folder, time.time()).items() if node != context.node}
+        if not bad:
+            return
+        if len(set(self._sizes.nodes) - bad.keys()) < self._sizes.least:
+            context.note("bad_nodes_used", nodes=sorted(bad), reason="too few would be left without them")
+            return
+        context.membership.excluded.update(bad)
+        for node, why in bad.items():
+            context.dismiss(node, Exit.NODE, why)
+            context.note("node_left_out", on=node, reason=why)
+
+    def _while_waiting(self, event: Event, awaited: set[str], moved: bool) -> policy.Decision | None:
+        context, (_, node, what) = self._context, event
+        match what:
+            case MemberLost(text=text) if not context.elastic:
+                return context.end("failed", Exit.CAPACITY, f"{node}: {text}", "node_lost", node)
+            case MemberUnfit(code=code, text=text) if not context.elastic:
+                return context.end("failed", code, text, "node_unfit", node)
+            case MemberLost(text=text) | MemberUnfit(text=text):
+                awaited.discard(node)
+                if isinstance(what, MemberLost):
+                    context.membership.drop(node, "node_lost", text)
+                context.note("not_awaited", on=node, reason=text)
+            case TerminationSignal() if moved and node != context.node and not context.folder.cancel.exists():
+                awaited.discard(node)
+                context.dismiss(node, Exit.RESTART, what.reason)
+            case TerminationSignal():
+                return context.not_started(what)
+        return None
+
+    # ---------------------------------------------------------------------------------- during an epoch
+
+    def ready_nodes(self) -> list[str]:
+        """Members whose workers would start at once. If those are too few, all of them."""
+        warm = [node for node, member in self._context.members.items() if member.warm]
+        return warm if len(warm) >= self._sizes.least else list(self._context.members)
+
+    def leave(self, node: str, reason: str) -> bool:
+        """Notes that a node with ranks will leave after this epoch. False: too few will stay, the run must end."""
+        self._leaving[node] = reason
+        staying = self._context.members.keys() - self._leaving.keys()
+        return not (set(self._context.ranked) <= self._leaving.keys() and len(staying) < self._sizes.least)
+
+    def running(self) -> None:
+        """All workers of the epoch have started."""
+        self.partition_suspected = False
+        self.scale_up.running()
+        self._sizes.preload()
+
+    # ---------------------------------------------------------------------------------- between epochs
+
+    async def next_plan(self, decision: policy.Decision) -> policy.Decision:
+        """The decision, with the next epoch's plan in force, or the one that ends the run for want of nodes.
+
+        Raises CoordinatorLeaves if this node has to leave.
+        """
+        context = self._context
+        if not decision.again or not context.elastic:
+            return decision
+        leaving, self._leaving = self._leaving, {}
+        for node, why in leaving.items():
+            context.dismiss(node, Exit.RESTART, why)
+        if decision.exclude:
+            context.dismiss(decision.exclude, Exit.NODE, decision.reason)
+        if context.node in (*leaving, decision.exclude):
+            context.record.end_epoch(decision)
+            context.note_epoch_end(decision)
+            raise CoordinatorLeaves("this node leaves; another one will coordinate")
+        if decision.cause:
+            self.scale_up.faults += 1
+        return await self._put_in_force(decision, bool(leaving))
+
+    async def _put_in_force(self, decision: policy.Decision, left: bool = False) -> policy.Decision:
+        """Claims the next epoch and puts its plan in force, or ends the run. `left`: nodes were told to leave."""
+        context = self._context
+        healthy = len(context.members)
+        plan = await self._sizes.next(context.plan, self.ready_nodes())
+        if plan is None and self.partition_suspected:
+            plan = await self._step_back()
+        if plan is None and not left:
+            plan = await self._wait_for_capacity()
+        if plan is None:
+            return self._too_few(decision, left)
+        context.record.claim()
+        self._announcement.renew()  # with the new claim: agents go only where the newest one is
+        if plan.hash != context.plan.hash:
+            write_private(context.folder.plan, to_json(plan, indent=1) + b"\n")  # all who read the last one are gone
+            context.record.replanned(plan)
+            self._note_change(context.plan, plan, decision.reason)
+            context.set_plan(plan)
+        context.record.joined({node: member.join for node, member in context.members.items()})
+        context.recorder.metrics.set("orch_spare_nodes", healthy - len(context.ranked))
+        return decision
+
+    def _too_few(self, decision: policy.Decision, left: bool) -> policy.Decision:
+        context = self._context
+        text = f"{len(context.members)} nodes are left, the smallest size of this run is {self._sizes.least}"
+        reason = "; ".join(filter(None, (decision.reason, text)))
+        state, code = ("stopped", Exit.RESTART) if left else ("failed", Exit.CAPACITY)
+        if request := context.end_request:
+            state, code, reason = request.kind, Exit.RESTART, f"{request.reason}; {reason}"
+        return policy.Decision(False, state, reason, context.budget, int(code), cause=decision.cause)
+
+    async def _step_back(self) -> Plan | None:
+        """Too few nodes are connected, but others may live behind a partition: lets them claim the run.
+
+        Raises LeaseLost if one of them has. Else the plan for the nodes that have come back, None if they are too few.
+        """
+        context, loop = self._context, asyncio.get_running_loop()
+        context.note("stepped_back", nodes=len(context.members))
+        self._announcement.paused = True
+        turns = len(self._sizes.nodes) * TURN_TICKS * TICK_S
+        end = loop.time() + max(2.0, context.rules.heartbeat_timeout_s) + turns + _SETTLE_S
+        while loop.time() < end:
+            await asyncio.sleep(TICK_S)
+            context.record.check()
+            if len(context.members) >= self._sizes.least:
+                break
+        self._announcement.paused = self.partition_suspected = False
+        return await self._sizes.next(context.plan, self.ready_nodes())
+
+    async def _wait_for_capacity(self) -> Plan | None:
+        """Waits up to `min_nodes_grace_s` for nodes that may be on their way back, with the state in memory.
+
+        None if they do not come, or somebody asks for the end.
+        """
+        context, loop = self._context, asyncio.get_running_loop()
+        held, least = context.rules.min_nodes_grace_s, self._sizes.least
+        if not held or not context.record.nodes:  # at the beginning all have been waited for
+            return None
+        end = loop.time() + held
+        context.note("awaits_nodes", nodes=len(context.members), least=least, seconds=held)
+        context.record.update(state="restarting", reason=f"waiting up to {held:g} s for {least} nodes to be there")
+        while len(context.members) < least:
+            event = await context.next_event(end)
+            if event is None:
+                return None
+            node, what = event.node, event.what
+            if isinstance(what, TerminationSignal):
+                if node == context.node or context.folder.cancel.exists():
+                    context.request_end(what)
+                    return None
+                context.dismiss(node, Exit.RESTART, what.reason)
+            elif isinstance(what, MemberLost) and what.member in (None, context.members.get(node)):
+                context.lose(node, what.text)
+        return await self._sizes.next(context.plan, self.ready_nodes())
+
+    def _note_change(self, old: Plan, new: Plan, reason: str) -> None:
+        nodes, before = used_nodes(new), used_nodes(old)
+        kind = "grow" if len(nodes) > len(before) else "shrink" if len(nodes) < len(before) else "swap"
+        self._context.recorder.metrics.add("orch_replans", 1, kind)
+        par = new.parallel
+        names = ("pp", "dp", "micro_batch_size", "micro_batches")
+        batch = {name: getattr(par, name) for name in names}
+        if par.replica_micro_batches:
+            batch["replica_micro_batches"] = par.replica_micro_batches
+        self._context.note("replanned", how=kind, nodes=nodes, plan=new.hash, **batch, reason=reason)
+        self.scale_up.changed = asyncio.get_running_loop().time()
+
+
+def reported_step(context: Context) -> int:
+    """The furthest step that any worker of the members has reported, 0 for none."""
+    return max((member.step for member in context.members.values() if member.step is not None), default=0)
+
+
+def _listed(nodes: list[str]) -> str:
+    shown = ", ".join(nodes[:8])
+    return shown + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

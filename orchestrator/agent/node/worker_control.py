@@ -1,0 +1,198 @@
+"""Starts, examines and stops the workers of a node as the coordinator says, and reports how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from orchestrator.agent.protocol.messages import Assign, Examine, FromAgent, Started, Stop, Stopped, Warm, WorkerExit
+from orchestrator.plan import Plan, PlanError, load_plan, meaning
+from orchestrator.plan.worker import WorkerEnv
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import Identity, identity, send_signal
+from orchestrator.run.request import LaunchRequest, Worker
+
+from .fork_server import REPORT_FD
+from .recorder import Recorder
+from .stacks import save_stack, tail_of
+from .workers import Workers
+
+log = logging.getLogger("orch.agent")
+
+
+class WorkerControl:
+    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may change."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        request: LaunchRequest,
+        node: str,
+        recorder: Recorder,
+        send: Callable[[FromAgent], None],
+        replans: bool,
+    ):
+        self.plan = plan
+        self._folder, self._worker, self._node = folder, request.worker, node
+        self._recorder, self._send, self._replans = recorder, send, replans
+        program = preloaded(request.worker)
+        known = {"ORCH_PLAN": str(folder.plan)}
+        self._workers = Workers(self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known)
+        self._epoch = -1
+        self._assigned = False  # workers of this epoch were started, and not all have ended
+        self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
+        self._examining: set[asyncio.Task] = set()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank -> pid of the workers that are alive."""
+        return self._workers.pids
+
+    @property
+    def warm(self) -> bool:
+        return self._workers.warm
+
+    @property
+    def examination(self) -> asyncio.Task | None:
+        """One that is under way."""
+        return next(iter(self._examining), None)
+
+    def open(self) -> None:
+        self._workers.open()
+
+    def close(self) -> None:
+        """Kills all workers and everything below them."""
+        for task in self._examining:
+            task.cancel()
+        self._workers.close()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The coordinator starts an epoch when all workers of the last one are gone; makes sure of it."""
+        self._workers.kill()
+        self._epoch = epoch
+        self._assigned = False
+        self._recorder.begin_epoch(epoch)
+
+    def disconnected(self) -> None:
+        """The coordinator is gone, and with it the assignment of ranks."""
+        self._assigned = False
+
+    def kill(self) -> None:
+        self._workers.kill()
+
+    def terminate(self, grace_s: float) -> None:
+        self._workers.stop(signal.SIGTERM, grace_s)
+
+    def stop(self, order: Stop) -> None:
+        log.warning("stopping: %s", order.reason)
+        if self._assigned:
+            self._workers.stop(signal.Signals[order.signal], order.grace_s)
+        else:
+            self._send(Stopped())
+
+    # ---------------------------------------------------------------------------------- start
+
+    def start(self, assign: Assign) -> str | None:
+        """Starts this node's workers, if the assignment is what this node's copy of the plan says; else why not."""
+        if self._replans and assign.plan_hash != self.plan.hash:
+            self._read_plan()
+        ours = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
+        told = sorted((one.rank, one.gpu) for one in assign.ranks)
+        as_planned = assign.final_checkpoint or (told == ours and assign.world_size == len(self.plan.ranks))
+        if assign.plan_hash != self.plan.hash or not as_planned:
+            return f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
+        self._assigned = True
+        by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
+        gpus = [one.gpu for one in by_gpu]
+        visible = {} if gpus == list(range(len(gpus))) else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        argv = [*self._worker.argv, "--final-checkpoint"] if assign.final_checkpoint else self._worker.argv
+        for local_rank, one in enumerate(by_gpu):
+            variables = self._environment(assign, one.rank, local_rank).variables()
+            if self.plan.cluster.device == "cuda":
+                variables |= visible
+            path = self._folder.rank_log(one.rank)
+            start = self._log_starts[one.rank] = path.stat().st_size if path.exists() else 0
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
+            self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner)
+        name = "flush_started" if assign.final_checkpoint else "workers_started"
+        self._recorder.event(name, ranks=[one.rank for one in by_gpu])
+        self._send(Started())
+        return None
+
+    def _read_plan(self) -> None:
+        """Reads the plan in force. If it cannot be read, the comparison that follows refuses the assignment."""
+        try:
+            self.plan = load_plan(self._folder.plan)
+            self._recorder.replan(self.plan)
+        except PlanError as error:
+            log.error("%s", error)
+
+    def _environment(self, assign: Assign, rank: int, local_rank: int) -> WorkerEnv:
+        return WorkerEnv(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=assign.world_size,
+            local_world_size=len(assign.ranks),
+            node_rank=assign.node_rank,
+            master_addr=assign.master_address,
+            master_port=assign.master_port,
+            run_id=self._folder.run_id,
+            epoch=self._epoch,
+            node=self._node,
+            plan=str(self._folder.plan),
+            plan_hash=self.plan.hash,
+            run_dir=str(self._folder.path),
+            report_fd=REPORT_FD,
+        )
+
+    # ---------------------------------------------------------------------------------- examine
+
+    def examine(self, order: Examine) -> None:
+        """Saves the stacks of all workers, then kills those in `order.end`."""
+        alive = {rank: worker for rank, pid in self.pids.items() if pid and (worker := identity(pid))}
+        task = asyncio.create_task(self._examine(order, self._epoch, alive))
+        self._examining.add(task)
+        task.add_done_callback(self._examining.discard)
+
+    async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:
+        log.error("%s", order.reason)
+        await asyncio.gather(*(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()))
+        for rank in alive.keys() & order.end:
+            with contextlib.suppress(OSError), self._folder.rank_log(rank).open("a") as file:
+                file.write(f"orch: {order.reason}: killed\n")
+            send_signal(alive[rank], signal.SIGKILL)
+
+    async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:
+        path = self._folder.stack(epoch, rank)
+        if not await save_stack(worker, self._folder.rank_log(rank), path, reason):
+            self._recorder.event("stack_not_saved", rank=rank)
+
+    # ---------------------------------------------------------------------------------- reports
+
+    def _on_warm(self) -> None:
+        self._recorder.event("workers_warm")
+        self._send(Warm())
+
+    def _on_exit(self, rank: int, code: int, asked: bool) -> None:
+        step = self._recorder.last_step.get(rank)
+        self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
+        log.info("rank %d ended: %s", rank, meaning(code))
+        tail = tail_of(self._folder.rank_log(rank), self._log_starts.get(rank, 0)) if code else []
+        said = self._recorder.failure_of(rank)
+        self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
+
+    def _on_empty(self) -> None:
+        if self._assigned:
+            self._assigned = False
+            self._send(Stopped())
+
+
+def preloaded(worker: Worker) -> list[str]:
+    """The words that start the bundled trainer, `python … -m trainer`; nothing for a program of the user's."""
+    return worker.argv[: worker.argv.index("-m") + 2] if worker.bundled else []

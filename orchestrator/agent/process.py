@@ -1,0 +1,86 @@
+"""One agent process: the agent of its node, and the coordinator when this node has to lead."""
+
+from __future__ import annotations
+
+import asyncio
+
+from orchestrator.plan import Exit, load_plan
+from orchestrator.run.discovery import Discovery
+from orchestrator.run.epoch_lease import EpochLease
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import LaunchRequest
+from orchestrator.run.state import read_state
+
+from .leader.coordinator import Coordinator
+from .leader.elasticity import ScaleUpPolicy, WorldSizes
+from .leader.election import LeaderElection
+from .leader.state_writer import StateWriter
+from .node.agent import Agent
+from .node.connection import Connector, FixedCoordinator
+from .node.recorder import Recorder
+
+
+class AgentProcess:
+    """`listens_at`: address and port of a coordinator in this process; port 0: any free one."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        node: str,
+        key: bytes,
+        recorder: Recorder,
+        listens_at: tuple[str, int],
+    ):
+        self._folder, self._request, self._node, self._key = folder, request, node, key
+        self._recorder, self._listens_at = recorder, listens_at
+        self._coordinator: Coordinator | None = None
+        self._leading: asyncio.Task | None = None
+        self._leads = asyncio.Event()
+
+    def connector(self, scale_up: ScaleUpPolicy | None) -> Connector:
+        """How this process finds the coordinator. `scale_up`: of an elastic run, in which it may become it."""
+        if scale_up is None:
+            join_s = self._request.policy.join_timeout_s
+            return FixedCoordinator(self._folder, self._node, self._key, join_s)
+
+        def lead(lease: EpochLease) -> None:
+            self._recorder.event("coordinates", epoch_claimed=lease.held)
+            self.lead(WorldSizes.of_request(self._folder, self._request, scale_up), lease)
+
+        return LeaderElection(self._folder, self._node, self._key, self._request.policy, lead)
+
+    def lead(self, sizes: WorldSizes, lease: EpochLease | None = None) -> None:
+        """Starts the coordinator, with the plan that is in force. `lease`: of an elastic run."""
+        plan, discovery = load_plan(self._folder.plan), Discovery(self._folder, self._request.discovery_dir)
+        record = StateWriter(self._folder, plan, self._node, discovery, lease)
+        rules = self._request.policy
+        self._coordinator = Coordinator(self._folder, plan, rules, self._key, self._node, self._recorder, record, sizes)
+        self._leading = asyncio.create_task(self._coordinator.run(*self._listens_at))
+        self._leads.set()
+
+    async def run(self, agent: Agent, elastic: bool) -> int:
+        """Runs the agent, and the coordinator if there is one; returns the exit code.
+
+        A coordinator of an elastic run whose own agent has to leave hands the run over to another node.
+        """
+        work, leads = asyncio.create_task(agent.run()), asyncio.create_task(self._leads.wait())
+        try:
+            await asyncio.wait({work, leads}, return_when=asyncio.FIRST_COMPLETED)
+            if self._leading and self._coordinator:
+                await asyncio.wait({work, self._leading}, return_when=asyncio.FIRST_COMPLETED)
+                if self._leading.done():
+                    decision = self._leading.result()  # a bug in it must be seen, and not leave the agent waiting
+                    if elastic and (decision.code == Exit.FENCED or not read_state(self._folder).is_final):
+                        agent.leave(decision.code, decision.reason)
+                elif not elastic:
+                    self._coordinator.agent_left()
+                    await self._leading  # it still has to end the other agents, and to write how the run ended
+                elif read_state(self._folder).is_final:
+                    await self._leading  # it tells the other agents
+            return await work
+        finally:
+            tasks = [task for task in (work, leads, self._leading) if task]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the agent's workers are gone then
