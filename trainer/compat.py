@@ -46,11 +46,11 @@ def watch_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None
         told(self)
         return result
 
-    torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = original
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 # ------------------------------------------------------------------- attention with its log-sum-exp (context parallel)

@@ -59,10 +59,10 @@ class SaveError(TrainerError):
 
     exit = Exit.USER
 
-    @property
-    def cause(self) -> str:
-        # the error may have come from another rank as text
-        return "disk_full" if any(os.strerror(number) in str(self) for number in NO_ROOM) else ""
+    def __init__(self, message: str):
+        super().__init__(message)
+        if any(os.strerror(number) in message for number in NO_ROOM):  # it may come from another rank as text
+            self.cause = "disk_full"
 
 
 class DeviceError(TrainerError):

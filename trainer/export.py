@@ -26,10 +26,11 @@ def main(argv: list[str] | None = None) -> int:
 
     rejected: list[str] = []
     try:
-        if args.step is not None:
-            found = at_step(args.checkpoints, args.step, rank=0)
-        else:
-            found = newest(args.checkpoints, 0, lambda path, problem: rejected.append(f"{path.name}: {problem}"))
+        found = (
+            newest(args.checkpoints, 0, lambda path, problem: rejected.append(f"{path.name}: {problem}"))
+            if args.step is None
+            else at_step(args.checkpoints, args.step, rank=0)
+        )
         if found is None:
             print(f"trainer.export: no checkpoint in {args.checkpoints}", file=sys.stderr)
             return Exit.CONFIG

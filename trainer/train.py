@@ -189,6 +189,7 @@ class Run:
             self.checkpoints.start(pieces, self.step, self.samples, self.engine.scalars())
 
     def _replicate(self) -> None:
+        assert self.checkpoints.replicas is not None, "a plan that replicates has them"
         with self.engine.timer.phase("checkpoint"):
             pieces = list(self.engine.pieces(own=True))
             self.checkpoints.replicas.replicate(pieces, self.step, self.samples, self.engine.scalars())

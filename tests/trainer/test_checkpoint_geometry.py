@@ -36,7 +36,7 @@ def elements(part: BlockRange, shape: tuple[int, ...]) -> list[int]:
     everything = torch.arange(prod(shape)).view(shape)
     if part.dim is not None:
         everything = everything.narrow(part.dim, part.start, part.stop - part.start)
-    return everything.reshape(-1)[part.offset : part.offset + part.count].tolist()
+    return everything.reshape(-1)[part.offset : part.offset + part.length].tolist()
 
 
 @given(pairs())
@@ -88,4 +88,4 @@ def test_a_tiling_is_accepted_and_any_part_lost_doubled_or_moved_is_not(case, da
     assert tiling_problem(rest, shape) is not None
     assert tiling_problem([*whole, one], shape) is not None
     assert tiling_problem([*rest, one._replace(offset=one.offset + 1)], shape) is not None
-    assert tiling_problem([*rest, one._replace(count=one.count + 1)], shape) is not None
+    assert tiling_problem([*rest, one._replace(length=one.length + 1)], shape) is not None

@@ -38,18 +38,19 @@ def bench(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
         tell("bench_compute", precision=precision, **compute(precision, device))
     for case in wanted:
         made = [dist.new_group(list(ranks)) for ranks in case.groups]
-        mine = next((group for group, ranks in zip(made, case.groups, strict=True) if env.rank in ranks), None)
+        mine = next((one for one, ranks in zip(made, case.groups, strict=True) if env.rank in ranks), None)
+        group = mine if isinstance(mine, dist.ProcessGroup) else None
         for name in OPERATIONS:
             spent = 0.0
             for size in SIZES:
                 if spent > _TOO_LONG_S / 4:  # the next is four times as large or more; the same verdict on every rank
                     tell("bench_skipped", level=case.level, operation=name, size=size)
                     continue
-                spent = seconds(operation(name, size, mine, device) if mine else None, device)
+                spent = seconds(operation(name, size, group, device) if group else None, device)
                 tell("bench_link", level=case.level, operation=name, ranks=case.ranks, size=size, seconds=spent)
-        for group in made:
-            if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+        for created in made:
+            if isinstance(created, dist.ProcessGroup):
+                dist.destroy_process_group(created)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -78,6 +78,7 @@ class BackgroundSave:
         return self._end() if self.contents is not None else None
 
     def _commit(self) -> None:
+        assert self._writing is not None and self.contents is not None
         mine, self._writing = self._writing.result(), None
         outcomes = gather(mine)
         if self.target.rank == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.durable import sync_folder
 from trainer.errors import SaveError
-from trainer.parallel.params import whole
+from trainer.parallel.params import StateKind, whole
 from trainer.precision import DTYPES
 
 from .files import write_stream
@@ -20,7 +20,7 @@ from .load import VerifiedCheckpoint
 from .restore import StoredState
 
 #: Kind of state that is exported: the weights in the optimizer's precision.
-KIND = "master"
+KIND: StateKind = "master"
 FILE = "model.safetensors"
 
 
@@ -67,11 +67,10 @@ def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: 
         if isinstance(error, OSError) and str(error.filename or out).startswith(str(out)):
             raise SaveError(f"{path}: {error.strerror or error}") from None
         raise
+    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     return Exported(
-        **{"file": str(path), "bytes": size, "sha256": digest, "dtype": dtype, "tensors": len(shapes)},
-        **{"parameters": sum(torch.Size(shape).numel() for shape in shapes.values()), "run_id": manifest.run_id},
-        **{"step": manifest.step, "samples": manifest.samples, "checkpoint": str(found.path)},
-        rejected=rejected or [],
+        *(str(path), size, digest, dtype, len(shapes), parameters),
+        *(manifest.run_id, manifest.step, manifest.samples, str(found.path), rejected or []),
     )
 
 

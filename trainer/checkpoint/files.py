@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 import torch
@@ -44,7 +44,8 @@ def write_stream(
     metadata: Mapping[str, str] = {},
 ) -> tuple[int, str]:
     """`write_tensors` for tensors that are produced one by one; `entries` lists their keys and shapes in that order."""
-    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for key, (dtype, shape) in entries.items():
         begin, end = end, end + prod(shape) * dtype.itemsize
         header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
@@ -71,7 +72,7 @@ def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryv
     yield header
     for tensor in tensors:
         if tensor.numel():
-            yield memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+            yield tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
 
 
 class TensorFile:
@@ -107,7 +108,7 @@ class TensorFile:
             held = entry and entry["dtype"]
             raise CheckpointError(f"{self.path}: holds {key} as {held}, wanted {DTYPES[out.dtype]}")
         begin, end = (self._data + edge for edge in entry["data_offsets"])
-        at, left = begin + first * out.itemsize, memoryview(out.view(torch.uint8).numpy())
+        at, left = begin + first * out.itemsize, out.view(torch.uint8).numpy().data
         if at + len(left) > end:
             raise CheckpointError(f"{self.path}: {key} is shorter than the manifest says")
         while left:

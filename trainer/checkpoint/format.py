@@ -18,14 +18,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
 from torch import Tensor
 
 from trainer.errors import CheckpointError
-from trainer.parallel.params import ParamInfo
+from trainer.parallel.params import ParamInfo, StateKind
 
 from .geometry import BlockRange, tiling_problem
 
@@ -34,8 +33,6 @@ MANIFEST = "manifest.json"
 FENCE = "fence.json"
 RNG_KEY = "rng/cpu"  # a rank's random state, in its file
 STEP = re.compile(r"step-(\d{8})")
-
-Kind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
 
 
 def step_name(step: int) -> str:
@@ -54,7 +51,7 @@ class StatePiece:
     of the flattened local tensor, whose shape `info.local_shape` includes padding.
     """
 
-    kind: Kind
+    kind: StateKind
     info: ParamInfo
     offset: int
     data: Tensor
@@ -89,7 +86,7 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True):
 
     key: str  # tensor in the file
     name: str  # full parameter name
-    kind: Kind
+    kind: StateKind
     dim: int | None
     start: int
     stop: int
@@ -153,7 +150,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def coverage_problem(manifest: Manifest) -> str | None:
     """None, or the first parameter that the files do not hold exactly once for every kind of state: a shard that no
     rank wrote, or a data-parallel replica written twice."""
-    parts: dict[tuple[str, Kind], list[BlockRange]] = {}
+    parts: dict[tuple[str, StateKind], list[BlockRange]] = {}
     for _, one in manifest.slices():
         parts.setdefault((one.name, one.kind), []).append(one.block_range)
     kinds = sorted({kind for _, kind in parts})

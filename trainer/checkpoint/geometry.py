@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 
 class BlockRange(NamedTuple):
-    """Elements `[offset, offset + count)` of the flattened block `start..stop` of dimension `dim` (None: of all)."""
+    """Elements `[offset, offset + length)` of the flattened block `start..stop` of dimension `dim` (None: of all)."""
 
     dim: int | None
     start: int
     stop: int
     offset: int
-    count: int
+    length: int
 
 
 class Overlap(NamedTuple):
@@ -37,16 +37,16 @@ class Overlap(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A block range as the flat range `[first, first + count)` of `width` columns, from `column` on, of a matrix."""
+    """A block range as the flat range `[first, first + length)` of `width` columns, from `column` on, of a matrix."""
 
     width: int
     column: int
     first: int
-    count: int
+    length: int
 
     def rectangles(self) -> list[tuple[int, int, int, int]]:
         """(row from, row to, column from, column to), in order; at most three."""
-        (top, x), (bottom, y) = divmod(self.first, self.width), divmod(self.first + self.count, self.width)
+        (top, x), (bottom, y) = divmod(self.first, self.width), divmod(self.first + self.length, self.width)
         if top == bottom:
             cuts = [(top, top + 1, x, y)]
         else:
@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
             cuts += [(top + bool(x), bottom, 0, self.width), (bottom, bottom + 1, 0, y)]
         return [(a, b, c + self.column, d + self.column) for a, b, c, d in cuts if a < b and c < d]
 
-    def index(self, row: int, column: int) -> int:
+    def number_of(self, row: int, column: int) -> int:
         return row * self.width + column - self.column - self.first
 
 
@@ -74,7 +74,7 @@ def overlaps(left: BlockRange, right: BlockRange, shape: Sequence[int]) -> list[
             row, rows = max(top, other_top), min(bottom, other_bottom) - max(top, other_top)
             column, columns = max(x, other_x), min(y, other_y) - max(x, other_x)
             if rows > 0 and columns > 0:
-                places = one.index(row, column), one.width, other.index(row, column), other.width
+                places = one.number_of(row, column), one.width, other.number_of(row, column), other.width
                 found.append(Overlap(rows, columns, *places))
     return found
 
@@ -82,9 +82,9 @@ def overlaps(left: BlockRange, right: BlockRange, shape: Sequence[int]) -> list[
 def _rows(part: BlockRange, shape: Sequence[int], pitch: int) -> _Rows:
     if part.dim:
         unit = prod(shape[part.dim + 1 :])
-        return _Rows((part.stop - part.start) * unit, part.start * unit, part.offset, part.count)
+        return _Rows((part.stop - part.start) * unit, part.start * unit, part.offset, part.length)
     before = part.start * prod(shape[1:]) if part.dim == 0 else 0
-    return _Rows(pitch, 0, before + part.offset, part.count)
+    return _Rows(pitch, 0, before + part.offset, part.length)
 
 
 def tiling_problem(parts: Sequence[BlockRange], shape: Sequence[int]) -> str | None:
@@ -104,7 +104,7 @@ def tiling_problem(parts: Sequence[BlockRange], shape: Sequence[int]) -> str | N
         return problem
     for (_, start, stop), ranges in blocks.items():
         wanted = (stop - start) * around if dim is not None else around
-        spans = sorted((part.offset, part.offset + part.count) for part in ranges)
+        spans = sorted((part.offset, part.offset + part.length) for part in ranges)
         if problem := _run_problem(spans, wanted, f"of its block {start}:{stop}" if dim is not None else ""):
             return problem
     return None

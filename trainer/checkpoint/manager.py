@@ -38,10 +38,12 @@ class Checkpoints:
         """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused.
         `memory`: this node's folder for in-memory replicas, used if the plan asks for them."""
         self.target, self.reporter = Target(folder, token, plan, rank, data), reporter
-        wanted = memory is not None and plan.job.checkpoint.memory_every_steps > 0
-        self.replicas = (
-            InMemoryReplicas(self.target, open_replica_store(memory, reporter), reporter) if wanted else None
-        )
+        self.replicas: InMemoryReplicas | None = None
+        self._peers: PeerRestore | None = None
+        if memory is not None and plan.job.checkpoint.memory_every_steps > 0:
+            store = open_replica_store(memory, reporter)
+            self.replicas = InMemoryReplicas(self.target, store, reporter)
+            self._peers = PeerRestore(plan, rank, token.run_id, store)
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
@@ -57,14 +59,9 @@ class Checkpoints:
         folder, token, rank = self.target.folder, self.target.token, self.target.rank
         claim(folder, token, rank)
         start = time.perf_counter()
-        peer_restore = (
-            PeerRestore(self.target.plan, rank, token.run_id, self.replicas.store)
-            if self.replicas is not None
-            else None
-        )
-        replica = peer_restore.newest() if peer_restore is not None else None
+        replica = self._peers.newest() if self._peers is not None else None
         if replica is not None and replica.version > newest_committed(folder, rank):
-            found = self._fetch_replica(peer_restore, replica, pieces)
+            found = self._fetch_replica(replica, pieces)
             if found is not None:
                 return self._fill(found, pieces, start, "memory")
             replica = None
@@ -74,7 +71,7 @@ class Checkpoints:
         except CheckpointError as error:
             problem = error
         if replica is not None and (found is None or replica.version > found.version):  # the disk's newest was damaged
-            fetched = self._fetch_replica(peer_restore, replica, pieces)
+            fetched = self._fetch_replica(replica, pieces)
             found, source = (fetched, "memory") if fetched is not None else (found, "disk")
         if found is not None:
             return self._fill(found, pieces, start, source)
@@ -96,11 +93,10 @@ class Checkpoints:
                 set_aside(path, self.target.token)
         return found
 
-    def _fetch_replica(
-        self, peer_restore: PeerRestore, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]
-    ) -> VerifiedCheckpoint | None:
+    def _fetch_replica(self, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]) -> VerifiedCheckpoint | None:
+        assert self._peers is not None
         try:
-            return peer_restore.fetch(replica, pieces())
+            return self._peers.fetch(replica, pieces())
         except CheckpointError as error:
             self._rejected(replica.name, str(error))
             return None

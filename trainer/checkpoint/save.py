@@ -148,7 +148,12 @@ def broadcast_outcome(outcome: CommitOutcome) -> int:
 
 def claim(folder: Path, token: Fence, rank: int) -> None:
     """Rank 0 claims the folder for this epoch. Collective; every rank raises rank 0's error."""
-    on_rank_zero(rank, lambda: fence.claim(folder, token) or 0)
+
+    def claim_folder() -> int:
+        fence.claim(folder, token)
+        return 0
+
+    on_rank_zero(rank, claim_folder)
 
 
 # ---------------------------------------------------------------------------------------------- one rank's part
@@ -157,7 +162,8 @@ def claim(folder: Path, token: Fence, rank: int) -> None:
 def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
     """Write this rank's file into `staging`: durable on return, and read back if `contents.read_back`."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
-    slices, shapes, dtypes = [], {}, {}
+    slices, shapes = list[Slice](), dict[str, list[int]]()
+    dtypes: dict[str, str] = {}
     for piece in contents.pieces:
         stored = piece.unpadded()
         if stored is None or not stored.data.numel():
@@ -212,8 +218,8 @@ def publish(
     try:
         if problem:
             raise SaveError(f"checkpoint of step {step}: {problem}")
-        if problem := coverage_problem(manifest):
-            raise SaveError(f"checkpoint of step {step} would be useless: {problem}")
+        if incomplete := coverage_problem(manifest):
+            raise SaveError(f"checkpoint of step {step} would be useless: {incomplete}")
         _rename(target, staging, manifest, read_back)
     except (TrainerError, OSError):
         shutil.rmtree(staging, ignore_errors=True)

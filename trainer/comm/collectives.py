@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,8 @@ class CommCounter:
     def take(self) -> tuple[dict[str, int], dict[str, float]]:
         """(bytes, seconds) by axis since the last call; resets both."""
         result = dict(self.bytes), dict(self.seconds)
-        self.bytes.clear(), self.calls.clear(), self._seconds.clear()
+        for account in (self.bytes, self.calls, self._seconds):
+            account.clear()
         return result
 
 
@@ -92,6 +93,8 @@ def _nothing() -> None:
 
 class _Stopwatch:
     __slots__ = ("axis", "begin", "counter", "cuda", "what")
+
+    begin: Any  # a CUDA event, or seconds of perf_counter
 
     def __init__(self, counter: CommCounter, axis: str, cuda: bool, what: str):
         self.counter, self.axis, self.cuda, self.what = counter, axis, cuda, what

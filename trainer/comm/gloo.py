@@ -18,9 +18,9 @@ from torch import Tensor
 class CombinedWork(dist.Work):
     """Several operations as one `Work`."""
 
-    def __init__(self, works: list[dist.Work]):
+    def __init__(self, works: list[dist.Work | None]):
         super().__init__()
-        self._works = works
+        self._works = [work for work in works if work is not None]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:
@@ -49,7 +49,9 @@ def start_exchange(tensor: Tensor, out: Tensor, to: int, source: int, group: dis
     """
     send, receive = [0] * group.size(), [0] * group.size()
     send[to], receive[source] = tensor.numel(), out.numel()
-    return dist.all_to_all_single(out.view(-1), tensor.view(-1), receive, send, group=group, async_op=True)
+    work = dist.all_to_all_single(out.view(-1), tensor.view(-1), receive, send, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 class ReduceScatter:
@@ -63,8 +65,9 @@ class ReduceScatter:
         pieces = tensor.view(n, *out.shape)
         self.out = out
         if n == 2:  # the own piece is not sent; `out` may be its memory, which is read before it is written
-            self.mine, self.arrived = pieces[me], torch.empty_like(out, memory_format=torch.contiguous_format)
-            self.work = start_exchange(pieces[1 - me], self.arrived, 1 - me, 1 - me, group)
+            self.mine: Tensor | None = pieces[me]
+            self.arrived = torch.empty_like(out, memory_format=torch.contiguous_format)
+            self.work: dist.Work | None = start_exchange(pieces[1 - me], self.arrived, 1 - me, 1 - me, group)
         else:
             self.mine, self.arrived = None, torch.empty_like(pieces)
             self.work = dist.all_to_all_single(self.arrived, pieces, group=group, async_op=True)

@@ -42,7 +42,9 @@ class Mesh:
         for name in GROUPS:
             ranks, key = members[name], (name == "pp", members[name])
             if len(ranks) > 1 and key not in made:
-                made[key] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+                created = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+                assert isinstance(created, dist.ProcessGroup)
+                made[key] = created
             groups[name] = made[key] if len(ranks) > 1 else None
             if name == "embedding" and not ranks and plan.parallel.pp > 2:
                 # torch names a group by the number of groups created before: all ranks must create equally many
@@ -60,6 +62,12 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         return self.groups[axis]
+
+    def required_group(self, axis: str) -> dist.ProcessGroup:
+        """The group of an axis that is known to have several members."""
+        group = self.groups[axis]
+        assert group is not None, axis
+        return group
 
     def ranks(self, axis: str) -> tuple[int, ...]:
         """Global ranks of this rank's group; empty where it has none ("embedding" on a middle stage)."""

@@ -36,7 +36,8 @@ class MicroBatch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The batch with `change` applied to every tensor."""
-        return MicroBatch(*(None if part is None else change(part) for part in vars(self).values()))
+        optional = (None if part is None else change(part) for part in (self.documents, self.serial))
+        return MicroBatch(change(self.tokens), change(self.targets), change(self.positions), *optional)
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:

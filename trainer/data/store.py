@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -60,11 +60,10 @@ class TokenWriter:
 
     def close(self, key: str, source_files: int, source_bytes: int) -> None:
         """Must follow a piece that ended its document. fsync of every file and of the folder."""
-        index = Index(
-            **{"format": FORMAT, "key": key, "tokenizer": self.tokenizer.identity, "eod": self.tokenizer.eod},
-            **{"vocab_size": self.tokenizer.vocab_size, "dtype": self.dtype, "tokens": self._count},
-            **{"documents": self._ended, "source_files": source_files, "source_bytes": source_bytes},
-        )
+        fields: dict[str, Any] = {"key": key, "tokenizer": self.tokenizer.identity, "eod": self.tokenizer.eod}
+        fields |= {"vocab_size": self.tokenizer.vocab_size, "dtype": self.dtype, "tokens": self._count}
+        fields |= {"documents": self._ended, "source_files": source_files, "source_bytes": source_bytes}
+        index = Index(format=FORMAT, **fields)
         with (self.folder / "index.json").open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(index)))
             for each in (self._tokens, self._documents, file):

@@ -60,11 +60,10 @@ class FileTokenizer:
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
-        known = [name for name in END_TOKENS if self._backend.token_to_id(name) is not None]
-        if not known:
+        known = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
+        self._end, self.eod = next(((name, number) for name, number in known if number is not None), ("", -1))
+        if not self._end:
             raise DataError(f"{path} has no end-of-document token; known names: {', '.join(END_TOKENS)}")
-        self._end = known[0]
-        self.eod = self._backend.token_to_id(self._end)
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = f"tokenizers/1 {hashlib.sha256(raw).hexdigest()}"
 

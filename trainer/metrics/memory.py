@@ -113,7 +113,7 @@ class StorageTracker(DispatchMode):
         for finalizer in self._finalizers:  # the storages outlive this tracker
             finalizer.detach()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._note_storages(_tensors(args), new=False)
         if kwargs:
@@ -138,7 +138,7 @@ class StorageTracker(DispatchMode):
         """One point for each moment at which a storage was allocated or freed."""
         changes = [(life.born, life.size, life.category) for life in self.lives if life.size]
         changes += [(life.died, -life.size, life.category) for life in self.lives if math.isfinite(life.died)]
-        held, found = dict.fromkeys(CATEGORIES, 0), []
+        held, found = dict.fromkeys(CATEGORIES, 0), list[Point]()
         for at, size, category in sorted(changes, key=lambda change: change[0]):
             held = held | {category: held[category] + size}
             if found and found[-1].at == at:

@@ -129,7 +129,7 @@ class StepTrace:
         for (kind, stage, micro_batch), start, end in actions.spans():
             more = {"stage": stage, "micro_batch": micro_batch}
             self._span(ACTIONS, kind.name, actions.began + start, actions.began + end, more)
-        for name, start, end in spans:
+        for name, start, end in spans or []:
             self._span(PHASES, name, start, end, {})
         for number, transfer in enumerate(self._transfers):
             self._transfer(len(self._events) + number, transfer)
@@ -152,7 +152,7 @@ class StepTrace:
         self._event("X", name, start, row, dur=_microseconds(end - start), args=args)
 
     def _event(self, phase: str, name: str, at: float, row: int, **more: Any) -> None:
-        start = _microseconds(at - self._zero)
+        start = _microseconds(at - (self._zero or 0.0))
         self._events.append({"ph": phase, "name": name, "pid": self.rank, "tid": row, "ts": start, **more})
 
 

@@ -57,13 +57,16 @@ class SDPA:
         mask = None if documents is None else self._mask(documents)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.drop is not None:
-            return self._dropped(q, k, v, serial, mask).transpose(1, 2)
+            assert serial is not None
+            return self._dropped(q, k, v, serial, mask, self.drop).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
 
-    def _dropped(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None) -> Tensor:
+    def _dropped(
+        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None, drop: AttentionDropout
+    ) -> Tensor:
         """Attention with explicit probabilities, since the fused kernels draw masks of their own."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
@@ -71,8 +74,8 @@ class SDPA:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        weights = scores.softmax(dim=-1).masked_fill(~self.drop.kept(serial, serial, q.shape[1]), 0.0)
-        return (weights * self.drop.scale).to(v.dtype) @ v
+        weights = scores.softmax(dim=-1).masked_fill(~drop.kept(serial, serial, q.shape[1]), 0.0)
+        return (weights * drop.scale).to(v.dtype) @ v
 
     def _mask(self, documents: Tensor) -> Tensor:
         """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future."""

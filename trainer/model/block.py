@@ -7,6 +7,7 @@ partial results of row-parallel ones. Output biases are added after that, else t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from .norm import make_norm
 from .rope import Rope
 
 #: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
-ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
 class MLP(nn.Module):
@@ -55,8 +56,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attn = make_norm(model), Attention(model)
         self.norm2, self.mlp = make_norm(model), MLP(model)
-        self.attn_in, self.attn_out = nn.Identity(), nn.Identity()
-        self.mlp_in, self.mlp_out = nn.Identity(), nn.Identity()
+        self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = identities(4)
         self.drop_attn, self.drop_mlp = Dropout(model.dropout), Dropout(model.dropout)
 
     def forward(
@@ -79,6 +79,11 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         return self.mlp(self.mlp_in(self.norm2(x)))
+
+
+def identities(count: int) -> list[nn.Module]:
+    """Modules that parallelism may replace."""
+    return [nn.Identity() for _ in range(count)]
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,7 +49,7 @@ class Seeded(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
         self.rate, self.scale = rate, 1.0 / (1.0 - rate)
-        self.salt: Tensor | None = None  # int64 scalar, from `seed_dropout`
+        self.salt: Tensor  # int64 scalar, set by `seed_dropout`
         self.mixed_counters = mixed_counters  # replaceable: a compiler must not see it
 
     def extra_repr(self) -> str:
@@ -63,6 +63,7 @@ class Dropout(Seeded):
         """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
         if not self.rate:
             return x
+        assert serial is not None
         columns = self.mixed_counters(0, x.shape[-1], x.device)
         keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
         return x.masked_fill(~keep, 0.0) * self.scale

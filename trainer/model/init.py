@@ -21,9 +21,10 @@ ROWS = 4096
 class Slice(Protocol):
     """Where a local tensor lies in its global one (`trainer.parallel.params.ParamInfo`)."""
 
-    global_shape: tuple[int, ...]
-    global_slices: tuple[slice, ...]
-
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+    @property
+    def global_slices(self) -> tuple[slice, ...]: ...
     def valid(self, local: Tensor) -> Tensor: ...
 
 

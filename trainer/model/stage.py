@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
 
-from .block import Block
+from .block import Block, identities
 from .dropout import Dropout
 from .linear import Embedding, Linear, apply_linears
 from .norm import make_norm
@@ -16,12 +16,16 @@ from .rope import rope_tables
 
 
 class Batch(Protocol):
-    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`)."""
+    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`), all int64 [b, s]."""
 
-    tokens: Tensor  # [b, s] int64
-    positions: Tensor  # [b, s] int64, counted from the start of each document
-    documents: Tensor | None  # [b, s] int64: which packed document a token belongs to
-    serial: Tensor | None  # [b, s] int64: number of the token in the run's order of data; read by dropout alone
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...  # counted from the start of each document
+    @property
+    def documents(self) -> Tensor | None: ...  # number of the packed document that a token belongs to
+    @property
+    def serial(self) -> Tensor | None: ...  # number of the token in the run's data order; read by dropout only
 
 
 class Stage(nn.Module):
@@ -42,14 +46,19 @@ class Stage(nn.Module):
         self.learned_positions = first and model.position == "learned"
         if self.learned_positions:
             self.embed_positions = Embedding(model.max_seq_len, model.hidden)
-        self.embed_out, self.positions_out, self.head_in = nn.Identity(), nn.Identity(), nn.Identity()
-        self.drop_embed, self.rows = Dropout(model.dropout), nn.Identity()
+        self.embed_out, self.positions_out, self.head_in, self.rows = identities(4)
+        self.drop_embed = Dropout(model.dropout)
         self.layers = nn.ModuleDict({str(index): Block(model) for index in layers})
         if last:
             self.norm = make_norm(model)
             self.head = Linear(model.hidden, model.vocab)
             self.apply_linears = apply_linears
             self.tie()
+
+    @property
+    def blocks(self) -> dict[int, Block]:
+        """The blocks by their number in the model, in order."""
+        return {int(name): cast(Block, block) for name, block in self.layers.items()}
 
     def tie(self) -> None:
         """Make head and embedding one parameter again, after something replaced the embedding's weight."""
@@ -65,6 +74,7 @@ class Stage(nn.Module):
             if self.learned_positions:
                 x = x + self.positions_out(self.embed_positions(batch.positions))
             x = self.drop_embed(x, rows)
+        assert x is not None, "only the first stage starts from tokens"
         rope = None
         if self.model.position == "rope":
             rope = rope_tables(batch.positions, self.model.head_dim, self.model.rope_theta, x.dtype)

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from orchestrator.plan.document import Optim
-from trainer.parallel.data.buckets import FlatBucket, GradBuckets
-from trainer.parallel.params import ParamInfo
+from trainer.parallel.data.buckets import ShardedBucket, Sharding
+from trainer.parallel.params import ParamInfo, StateKind
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+KINDS: tuple[StateKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StateSlice:
     state. `tensor` is the live 1-D view: a save reads it, a load writes it."""
 
     info: ParamInfo
-    kind: str  # one of KINDS
+    kind: StateKind
     start: int
     stop: int
     tensor: Tensor
@@ -46,12 +46,12 @@ class ShardState:
 class ShardedAdamW:
     """Updates the shard that this rank owns of every bucket, then gathers the parameters."""
 
-    def __init__(self, buckets: GradBuckets, optim: Optim, master_dtype: torch.dtype):
+    def __init__(self, buckets: Sharding, optim: Optim, master_dtype: torch.dtype):
         self.buckets, self.optim, self.master_dtype = buckets, optim, master_dtype
         self.states = [self._new_state(bucket) for bucket in buckets.buckets]
         self.step_count = 0
 
-    def _new_state(self, bucket: FlatBucket) -> ShardState:
+    def _new_state(self, bucket: ShardedBucket) -> ShardState:
         shard = bucket.param_shard
         master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
         return ShardState(master, torch.zeros_like(master), torch.zeros_like(master))
@@ -72,7 +72,7 @@ class ShardedAdamW:
                 bucket.param_shard.copy_(state.master)
             self.buckets.gather(bucket)
 
-    def _update(self, bucket: FlatBucket, state: ShardState, grad: Tensor, lr: float) -> None:
+    def _update(self, bucket: ShardedBucket, state: ShardState, grad: Tensor, lr: float) -> None:
         optim = self.optim
         # the kernel adds one to the count before it corrects the bias
         count = torch.full((), self.step_count - 1, dtype=torch.float32, device=grad.device)
@@ -121,7 +121,7 @@ class ShardedAdamW:
         return result
 
 
-def enumerate_pieces(bucket: FlatBucket, index: int, shards: int) -> Iterator[tuple[int, tuple]]:
+def enumerate_pieces(bucket: ShardedBucket, index: int, shards: int) -> Iterator[tuple[int, tuple]]:
     """(position in the bucket, piece) of every parameter piece in a shard."""
     position_of = {slot.index: position for position, slot in enumerate(bucket.layout.slots)}
     for piece in bucket.layout.pieces(index, shards):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.comm.collectives import all_reduce
-from trainer.parallel.data.buckets import GradBuckets
+from trainer.parallel.data.buckets import Sharding
 
 #: Elements summed in fp32 at a time. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; rows of this length,
 #: added in fp64, are exact to 3e-7 at the same speed.
@@ -23,7 +23,7 @@ def squared_norm(flat: Tensor) -> Tensor:
     return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=flat.device)
 
 
-def grad_norm(buckets: GradBuckets, scale: float = 1.0) -> Tensor:
+def grad_norm(buckets: Sharding, scale: float = 1.0) -> Tensor:
     """The 2-norm of the whole model's gradient after `finish`, times `scale`: 0-d float64, the same on every rank.
 
     Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Sums

@@ -74,7 +74,7 @@ def build(
     count = par.pp * par.vpp
     if indices is None:
         indices = range(mesh.coord.pp, count, par.pp)
-    stages, table = [], {}
+    stages, table = list[Stage](), ParamTable()
     for index in sorted(indices):
         first = sum(par.stage_layers[:index])
         layers = range(first, first + par.stage_layers[index])
@@ -92,12 +92,12 @@ def build(
             set_dropout_heads(stage, plan, mesh)
         apply_recompute(stage, plan.job.train)
         if plan.job.train.compile:
-            for block in stage.layers.values():
+            for block in stage.blocks.values():
                 if mesh.group("cp") is not None:  # the compiler would trace into its communication
                     block.attn.core = torch.compiler.disable(block.attn.core)
-                for part in block.modules():  # its wrapping products look like indices to inductor
-                    if isinstance(part, Seeded):
-                        part.mixed_counters = torch.compiler.disable(part.mixed_counters)
+                for module in block.modules():  # its wrapping products look like indices to inductor
+                    if isinstance(module, Seeded):
+                        module.mixed_counters = torch.compiler.disable(module.mixed_counters)
                 block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
@@ -134,10 +134,10 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
     """Put tensor-parallel communication around blocks, embedding and head. Column-parallel linears contain the
     communication of their input, which overlaps it with their gradients. If the schedule defers weight gradients, a
     `Region` before the linears does it instead, since the deferred gradients need the whole input."""
-    group, sp, train = mesh.group("tp"), plan.parallel.sp, plan.job.train
+    group, sp, train = mesh.required_group("tp"), plan.parallel.sp, plan.job.train
     into, out = (Gather, Scatter) if sp else (Copy, Reduce)
     splits = schedule_of(plan.parallel).splits_backward
-    for layer, block in stage.layers.items():
+    for layer, block in stage.blocks.items():
         block.attn_out, block.mlp_out = Region(out, group, counter), Region(out, group, counter)
         if splits:
             block.attn_in, block.mlp_in = Region(into, group, counter), Region(into, group, counter)
@@ -164,8 +164,9 @@ def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
     first = mesh.index("tp") * here
     if par.cp > 1 and par.cp_method == "ulysses":
         first += mesh.index("cp") * here // par.cp
-    for block in stage.layers.values():
-        block.attn.drop.first_head = first
+    for block in stage.blocks.values():
+        if block.attn.drop is not None:
+            block.attn.drop.first_head = first
 
 
 def make_loss(plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter) -> Loss:

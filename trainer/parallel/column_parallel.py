@@ -14,7 +14,7 @@ Recomputed blocks keep the whole input (`keep`): they have just gathered it and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class _OverlappedColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: OverlappedColumnLinears, *params: Tensor | None) -> tuple[Tensor, ...]:
         many = len(params) // 2
-        weights, biases = params[:many], params[many:]
+        weights, biases = cast("tuple[Tensor, ...]", params[:many]), params[many:]
         whole = columns.start_gather(x)()
         ctx.columns, ctx.is_whole = columns, columns.keep or not columns.sp
         ctx.save_for_backward(whole if ctx.is_whole else x, *weights)

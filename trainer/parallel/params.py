@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from torch import Tensor
+
+#: What is stored of a parameter: its weights, the optimizer's master copy of them, and its moments.
+StateKind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,4 @@ ParamTable = dict[str, ParamInfo]
 
 def whole(name: str, shape: tuple[int, ...]) -> ParamInfo:
     """ParamInfo of a parameter that is not sharded by tensor parallelism."""
-    return ParamInfo(
-        **{"name": name, "global_shape": tuple(shape), "shard_dim": None, "start": 0, "stop": shape[0]},
-        **{"padded": shape[0], "tp_partial_grad": False, "replicas": (0,), "owner": True, "decay": len(shape) > 1},
-    )
+    return ParamInfo(name, tuple(shape), None, 0, shape[0], shape[0], False, (0,), owner=True, decay=len(shape) > 1)

@@ -34,21 +34,21 @@ ATTENTION = {
 }
 
 
-def recompute_mode(train: Train, layer: str) -> str:
-    return train.recompute_layers[int(layer)] if train.recompute == "budget" else train.recompute
+def recompute_mode(train: Train, layer: int) -> str:
+    return train.recompute_layers[layer] if train.recompute == "budget" else train.recompute
 
 
 def apply_recompute(stage: Stage, train: Train) -> None:
     """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal."""
-    for layer, block in stage.layers.items():
+    for layer, block in stage.blocks.items():
         mode = recompute_mode(train, layer)
         if mode == "full":
-            block.forward = _checkpointed(block.forward)
+            block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
         elif mode == "selective":
-            block.attend = _checkpointed(block.attend, _attention_contexts(block))
-            block.mix = _checkpointed(
-                block.mix, partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
-            )
+            contexts = _attention_contexts(block)
+            block.attend = _checkpointed(block.attend, contexts)  # type: ignore[method-assign]
+            contexts = partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
+            block.mix = _checkpointed(block.mix, contexts)  # type: ignore[method-assign]
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
@@ -62,7 +62,7 @@ def _attention_contexts(block: Block) -> Callable[[], Any]:
 def _checkpointed(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:
     """`function` with recomputation; keeps its inputs and what `contexts` selects. It draws no stateful random
     numbers, so no random state is kept."""
-    extra = {} if contexts is None else {"context_fn": contexts}
+    extra: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def run(*args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **extra)

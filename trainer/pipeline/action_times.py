@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -17,8 +18,8 @@ class ActionTimes:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self.began = 0.0  # perf_counter at the start of the step
-        self._marks: list[tuple[Action, object, object]] = []
-        self._origin: torch.cuda.Event | None = None
+        self._marks: list[tuple[Action, Any, Any]] = []  # start, end: seconds of perf_counter or CUDA events
+        self._origin: Any = None
         self._running: Action | None = None
 
     def restart(self) -> None:

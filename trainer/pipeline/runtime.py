@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from .transfer import Transfers
 class Batch(Protocol):
     """What the pipeline itself reads of a micro-batch; stages read the rest."""
 
-    targets: Tensor
+    @property
+    def targets(self) -> Tensor: ...
 
 
 class Pipeline:
@@ -129,7 +130,10 @@ class Pipeline:
         """
         if len(micro_batches) != self.schedule.micro_batches:
             raise ValueError(f"{len(micro_batches)} micro-batches, the schedule is for {self.schedule.micro_batches}")
-        scalar = {"dtype": torch.promote_types(self.transfers.dtype, torch.float32), "device": self.device}
+        scalar: dict[str, Any] = {
+            "dtype": torch.promote_types(self.transfers.dtype, torch.float32),
+            "device": self.device,
+        }
         self._micro_batches, self._total = micro_batches, torch.zeros((), **scalar)
         self._scale = torch.ones((), **scalar).mul_(loss_scale)  # keeps its dtype, copies nothing from the host
         self.action_times.restart()
@@ -179,6 +183,7 @@ class Pipeline:
             if kind is Kind.I:
                 self._deferred[stage, index] = self._queue.close()
             if hidden is not None:
+                assert hidden.grad is not None
                 self.transfers.put(Kind.SEND_B, stage, index, hidden.grad)
 
     def _weights(self, action: Action) -> None:

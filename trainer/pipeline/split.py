@@ -39,7 +39,7 @@ class DeferredWeightGrads:
     def close(self) -> list[DeferredWeightGrad]:
         """The deferred gradients since `open`, in order of backward."""
         notes, self._notes = self._notes, None
-        return notes
+        return notes or []
 
     def add(self, linear: Linear, x: Tensor, grad: Tensor) -> None:
         if self._notes is None:

@@ -31,7 +31,7 @@ class Transfers:
         device: torch.device,
     ):
         self.schedule, self.counter = schedule, counter
-        self.group, self.ranks = mesh.group(AXIS), mesh.ranks(AXIS)
+        self.mesh = mesh
         self.shape, self.dtype, self.device = shape, dtype, device
         self._inbox: dict[Action, Handle | Tensor] = {}
         self._outbox: dict[Action, Tensor] = {}
@@ -59,13 +59,17 @@ class Transfers:
         """Start a SEND; the tensor is freed when it has been sent."""
         self._free_sent()
         tensor = self._outbox.pop(action)
-        self._sending.append(start_send(tensor, self._peer(action), self.group, AXIS, self.counter, self._tag(action)))
+        self._sending.append(
+            start_send(
+                tensor, self._peer(action), self.mesh.required_group(AXIS), AXIS, self.counter, self._tag(action)
+            )
+        )
 
     def receive(self, action: Action) -> None:
         """Start a RECV into a new buffer."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._inbox[action] = start_receive(
-            buffer, self._peer(action), self.group, AXIS, self.counter, self._tag(action)
+            buffer, self._peer(action), self.mesh.required_group(AXIS), AXIS, self.counter, self._tag(action)
         )
 
     def take(self, action: Action) -> Tensor:
@@ -89,7 +93,7 @@ class Transfers:
                 self._sending.pop(0).wait()
 
     def _peer(self, action: Action) -> int:
-        return self.ranks[peer_of(self.schedule, action)]
+        return self.mesh.ranks(AXIS)[peer_of(self.schedule, action)]
 
     def _tag(self, action: Action) -> int:
         """The same number on both ends, different for every message of a step."""

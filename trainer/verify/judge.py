@@ -50,8 +50,8 @@ def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), tog
 
 def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRuns) -> Iterator[Verdict]:
     start, world = time.monotonic(), cells[0].plan.parallel.world_size
-    jobs = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
-    jobs = [(precision, plan, reference_run(plan, packed, cache), packed) for precision, plan, packed in jobs]
+    ways = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
+    jobs = [(precision, plan, reference_run(plan, packed, cache), packed) for precision, plan, packed in ways]
     patience = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, _, _ in jobs)
     try:
         ranks = run_ranks(_run_jobs, world, jobs, timeout=patience)

@@ -48,14 +48,12 @@ def train(plan: Plan, steps: int, packed: bool = False, dtype: torch.dtype = tor
         loss = cross_entropy_sum(stage(None, batch), batch.targets) / int((batch.targets != IGNORED).sum())
         stage.zero_grad()
         loss.backward()
-        grads = _copies({name: param.grad for name, param in params.items()})
+        grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, job.optim, job.train.steps)
         adamw.step()
-        outcomes.append(Outcome(loss.item(), norm.item(), grads, _copies(params)))
+        outcomes.append(
+            Outcome(loss.item(), norm.item(), grads, {name: param.detach().clone() for name, param in params.items()})
+        )
     return outcomes
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

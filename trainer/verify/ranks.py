@@ -56,8 +56,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     collapse()
     gc.freeze()  # a collection in a child would write to, and so copy, every page it shares with this process
     try:
-        for rank in range(world):
-            ranks.append(_start(fn, rank, world, args, home, timeout))
+        for index in range(world):
+            ranks.append(_start(fn, index, world, args, home, timeout))
         return _collect(ranks, time.monotonic() + timeout)
     finally:
         for rank in ranks:
@@ -124,7 +124,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
                     if first is None and rank.failure():
                         first, deadline = rank, min(deadline, time.monotonic() + _GRACE_S)
     if first is not None:
-        raise RankError(first.index, first.failure())
+        raise RankError(first.index, first.failure() or "")
     late = [rank for rank in ranks if not rank.ended]
     if late:
         raise RankError(late[0].index, _stacks(late))

@@ -37,7 +37,7 @@ class Reporter:
         if fd is not None:
             os.set_blocking(fd, False)
 
-    def event(self, name: str, step: int | None = None, **fields: Scalar) -> None:
+    def event(self, name: str, step: int | None = None, /, **fields: Scalar) -> None:
         """Report an event."""
         self._send(EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields))
 
@@ -99,8 +99,10 @@ class Reporter:
             loss = "" if report.loss is None else f"  loss {report.loss:.4f}"
             norm = "" if report.grad_norm is None else f"  grad norm {report.grad_norm:.3f}"
             text = f"step {report.step}{loss}{norm}  {report.tokens / report.step_s:,.0f} tokens/s"
-        else:
+        elif isinstance(report, EventReport):
             where = "" if report.step is None else f" (step {report.step})"
             text = f"{report.name}{where} " + " ".join(f"{key}={value}" for key, value in report.fields.items())
+        else:
+            return
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)

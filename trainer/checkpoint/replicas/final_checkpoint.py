@@ -24,7 +24,7 @@ from trainer.checkpoint.load import newest_committed
 from trainer.checkpoint.save import RankOutcome, Target, begin, claim, gather, on_rank_zero, publish
 from trainer.comm.connect import connect
 from trainer.errors import SaveError
-from trainer.worker.reporter import Reporter
+from trainer.worker.reporter import Reporter, Scalar
 
 from .peer_restore import Replica, ReplicaInventory
 from .replicate import open_replica_store
@@ -69,7 +69,7 @@ def save_newest_replica(
         return None
     manifest = structs.replace(inventory.manifest(replica), epoch=target.token.epoch, created=time.time())
     begin(target, replica.step)
-    source = store.folder / replica.name if store is not None else None
+    source = store.folder / replica.name if store is not None else Path()
     mine = [record for at, record in enumerate(manifest.files) if _carrier(replica, record, at) == target.rank]
     problem = _write(source, target.staging(replica.step), mine)
     outcomes = gather(RankOutcome(record=None, error=problem))
@@ -83,7 +83,13 @@ def save_newest_replica(
         store.remove()
     if target.rank == 0:
         seconds = time.perf_counter() - start
-        about = {"bytes": size, "seconds": seconds, "stall_s": seconds, "verified": True, "source": "memory"}
+        about: dict[str, Scalar] = {
+            "bytes": size,
+            "seconds": seconds,
+            "stall_s": seconds,
+            "verified": True,
+            "source": "memory",
+        }
         reporter.event("checkpoint_saved", replica.step, **about, folder=str(target.folder))
     return replica.step
 
@@ -94,7 +100,7 @@ def _carrier(replica: Replica, record: FileRecord, at: int) -> int:
     return holders[at % len(holders)]
 
 
-def _write(source: Path | None, staging: Path, records: list[FileRecord]) -> str:
+def _write(source: Path, staging: Path, records: list[FileRecord]) -> str:
     """Copy files from memory to the staging folder; the first problem, "" if none."""
     for record in records:
         try:

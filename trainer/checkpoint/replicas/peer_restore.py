@@ -118,7 +118,9 @@ class ReplicaInventory:
         return held
 
     def manifest(self, replica: Replica) -> Manifest:
-        raw = (self.store.folder / replica.name / MANIFEST).read_bytes() if self.rank == replica.source else b""
+        raw = b""
+        if self.store is not None and self.rank == replica.source:
+            raw = (self.store.folder / replica.name / MANIFEST).read_bytes()
         return decode(messages.broadcast_bytes(raw, src=replica.source))
 
 
@@ -132,7 +134,7 @@ class PeerRestore(ReplicaInventory):
     def fetch(self, replica: Replica, pieces: Iterable[StatePiece]) -> VerifiedCheckpoint:
         """The replica on this node, completed by all files that hold this rank's pieces, and on an unchanged layout its
         random state. Raises CheckpointError on every rank if any rank cannot get its files."""
-        manifest, folder, problems = self.manifest(replica), None, []
+        manifest, folder, problems = self.manifest(replica), Path(), list[str]()
         needed: set[str] = set()
         try:
             folder = self._replica_folder(replica)

@@ -40,7 +40,7 @@ def assign_peers(plan: Plan) -> dict[int, int]:
     if len(nodes) < 2:
         return {}
     distance = ring_distance(plan)
-    peer_of = {}
+    peer_of: dict[int, int] = {}
     for at, ranks in enumerate(nodes):
         other = nodes[(at + distance) % len(nodes)]
         peer_of |= {rank: other[number % len(other)] for number, rank in enumerate(ranks)}

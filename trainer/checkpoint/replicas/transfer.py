@@ -23,7 +23,7 @@ class Sending:
         except (OSError, RuntimeError) as error:
             self.data, self.problem = torch.zeros(size, dtype=torch.uint8), f"{path.name}: {error}".splitlines()[0]
 
-    def start(self, offset: int) -> dist.Work:
+    def start(self, offset: int) -> dist.Work | None:
         return dist.isend(self.data[offset : offset + CHUNK], self.to)
 
 
@@ -42,7 +42,7 @@ class Receiving:
             self._temporary.unlink(missing_ok=True)
             self.data, self.problem = torch.empty(size, dtype=torch.uint8), f"{path.name}: {error.strerror}"
 
-    def start(self, offset: int) -> dist.Work:
+    def start(self, offset: int) -> dist.Work | None:
         return dist.irecv(self.data[offset : offset + CHUNK], self.source)
 
     def finish(self) -> None:
@@ -55,6 +55,7 @@ def run(transfers: list[Sending | Receiving]) -> list[str]:
     offset, most = 0, max((one.data.numel() for one in transfers), default=0)
     while offset < most:
         for work in [one.start(offset) for one in transfers if offset < one.data.numel()]:
+            assert work is not None
             work.wait()
         offset += CHUNK
     for one in transfers:

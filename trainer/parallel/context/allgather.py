@@ -56,7 +56,9 @@ class AllGatherAttention:
 
     def between(self, mine: Tensor | None, rows: slice, theirs: Tensor | None, keys: slice, q: Tensor):
         """(mask, factors) of a block, from the labels of its queries and keys."""
-        return (None, None) if mine is None else block.between(mine[:, :, rows], theirs[:, :, keys], q, self.drop)
+        if mine is None or theirs is None:
+            return None, None
+        return block.between(mine[:, :, rows], theirs[:, :, keys], q, self.drop)
 
     def blocks(self, seq_len: int):
         """(local queries, keys, on the diagonal) of each chunk: everything before it, then its own causal square."""

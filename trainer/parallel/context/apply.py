@@ -19,12 +19,12 @@ from .ulysses import UlyssesAttention
 
 def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
     """Give every block of a stage the attention core of `method` (one of `order.METHODS`)."""
-    for block in stage.layers.values():
+    for block in stage.blocks.values():
         block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
 
 
 def attention_core(method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None) -> Core:
-    group, size, index = mesh.group("cp"), mesh.size("cp"), mesh.index("cp")
+    group, size, index = mesh.required_group("cp"), mesh.size("cp"), mesh.index("cp")
     if method == "allgather":
         return AllGatherAttention(group, size, index, counter, drop)
     if method == "ulysses":

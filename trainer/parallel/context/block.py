@@ -71,6 +71,7 @@ def labels(documents: Tensor | None, serial: Tensor | None, drop: AttentionDropo
     [1 or 2, b, s], or None if it needs none."""
     if drop is None:
         return None if documents is None else documents[None]
+    assert serial is not None
     return torch.stack([torch.zeros_like(serial) if documents is None else documents, serial])
 
 
@@ -78,7 +79,7 @@ def between(
     queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(mask, factors) of a block of `q` from both sides' labels: a token never attends to another packed document."""
-    if queries is None:
+    if queries is None or keys is None:
         return None, None
     mask = queries[0][:, :, None] == keys[0][:, None, :]
     if drop is None:

@@ -6,6 +6,8 @@ rotates again; the key and value gradients of each block rotate with it and are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -62,7 +64,6 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, labels, scale, ring: RingAttention):
         wide = block.accumulation_dtype(q.dtype)
-        out = lse = None
         travelling = _pack(k, v, labels)
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
@@ -71,7 +72,7 @@ class _Ring(torch.autograd.Function):
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
                 conditions = ring.between(labels, travelling, see, q)
                 part = block.forward(q[:, :, rows], keys, values, scale, see.causal, *conditions)
-                if out is None:  # the first are the rank's own keys, which all its queries see
+                if step == 0:  # the rank's own keys, which all its queries see
                     out, lse = part[0].to(wide), part[1].to(wide)
                 elif rows == ALL:
                     out, lse = block.join(out, lse, *part)
@@ -89,13 +90,11 @@ class _Ring(torch.autograd.Function):
         q, k, v, labels, out, lse = ctx.saved_tensors
         ring, grad = ctx.ring, grad.contiguous()
         wide = block.accumulation_dtype(q.dtype)
-        dq, dkv = None, None
         travelling = _pack(k, v, labels)
-        gradients_arrived = None
+        gradients_arrived: Callable[[], list[Tensor]] = list  # replaced in each step
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
             see = ring.sees(step, q.shape[-2])
-            parts = None
             if see is not None:
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
                 parts = block.backward(
@@ -103,15 +102,12 @@ class _Ring(torch.autograd.Function):
                     *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, see.causal),
                     *ring.between(labels, travelling, see, q),
                 )
-                if dq is None:
-                    dq = parts[0].to(wide)
-                else:
-                    dq[:, :, rows] += parts[0]
-            if gradients_arrived is not None:  # sent by the previous rank during our computation
-                (dkv,) = gradients_arrived()
-            if dkv is None:
-                dkv = torch.stack([parts[1].to(wide), parts[2].to(wide)])
-            elif parts is not None:
+            if step > 0:
+                (dkv,) = gradients_arrived()  # sent by the previous rank during our computation
+            if see is not None and step == 0:  # the rank's own keys
+                dq, dkv = parts[0].to(wide), torch.stack([parts[1].to(wide), parts[2].to(wide)])
+            elif see is not None:
+                dq[:, :, rows] += parts[0]
                 dkv[0][:, :, see.keys] += parts[1]
                 dkv[1][:, :, see.keys] += parts[2]
             gradients_arrived = ring.rotate([dkv])

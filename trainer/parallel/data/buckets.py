@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from trainer.comm.collectives import (
 )
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
-from trainer.parallel.data.layout import Bucket, Item, make_layout
+from trainer.parallel.data.layout import Bucket, Item, Slot, make_layout
 from trainer.parallel.params import ParamInfo
 
 #: Axis under which the bytes of a composite group are counted.
@@ -53,14 +53,54 @@ class Kind(NamedTuple):
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
 
 
+class ShardLayout(Protocol):
+    """Where parameters lie in a bucket, and which parts of them in a shard."""
+
+    @property
+    def slots(self) -> tuple[Slot, ...]: ...
+
+    def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]: ...
+
+
+class ShardedBucket(Protocol):
+    """What the optimizer and the norm read of a bucket: this rank's shard of its parameters and gradients."""
+
+    infos: list[ParamInfo]
+    kind: Kind
+    owner: bool
+    range: tuple[int, int]  # of the shard, in elements of the bucket
+    param_shard: Tensor
+    grad_shard: Tensor
+
+    @property
+    def layout(self) -> ShardLayout: ...
+
+
+class Sharding(Protocol):
+    """Data parallelism as the optimizer and the norm see it: `GradBuckets` or `FullyShardedParameters`."""
+
+    mesh: Mesh
+    counter: CommCounter
+    zero: int
+    shards: int
+    shard_index: int
+
+    @property
+    def buckets(self) -> Sequence[ShardedBucket]: ...
+
+    def gather(self, bucket: Any) -> None: ...
+
+    def wait_params(self) -> None: ...
+
+
 class FlatBucket:
     """The buffers of one bucket, and this rank's shard of each as a view."""
 
     def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shard: tuple[int, int],
-                 reduce_dtype: torch.dtype, whole_grads: bool):  # fmt: skip
+                 reduce_dtype: torch.dtype, allocate_grads: bool):  # fmt: skip
         device = params[0].device
         self.layout, self.infos, self.range = layout, infos, shard
-        self.kind: Kind = layout.key
+        self.kind = cast(Kind, layout.key)
         self.owner = infos[0].owner
         self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
         self.reduce_dtype, self.shapes, self.members = reduce_dtype, [param.shape for param in params], params
@@ -72,9 +112,9 @@ class FlatBucket:
         self.param_shard = self.params[slice(*shard)]
         self.grads: Tensor | None = None
         self.grad_views: list[Tensor] = []
-        if whole_grads:
+        if allocate_grads:
             self.open()
-            self.grad_shard = self.grads[slice(*shard)]
+            self.grad_shard = self.whole_grads[slice(*shard)]
         else:
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
         self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
@@ -89,8 +129,20 @@ class FlatBucket:
 
     def close(self) -> Tensor:
         """Release the whole gradient buffer; the buffer."""
-        grads, self.grads, self.grad_views = self.grads, None, []
-        return grads
+        whole, self.grads, self.grad_views = self.whole_grads, None, []
+        return whole
+
+    @property
+    def whole_grads(self) -> Tensor:
+        """The whole gradient buffer, while it is allocated."""
+        assert self.grads is not None
+        return self.grads
+
+    def wait_reduction(self) -> None:
+        """Wait for the reduction in progress, if any."""
+        if self.reduction is not None:
+            self.reduction.wait()
+            self.reduction = None
 
 
 class GradBuckets:
@@ -101,7 +153,7 @@ class GradBuckets:
     `grad_shard` and calls `gather(bucket)`; `wait_params()` before the next forward.
     """
 
-    whole_grads = True  # a whole gradient buffer a bucket for the whole step
+    keeps_whole_grads = True  # each bucket has a whole gradient buffer during the whole step
 
     def __init__(
         self,
@@ -114,7 +166,7 @@ class GradBuckets:
     ):
         """`params` in forward order, each once. Their storage moves into the buckets. Raises LayoutError for a `zero`
         that this class is not, ValueError for a parameter that appears twice."""
-        if zero not in ((0, 1) if self.whole_grads else (2,)):
+        if zero not in ((0, 1) if self.keeps_whole_grads else (2,)):
             raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         if len({id(param) for _, param, _ in params}) != len(params):
             raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
@@ -126,7 +178,7 @@ class GradBuckets:
         items = [Item(i, param.numel(), kind_of(param.dtype, info)) for i, (_, param, info) in enumerate(params)]
         layouts = make_layout(items, self.shards, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
-        self._slot_of: dict[Parameter, tuple[int, int]] = {}  # parameter -> (bucket, slot)
+        self._slot_of: dict[Tensor, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._received: list[list[int]] = []  # gradients of this step, by bucket and slot
         self._uses: list[list[float]] | None = None  # gradients of a parameter in one pass; None before the first step
         for number, layout in enumerate(layouts):
@@ -136,12 +188,11 @@ class GradBuckets:
                 raise ValueError(f"parameters {[i.name for i in infos]} share a bucket but not an owner")
             shard = layout.shard(self.shard_index, self.shards)
             tensors = [param for _, param, _ in members]
-            self.buckets.append(FlatBucket(layout, tensors, infos, shard, reduce_dtype, self.whole_grads))
+            self.buckets.append(FlatBucket(layout, tensors, infos, shard, reduce_dtype, self.keeps_whole_grads))
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
-                self._slot_of[param] = (number, position)
-        for param, seat in self._slot_of.items():
-            param.register_post_accumulate_grad_hook(partial(self._take, *seat))
+                self._slot_of[param] = number, position
+                param.register_post_accumulate_grad_hook(partial(self._take, number, position))
 
     # ------------------------------------------------------------------------------------------- gradients
 
@@ -175,6 +226,7 @@ class GradBuckets:
             name, count = bucket.infos[position].name, received[position]
             raise RuntimeError(f"{name} got gradient {count + 1} of this step after its bucket's reduction had started")
         view, grad = bucket.grad_views[position], param.grad
+        assert grad is not None
         if grad is not view:
             if received[position]:
                 view.add_(grad)
@@ -201,9 +253,9 @@ class GradBuckets:
         if self.zero:
             group = self.mesh.group("shard")
             out = None if group is None else bucket.grad_shard
-            bucket.reduction = start_reduce_scatter(bucket.grads, group, "dp", self.counter, out=out)
+            bucket.reduction = start_reduce_scatter(bucket.whole_grads, group, "dp", self.counter, out=out)
         else:
-            bucket.reduction = start_all_reduce(bucket.grads, self.mesh.group("grad"), "dp", self.counter)
+            bucket.reduction = start_all_reduce(bucket.whole_grads, self.mesh.group("grad"), "dp", self.counter)
         self.counter.subject = ""
         self.launched += 1
 
@@ -212,8 +264,7 @@ class GradBuckets:
         while self.launched < len(self.buckets):
             self._launch()
         for bucket in self.buckets:
-            bucket.reduction.wait()
-            bucket.reduction = None
+            bucket.wait_reduction()
         self._sum_parts()
         self.launched = 0
         if self._uses is None:
@@ -225,9 +276,7 @@ class GradBuckets:
             for bucket in self.buckets:
                 bucket.reduction = start_all_reduce(bucket.grad_shard, self.mesh.group("replica"), "dp", self.counter)
         for bucket in self.buckets:
-            if bucket.reduction is not None:
-                bucket.reduction.wait()
-                bucket.reduction = None
+            bucket.wait_reduction()
             for name in bucket.kind.sums:
                 all_reduce(bucket.grad_shard, self.mesh.group(name), AXIS_OF_GROUP.get(name, name), self.counter)
 
@@ -282,7 +331,7 @@ class GradBuckets:
 
     def grad_tensors(self) -> list[Tensor]:
         """The gradients' storage, for memory metrics."""
-        return [bucket.grads for bucket in self.buckets]
+        return [bucket.whole_grads for bucket in self.buckets]
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:

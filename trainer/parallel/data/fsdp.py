@@ -18,12 +18,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, start_all_gather
 from trainer.comm.mesh import Mesh
@@ -64,7 +66,7 @@ class ShardedParameter:
         self.range = self.layout.shard(index, shards)
         self.kind: Kind = kind_of(param.dtype, info)
         self.param_shard = _local(param)
-        self.grad_shard: Tensor | None = None  # from `finish` to the next step
+        self.grad_shard = self.param_shard[:0]  # the gradient from `finish` to the next step, else empty
 
 
 class FullyShardedParameters:
@@ -86,19 +88,20 @@ class FullyShardedParameters:
         `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline)."""
         self.mesh, self.counter = mesh, counter
         self.shards, self.shard_index = mesh.size("shard"), mesh.index("shard")
-        ranks = DeviceMesh.from_group(mesh.group("shard"), device.type)
+        ranks = DeviceMesh.from_group(mesh.required_group("shard"), device.type)
         policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
         self.modules: list[FSDPModule] = []
         for stage in stages:
-            blocks = list(stage.layers.values())
-            for block in blocks:
+            blocks: list[FSDPModule] = [
                 fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=not interleaved)
-            fully_shard(stage, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
-            _prefetch(stage, blocks)
-            self.modules += [*blocks, stage]
+                for block in stage.blocks.values()
+            ]
+            whole = fully_shard(stage, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+            _prefetch(whole, blocks)
+            self.modules += [*blocks, whole]
         for module in self.modules:
-            module.set_custom_all_gather(_AllGather(counter))
-            module.set_custom_reduce_scatter(_ReduceScatter(counter))
+            module.set_custom_all_gather(_AllGather(counter))  # type: ignore[arg-type]  # its base class is private
+            module.set_custom_reduce_scatter(_ReduceScatter(counter))  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_backward(not interleaved)
@@ -117,7 +120,7 @@ class FullyShardedParameters:
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         for bucket in self.buckets:
-            bucket.param.grad = bucket.grad_shard = None
+            bucket.param.grad, bucket.grad_shard = None, bucket.param_shard[:0]
 
     def on_grad(self, param: Tensor) -> None:
         raise NotImplementedError("ZeRO-3 takes gradients from autograd alone: no schedule that splits backward")
@@ -128,9 +131,10 @@ class FullyShardedParameters:
         for module in self.modules:
             module.reshard()
         for bucket in self.buckets:
-            if bucket.param.grad is None:
-                bucket.param.grad = torch.zeros_like(bucket.param)
-            bucket.grad_shard = _local(bucket.param.grad)
+            grad = bucket.param.grad
+            if grad is None:
+                bucket.param.grad = grad = torch.zeros_like(bucket.param)
+            bucket.grad_shard = _local(grad)
         self._sum(self.buckets, "replica")
         for name in ("tp", "kv", "embedding"):
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
@@ -157,12 +161,12 @@ class FullyShardedParameters:
 
     def full_grads(self) -> dict[str, Tensor]:
         """Every parameter's whole summed gradient by name: for verification only."""
-        return {bucket.infos[0].name: bucket.param.grad.full_tensor() for bucket in self.buckets}
+        return {bucket.infos[0].name: _full(bucket.param.grad) for bucket in self.buckets}
 
     def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         """Every parameter whole, gathered: for verification only."""
         for bucket in self.buckets:
-            yield bucket.infos[0], bucket.param.detach().full_tensor()
+            yield bucket.infos[0], _full(bucket.param.detach())
 
     def param_tensors(self) -> list[Tensor]:
         """The shards' storage, for memory metrics."""
@@ -173,7 +177,7 @@ class FullyShardedParameters:
         return [_local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None]
 
 
-def _prefetch(stage: Stage, blocks: list[FSDPModule]) -> None:
+def _prefetch(stage: FSDPModule, blocks: list[FSDPModule]) -> None:
     """Prefetch the next block's weights while a block computes, in forward and in backward."""
     if blocks:
         stage.set_modules_to_forward_prefetch(blocks[:1])
@@ -185,7 +189,12 @@ def _prefetch(stage: Stage, blocks: list[FSDPModule]) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's rows of a DTensor as a flat view."""
-    return tensor.detach().to_local().view(-1)
+    return cast(DTensor, tensor.detach()).to_local().view(-1)
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of a DTensor, gathered."""
+    return cast(DTensor, tensor).full_tensor()
 
 
 class _Communication:

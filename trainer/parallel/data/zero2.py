@@ -25,7 +25,7 @@ MOST_IN_FLIGHT = 2
 class ShardedGradBuckets(GradBuckets):
     """`GradBuckets` whose `grad_shard` is a buffer of its own; the whole gradient buffer is temporary."""
 
-    whole_grads = False
+    keeps_whole_grads = False
 
     def expect(self, passes: int) -> None:
         """Begin a step of `passes` backward passes. Raises like `GradBuckets.expect`."""
@@ -46,11 +46,12 @@ class ShardedGradBuckets(GradBuckets):
         bucket, received = self.buckets[number], self._received[number]
         if bucket.grads is None:
             bucket.open()
-        view = bucket.grad_views[position]
+        view, grad = bucket.grad_views[position], param.grad
+        assert grad is not None
         if received[position]:
-            view.add_(param.grad)
+            view.add_(grad)
         else:
-            view.copy_(param.grad)
+            view.copy_(grad)
         param.grad = None
         received[position] += 1
         if all(received):
