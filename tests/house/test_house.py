@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ from tests.house.rooms import MODULES, PACKAGES, ROOT, edges, floors, imports, l
 
 TOP_LEVEL = {
     *("orchestrator", "trainer", "charts", "slurm", "conf", "tests", "benchmarks", "docs"),
-    *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", ".ci", ".gitignore"),
+    *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".gitignore"),
 }
 
 
@@ -184,3 +185,11 @@ def test_wheel_ships_orchestrator_trainer_and_conf(tmp_path):
     shipped = {p for p in tracked() if p.startswith(("orchestrator/", "trainer/", "conf/")) and "/README" not in p}
     assert shipped <= inside, sorted(shipped - inside)[:5]
     assert {name.split("/")[0] for name in inside if ".dist-info" not in name} == {"orchestrator", "trainer", "conf"}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/glossary.md", "README.md"])
+def test_files_that_a_page_names_are_there(page):
+    named = re.findall(
+        r"`((?:orchestrator|trainer|tests|conf|docs|charts|slurm|benchmarks)/[\w./]*)`", (ROOT / page).read_text()
+    )
+    assert [path for path in named if not re.search(r"[A-Z]{2}", path) and not (ROOT / path).exists()] == []
