@@ -1,6 +1,8 @@
-"""The one exception that a verb turns into one line on stderr and an exit code."""
+"""The exception that a verb turns into one line and an exit code, and the did-you-mean that ends such lines."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from orchestrator.plan.exits import Exit
 
@@ -15,3 +17,28 @@ class OrchError(Exception):
         super().__init__(message)
         self.message = message
         self.exit = exit
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word` (case ignored), or None when nothing is close."""
+    import difflib  # only a wrong word pays for this import
+
+    by_folded = {choice.casefold(): choice for choice in choices}
+    folded = word.casefold()
+    found = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
+    if not found:  # a prefix or a part of a long name is close too: "llama3" for "llama3_70b"
+        found = sorted((c for c in by_folded if folded and (folded in c or c in folded)), key=len)[:1]
+    return by_folded[found[0]] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str], limit: int = 24) -> str:
+    """A phrase to end an error line with: `did you mean 'plan'? choices: list, plan, submit`.
+
+    At most `limit` choices are listed, the rest are counted. Empty when there is nothing to choose from.
+    """
+    choices = list(choices)
+    if not choices:
+        return ""
+    best = nearest(word, choices)
+    listed = ", ".join(choices[:limit]) + (f", ... ({len(choices) - limit} more)" if len(choices) > limit else "")
+    return (f"did you mean {best!r}? " if best else "") + f"choices: {listed}"

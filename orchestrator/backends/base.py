@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState
-from orchestrator.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from orchestrator.cluster.model import Topology

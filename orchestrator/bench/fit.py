@@ -5,29 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from msgspec import Struct
-
-from orchestrator.planner.cost.collective import PATTERN, Operation, seconds
+from orchestrator.cluster.measured import Fit, Row
+from orchestrator.planner.cost.collective import PATTERN, seconds
 from orchestrator.planner.cost.fabric import Path
-
-
-class Row(Struct, frozen=True):
-    """One measurement: seconds of an operation over groups of `ranks`, all groups at once."""
-
-    level: str
-    operation: Operation
-    ranks: int
-    size: int  # bytes, as in `planner.collective`
-    seconds: float
-
-
-class Fit(Struct, frozen=True):
-    """A tier as the planner sees it. `error`: mean |predicted / measured - 1| over the rows."""
-
-    bytes_per_s: float  # of one GPU's share, for the operation that gets most out of it
-    latency_s: float  # of one hop
-    stretch: dict[str, float]  # operation -> how much longer its bytes take
-    error: float
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Fit]:

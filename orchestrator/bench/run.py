@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from orchestrator.backends.base import Backend
-from orchestrator.cluster.measured import SCHEMA, Record, key_of, path_of
+from orchestrator.cluster.measured import SCHEMA, Record, Row, key_of, path_of
 from orchestrator.config.schema import Config, ParallelSpec
-from orchestrator.config.validate import said
+from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
 from orchestrator.observe.timeline import last_events
 from orchestrator.plan import Plan
@@ -21,7 +21,7 @@ from orchestrator.plan.document import Measured
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder, make_private_folder, write_private
 
-from .fit import Row, fit
+from .fit import fit
 
 PROGRAM = "trainer.bench"
 _LOOK_S = 0.25
@@ -34,7 +34,7 @@ def config_of(config: Config) -> Config:
     """Every GPU of the cluster, as described, as a replica of its own: only the places of ranks matter."""
     cluster = config.cluster
     world = cluster.nodes * cluster.gpus_per_node
-    parallel = said(ParallelSpec(dp=None if cluster.topology_file else world))
+    parallel = with_defaults(ParallelSpec(dp=None if cluster.topology_file else world))
     sizes = {"global_batch_samples": world, "global_batch_tokens": None, "batch_ramp": None, "recompute": "none"}
     return msgspec.structs.replace(
         config,

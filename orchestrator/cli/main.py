@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.cli.verbs import VERBS, Verb
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean, nearest
 from orchestrator.plan.exits import MEANING, Exit
-from orchestrator.suggest import did_you_mean, nearest
 
 #: What a shell reports for a process that Ctrl-C ended, and for one whose reader went away.
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -23,9 +23,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.document import Frozen
-from orchestrator.suggest import did_you_mean
 
 from .hostlist import compress, expand
 from .model import Kind, Machine, Tier, Topology, bad, check

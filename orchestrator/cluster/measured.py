@@ -11,15 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
-from orchestrator.bench.fit import Fit, Row
 from orchestrator.config.schema import ClusterSpec
 from orchestrator.errors import OrchError
+from orchestrator.plan.cluster import NVLINK, Operation
 from orchestrator.plan.document import Cluster, Frozen, Measured
 from orchestrator.plan.exits import Exit
 
 SCHEMA = "orch.bench/1"
-NVLINK = "nvlink"
+
+
+class Row(Struct, frozen=True):
+    """One measurement: seconds of an operation over groups of `ranks`, all groups at once."""
+
+    level: str
+    operation: Operation
+    ranks: int
+    size: int  # bytes, as in `planner.cost.collective`
+    seconds: float
+
+
+class Fit(Struct, frozen=True):
+    """A tier as the planner's cost formulas see it. `error`: mean |predicted / measured - 1| over the rows."""
+
+    bytes_per_s: float  # of one GPU's share, for the operation that gets most out of it
+    latency_s: float  # of one hop
+    stretch: dict[str, float]  # operation -> how much longer its bytes take
+    error: float
 
 
 class Record(Frozen):

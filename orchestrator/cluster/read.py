@@ -7,9 +7,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from . import document
 from .importers import infiniband, kubernetes, slurm

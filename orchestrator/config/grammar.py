@@ -1,6 +1,6 @@
-"""Parallel words: `tp8_pp4_zero1` and its like, in place of a file of the group `parallel`.
+"""Parallelism specs: `tp8_pp4_zero1` and its like, in place of a file of the group `parallel`.
 
-A word is built from `tpN ppN dpN cpN epN zeroN vppN spN`, joined by `_`, in any order, each at most once. What is left
+A spec is built from `tpN ppN dpN cpN epN zeroN vppN spN`, joined by `_`, in any order, each at most once. What is left
 out is 1 (zero: 0; dp: what the cluster leaves; sp: on when tp > 1). `sp0` is off; `sp1` is on, and so is
 spN with the N of tp.
 Whether the degrees fit a model and a cluster is the planner's question, not the grammar's.
@@ -10,64 +10,63 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, nearest
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import nearest
 
-#: In the order in which a word is usually written.
+#: In the order in which a spec is usually written.
 NAMES = ("tp", "pp", "dp", "cp", "ep", "zero", "vpp", "sp")
-RULE = "a word is built from " + " ".join(f"{name}N" for name in NAMES) + " joined by _, each at most once"
+RULE = "a spec is built from " + " ".join(f"{name}N" for name in NAMES) + " joined by _, each at most once"
 MAX_DEGREE = 2**20
 _PART = re.compile(r"([a-z]+)(0|[1-9][0-9]*)")
 
 Degrees = dict[str, int | bool]
 
 
-def looks_like_word(text: str) -> bool:
+def looks_like_spec(text: str) -> bool:
     """Whether someone who typed this meant degrees and not the name of a file."""
     return bool(re.fullmatch(r"[a-z]+\d+(_[a-z]+\d+)*", text)) or _repair(text) is not None
 
 
-def parse(word: str) -> Degrees:
-    """The keys of `parallel` that a word sets. Raises OrchError naming the rule and the nearest legal word."""
+def parse(spec: str) -> Degrees:
+    """The keys of `parallel` that a spec sets. Raises OrchError (64) naming the rule and the nearest legal spec."""
     found: dict[str, int] = {}
-    for part in word.split("_"):
+    for part in spec.split("_"):
         match = _PART.fullmatch(part)
         if not match:
-            raise _refuse(word, f"{part!r} is not a name with a number" if part else "there is an empty part")
+            raise _refuse(spec, f"{part!r} is not a name with a number" if part else "there is an empty part")
         name, number = match[1], int(match[2])
         if name not in NAMES:
-            raise _refuse(word, f"there is no degree {name!r}")
+            raise _refuse(spec, f"there is no degree {name!r}")
         if name in found:
-            raise _refuse(word, f"{name} is given twice")
+            raise _refuse(spec, f"{name} is given twice")
         if name == "zero" and number > 3:
-            raise _refuse(word, f"zero is 0, 1, 2 or 3, not {number}")
+            raise _refuse(spec, f"zero is 0, 1, 2 or 3, not {number}")
         if name not in ("zero", "sp") and not 1 <= number <= MAX_DEGREE:
-            raise _refuse(word, f"{name} must be from 1 to {MAX_DEGREE:,}, not {number}")
+            raise _refuse(spec, f"{name} must be from 1 to {MAX_DEGREE:,}, not {number}")
         found[name] = number
     result: Degrees = dict(found)
     if "sp" in found:
         tp = found.get("tp", 1)
         if found["sp"] not in (0, 1, tp):
-            raise _refuse(word, f"sp shards over the tp group: sp0, sp1 or sp{tp}, not sp{found['sp']}")
+            raise _refuse(spec, f"sp shards over the tp group: sp0, sp1 or sp{tp}, not sp{found['sp']}")
         result["sp"] = found["sp"] > 0
     return result
 
 
 def canonical(degrees: Degrees) -> str:
-    """The word for some keys of `parallel`, in the usual order; `tp1` when there are none."""
+    """The spec for some keys of `parallel`, in the usual order; `tp1` when there are none."""
     parts = [f"{name}{int(degrees[name])}" for name in NAMES if degrees.get(name) is not None]
     return "_".join(parts) or "tp1"
 
 
-def _refuse(word: str, why: str) -> OrchError:
-    hint = _repair(word)
-    near = f"; did you mean {hint!r}?" if hint and hint != word else ""
-    return OrchError(f"parallel={word}: {why}{near} ({RULE})", Exit.USAGE)
+def _refuse(spec: str, why: str) -> OrchError:
+    hint = _repair(spec)
+    near = f"; did you mean {hint!r}?" if hint and hint != spec else ""
+    return OrchError(f"parallel={spec}: {why}{near} ({RULE})", Exit.USAGE)
 
 
 def _repair(text: str) -> str | None:
-    """The legal word that `text` was probably meant to be, None when a part of it cannot be read as a degree."""
+    """The legal spec that `text` was probably meant to be, None when a part of it cannot be read as a degree."""
     pieces = [piece for piece in re.split(r"[^a-z0-9=]+", text.lower()) if piece]
     found = [re.fullmatch(r"([a-z]+)=?(\d+)", piece) for piece in pieces]
     if not pieces:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, get_args
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from . import grammar
 from .groups import GROUPS, Library
@@ -85,11 +84,11 @@ def _choice(group: str, text: str, library: Library) -> Override:
         return Override(group, name, True)
     if "," in name or name.startswith("["):
         raise OrchError(f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun")
-    if group == "parallel" and grammar.looks_like_word(name):
+    if group == "parallel" and grammar.looks_like_spec(name):
         grammar.parse(name)  # refuses what is not a word
         return Override(group, name, True)
     what = f"there is no {group} {show(name)}" if name else f"{group}= needs the name of a file"
-    tail = f"; or a word: {grammar.RULE}" if group == "parallel" else ""
+    tail = f"; or a spec: {grammar.RULE}" if group == "parallel" else ""
     raise OrchError(f"{what}; {did_you_mean(name, files)}{tail}")
 
 

@@ -59,10 +59,10 @@ def _omega_type(annotation: Any) -> Any:
     kind = bare(annotation)
     nested = struct_of(annotation)
     if nested is not None:
-        result: Any = twin(nested)
+        result: Any = config_dataclass(nested)
     elif get_origin(kind) is list:
         item = struct_of(get_args(kind)[0])
-        result = list[twin(item)] if item else list[Any]  # type: ignore[misc]
+        result = list[config_dataclass(item)] if item else list[Any]  # type: ignore[misc]
     elif get_origin(kind) is dict:
         result = dict[str, Any]
     elif kind in (int, float, bool):
@@ -76,14 +76,14 @@ def _default(field: FieldInfo) -> Any:
     if field.default_factory is not msgspec.NODEFAULT:
         return dataclasses.field(default_factory=field.default_factory)
     if isinstance(field.default, msgspec.Struct):
-        return dataclasses.field(default_factory=twin(type(field.default)))
+        return dataclasses.field(default_factory=config_dataclass(type(field.default)))
     if field.default is not msgspec.NODEFAULT:
         return field.default
     return "???"  # OmegaConf's MISSING
 
 
 @cache
-def twin(struct: type[msgspec.Struct]) -> type:
+def config_dataclass(struct: type[msgspec.Struct]) -> type:
     """The dataclass that OmegaConf sees for one part of the schema."""
     hints = get_type_hints(struct, include_extras=True)
     body = {"__annotations__": {name: _omega_type(hints[name]) for name in fields(struct)}}
@@ -95,4 +95,4 @@ def register() -> None:
     """Put the schema where `defaults: [schema]` of conf/orch.yaml finds it."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=twin(Config), provider="orchestrator.config.schema")
+    ConfigStore.instance().store(name="schema", node=config_dataclass(Config), provider="orchestrator.config.schema")

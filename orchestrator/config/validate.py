@@ -12,7 +12,7 @@ from orchestrator.plan.document import AXES
 from .schema import Config, ParallelSpec, TrainSpec
 
 if TYPE_CHECKING:
-    from .explain import Origin
+    from .config_errors import Origin
 
 
 def validate(config: Config, origin: Origin) -> Config:
@@ -42,14 +42,14 @@ def validate(config: Config, origin: Origin) -> Config:
                 raise origin.error(f"model.{part}.{name}", f"must be positive, not {value}")
     if config.model.moe and config.model.moe.top_k > config.model.moe.experts:
         raise origin.error("model.moe.top_k", f"is larger than the {config.model.moe.experts} experts")
-    config = msgspec.structs.replace(config, parallel=said(config.parallel), train=_said(config))
+    config = msgspec.structs.replace(config, parallel=with_defaults(config.parallel), train=_said(config))
     if config.run.name is not None:
         return config
     run = msgspec.structs.replace(config.run, name=default_name(config))
     return msgspec.structs.replace(config, run=run)
 
 
-def said(parallel: ParallelSpec) -> ParallelSpec:
+def with_defaults(parallel: ParallelSpec) -> ParallelSpec:
     """The degrees that nobody gave, unless they are to be searched: 1, and no ZeRO."""
     if parallel.auto:
         return parallel

@@ -6,9 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 Position = Literal["rank0", "coordinator", "other", "any"]
 POSITIONS: tuple[str, ...] = get_args(Position)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.backends.base import Backend, get_backend
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest, from_bytes
 from orchestrator.run.state import read_state
 from orchestrator.style import GRAY, GREEN, RED, Style, seconds
-from orchestrator.suggest import did_you_mean
 
 from .faults import KINDS, POSITIONS, Shot, refusal, restarts_left
 from .trial import Range, Targets, Trial

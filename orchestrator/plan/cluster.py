@@ -1,11 +1,15 @@
-"""What every reader of a plan's cluster shares: names of its tiers, whether it is consistent, where two nodes meet."""
+"""What every reader of a plan's cluster shares: tiers, communication operations, consistency, where two nodes meet."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .document import Cluster
 
-NVLINK = "nvlink"
-SELF = "self"
+NVLINK = "nvlink"  # the tier of NVLink domains, below all switches
+SELF = "self"  # the tier of a GPU and itself
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 
 
 def check_cluster(cluster: Cluster) -> str | None:

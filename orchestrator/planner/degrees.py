@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.schema import Config, ParallelSpec
-from orchestrator.config.validate import said
+from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     """Degrees with every default filled in."""
-    par, train = said(config.parallel), config.train
+    par, train = with_defaults(config.parallel), config.train
     gpus = len(cluster.node_names) * cluster.gpus_per_node
     dp, samples = par.dp or max(1, gpus // (par.tp * par.cp * par.ep * par.pp)), global_batch(config)
     return Case(

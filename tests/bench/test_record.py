@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.bench import run as bench
-from orchestrator.bench.fit import Row, fit, predicted
-from orchestrator.cluster.measured import key_of, path_of
+from orchestrator.bench.fit import fit, predicted
+from orchestrator.cluster.measured import Row, key_of, path_of
 from orchestrator.config.compose import load
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError

@@ -45,8 +45,8 @@ WRONG_LINES = [
     ("plan ~model", U, "keys cannot be deleted"),
     ("plan hydra.run.dir=/tmp", U, "Hydra's own settings are not used"),
     ("plan data=text", U, "data.paths must be given: data.paths=..."),
-    # parallel words
-    ("plan parallel=tp8-pp4", U, "did you mean 'tp8_pp4'? (a word is built from tpN"),
+    # parallelism specs
+    ("plan parallel=tp8-pp4", U, "did you mean 'tp8_pp4'? (a spec is built from tpN"),
     ("plan parallel=tp8_tp4", U, "tp is given twice"),
     ("plan parallel=zero4", U, "zero is 0, 1, 2 or 3, not 4; did you mean 'zero3'?"),
     ("plan parallel=tp0", U, "tp must be from 1 to 1,048,576, not 0"),

@@ -1,15 +1,11 @@
 """Inputs in the form of the real tools' outputs.
 
-`topo_h100.txt` has the form of `nvidia-smi topo -m` on eight H100 with a storage NIC; ibnetdiscover's lines follow
-infiniband-diags' own (tabs, GUIDs in brackets, `4xNDR`), for fabrics generated here.
+ibnetdiscover's lines follow infiniband-diags' own (tabs, GUIDs in brackets, `4xNDR`), for fabrics generated here.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-TOPO_H100 = Path(__file__).with_name("topo_h100.txt").read_text()
 
 
 def ibnetdiscover(pods: int, nodes: list[int], rails: int = 2, spines: int = 2, cores: int = 2) -> str:

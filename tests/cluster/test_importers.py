@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from orchestrator.cluster.diff import diff
 from orchestrator.cluster.document import parse_document, to_document
 from orchestrator.cluster.export import export, slurm_block, slurm_conf, slurm_yaml
-from orchestrator.cluster.importers.gpus import parse_topo
 from orchestrator.cluster.importers.infiniband import parse_ibnetdiscover
 from orchestrator.cluster.importers.kubernetes import parse_nodes, profile_of, profiles
 from orchestrator.cluster.importers.slurm import parse_topology
@@ -130,35 +129,6 @@ def test_broken_nodes(text, said):
 def test_unknown_profile_has_a_suggestion():
     with pytest.raises(OrchError, match="coreweave"):
         parse_nodes(samples.kubernetes({"a": {}}), "coreweve")
-
-
-# ---------------------------------------------------------------------------------------- one node
-
-
-def test_topo_matrix_of_an_h100_machine():
-    found = parse_topo(samples.TOPO_H100)
-    assert (found.gpus, len(found.nics)) == (8, 9)
-    assert found.nics[:3] == ("mlx5_0", "mlx5_bond_0", "mlx5_1")
-    assert found.islands == [list(range(8))] and found.nvlinks[0][1] == 18
-    assert found.nic_of == [0, 2, 3, 4, 5, 6, 7, 8], "NIC1 is the storage network's: near to no GPU"
-    assert found.nearest_nics[1] == [2] and found.numa == (0, 0, 0, 0, 1, 1, 1, 1)
-
-
-def test_topo_without_nvlink_or_nics():
-    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-7\t0\nGPU1\tSYS\t X \t8-15\t1\n"
-    found = parse_topo(text)
-    assert found.islands == [[0], [1]] and found.nic_of is None and found.nearest_nics == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [("GPU3\tNV18", "GPU3\tNVX", "'NVX'"), ("\nGPU7", "\nGPU8", "GPU7 is missing"), 
-     ("GPU2\tNV18\t", "GPU2\t", "row GPU2"), ("GPU0\tGPU1", "GPU1\tGPU0", "GPU0")],
-)  # fmt: skip
-def test_broken_matrix(old, new, said):
-    with pytest.raises(OrchError) as refused:
-        parse_topo(samples.TOPO_H100.replace(old, new, 1))
-    assert said in refused.value.message
 
 
 # ---------------------------------------------------------------------------------------- Slurm, hostile

@@ -99,7 +99,7 @@ def test_every_number_block_of_a_cluster_has_a_source(path):
         assert len(block.get("source", "")) > 10, f"{path.name}{where} has numbers without a source"
 
 
-@pytest.mark.parametrize("name", [n for n in LIBRARY.files("parallel") if grammar.looks_like_word(n)])
+@pytest.mark.parametrize("name", [n for n in LIBRARY.files("parallel") if grammar.looks_like_spec(n)])
 def test_a_file_named_as_a_word_is_that_word(name):
     text = yaml.safe_load((shipped() / "parallel" / f"{name}.yaml").read_text())
     assert text == grammar.parse(name)

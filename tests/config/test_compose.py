@@ -13,7 +13,7 @@ import pytest
 from orchestrator.config.compose import load
 from orchestrator.config.groups import GROUPS, Library, folders, shipped
 from orchestrator.config.schema import Config
-from orchestrator.config.structured import fields, struct_of, twin
+from orchestrator.config.structured import config_dataclass, fields, struct_of
 
 TRAIN = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
 
@@ -174,7 +174,7 @@ def test_every_group_is_a_part_of_the_configuration():
 
 def test_the_structured_config_has_exactly_the_schemas_keys():
     def compare(struct):
-        assert list(twin(struct).__annotations__) == list(fields(struct))
+        assert list(config_dataclass(struct).__annotations__) == list(fields(struct))
         for field in fields(struct).values():
             if struct_of(field.type):
                 compare(struct_of(field.type))

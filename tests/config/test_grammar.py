@@ -1,4 +1,4 @@
-"""Parallel words: any order, round trip, and refusals that name the rule and a legal word."""
+"""Parallelism specs: any order, round trip, and refusals that name the rule and a legal word."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_round_trip(wanted):
     word = grammar.canonical(wanted)
     assert grammar.parse(word) == wanted
     assert grammar.canonical(grammar.parse(word)) == word
-    assert grammar.looks_like_word(word)
+    assert grammar.looks_like_spec(word)
 
 
 @given(st.text(alphabet="tpdcezrovs0123456789_-=. ", max_size=24))
@@ -79,4 +79,4 @@ def test_refusals_name_the_rule_and_the_nearest_word(word, why, near):
 
 @pytest.mark.parametrize("name", ["default", "fsdp", "llama3_70b", "llama3_405b_long", "ddp", "", "8tp"])
 def test_names_of_files_are_not_words(name):
-    assert not grammar.looks_like_word(name)
+    assert not grammar.looks_like_spec(name)

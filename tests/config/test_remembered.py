@@ -1,11 +1,11 @@
-"""What was composed before is read back: equal to composing anew, never stale, and no more than a help."""
+"""What was composed before is read back: equal to hydra_compose anew, never stale, and no more than a help."""
 
 from __future__ import annotations
 
 import pytest
 
 from orchestrator.cache import Kept
-from orchestrator.config import composing
+from orchestrator.config import hydra_compose
 from orchestrator.config.cached import MOST
 from orchestrator.config.compose import load
 
@@ -21,13 +21,13 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def composed(monkeypatch):
     """Counts what Hydra is asked for."""
-    asked, real = [], composing.compose
+    asked, real = [], hydra_compose.compose
 
     def compose(overrides, library):
         asked.append(overrides)
         return real(overrides, library)
 
-    monkeypatch.setattr(composing, "compose", compose)
+    monkeypatch.setattr(hydra_compose, "compose", compose)
     return asked
 
 

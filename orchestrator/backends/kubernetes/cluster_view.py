@@ -12,10 +12,9 @@ from msgspec import Struct, field, structs
 
 from orchestrator.cluster.importers.kubernetes import Node, Profile, from_nodes, profile_of, profiles
 from orchestrator.cluster.model import Topology
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from .api.client import Cluster, gather, in_background
 from .names import NODES, selector

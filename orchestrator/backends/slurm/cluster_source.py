@@ -9,9 +9,8 @@ from msgspec import structs
 from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.importers.slurm_nodes import Node, parse_nodes, select
 from orchestrator.cluster.model import Machine, Topology
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from .commands import Slurm
 

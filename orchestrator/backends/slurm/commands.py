@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from .queue import Job, merge, parse_sacct, parse_squeue, sacct_argv, squeue_argv
 

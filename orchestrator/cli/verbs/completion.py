@@ -138,7 +138,7 @@ def _parts() -> list[str]:
 
 def _keys(key: str) -> list[str]:
     """The keys beside a dotted one, ready to go on typing: `train.steps=`, `cluster.gpu.`."""
-    from orchestrator.config.explain import annotation_at
+    from orchestrator.config.config_errors import annotation_at
     from orchestrator.config.structured import fields, struct_of
 
     parent = key.rpartition(".")[0]
@@ -151,7 +151,7 @@ def _keys(key: str) -> list[str]:
 def _values(key: str) -> list[str]:
     from typing import Literal, get_args, get_origin
 
-    from orchestrator.config.explain import annotation_at
+    from orchestrator.config.config_errors import annotation_at
     from orchestrator.config.structured import bare
 
     kind = bare(annotation_at(key.split(".")))

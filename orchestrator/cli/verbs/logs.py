@@ -65,7 +65,7 @@ def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
 
 def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
     """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run does not have."""
-    from orchestrator.suggest import did_you_mean
+    from orchestrator.errors import did_you_mean
 
     ranks = _seats(folder)
     nodes = list(dict.fromkeys(ranks.values()))

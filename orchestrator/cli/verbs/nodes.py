@@ -23,10 +23,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import msgspec
 
     from orchestrator.cli.terminal import style
+    from orchestrator.errors import did_you_mean
     from orchestrator.observe.pages.run_page import nodes_page
     from orchestrator.run.bad_nodes import NodeMemory
     from orchestrator.run.folder import home_folder
-    from orchestrator.suggest import did_you_mean
 
     memory, now = NodeMemory(home_folder(os.environ)), time.time()
     if args.forget or args.forget_all:

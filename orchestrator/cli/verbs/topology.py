@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         _write(args, _as_json(topology))
         return Exit.DONE
     from orchestrator.cluster.export import FORMATS, export
-    from orchestrator.suggest import did_you_mean
+    from orchestrator.errors import did_you_mean
 
     wanted = args.to or ("orch" if args.action == "import" else "text")
     if wanted not in FORMATS:

@@ -81,10 +81,10 @@ def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> 
 
 def _judged(cells: Sequence[Cell | Verdict], together: int) -> Iterator[Verdict]:
     from orchestrator.plan.parity import Verdict
-    from orchestrator.verify.ask import ask
+    from orchestrator.verify.run_cells import run_cells
 
     yield from (cell for cell in cells if isinstance(cell, Verdict))
-    yield from ask([cell for cell in cells if not isinstance(cell, Verdict)], together)
+    yield from run_cells([cell for cell in cells if not isinstance(cell, Verdict)], together)
 
 
 def _versions() -> str:

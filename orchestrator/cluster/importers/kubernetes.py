@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from orchestrator.cluster.model import Machine, Tier, Topology, bad, check, from_paths
-from orchestrator.suggest import did_you_mean
+from orchestrator.errors import did_you_mean
 
 WHERE = "Kubernetes nodes"
 GPU, NICS = "nvidia.com/gpu", ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")

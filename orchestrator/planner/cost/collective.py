@@ -7,11 +7,9 @@ rank, and B in a point-to-point transfer.
 
 from __future__ import annotations
 
-from typing import Literal
+from orchestrator.plan.cluster import Operation
 
 from .fabric import Path, Pattern
-
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 
 PATTERN: dict[str, Pattern] = {
     "all_reduce": "ring",

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import structs
 
 from orchestrator.config.schema import Config
-from orchestrator.config.validate import said
+from orchestrator.config.validate import with_defaults
 from orchestrator.plan.document import Axis, Certificate, Cluster, Parallel
 from orchestrator.plan.ranks import AXES, degrees
 from orchestrator.planner.cost import collective
@@ -236,7 +236,7 @@ def wanted(config: Config, pool: Cluster) -> Cluster:
 
     A described cluster is the job's own and must be filled. An imported one may be larger: dp left out takes all of it.
     """
-    par = said(config.parallel)
+    par = with_defaults(config.parallel)
     if config.cluster.topology_file is None or par.dp is None:
         return pool
     places = -(-par.tp * par.cp * par.ep * par.pp * par.dp // pool.gpus_per_node)

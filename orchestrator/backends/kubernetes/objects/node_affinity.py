@@ -15,11 +15,10 @@ from msgspec import Struct
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.cluster.fit import choose_nodes
 from orchestrator.cluster.model import Topology
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import block_size, used_node_count, whole_unit
-from orchestrator.suggest import did_you_mean
 
 KUEUE = "kueue.x-k8s.io"
 HOST = "kubernetes.io/hostname"

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.plan.exits import Exit
 
-from .explain import Origin
+from .config_errors import Origin
 
 #: Resolvers that configuration may use. `oc.env` is not one: a resolved value is written into the run folder.
 RESOLVERS = frozenset({"oc.select"})

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from . import grammar
 from .groups import PRIMARY, Library
@@ -24,8 +23,8 @@ PLAIN = {
 }
 
 
-class WordNeeded(Exception):
-    """A file's defaults list chose a parallel word, which has to be made known to Hydra first."""
+class SpecNeeded(Exception):
+    """A file's defaults list chose a parallelism spec, which has to be made known to Hydra first."""
 
     def __init__(self, word: str):
         super().__init__(word)
@@ -33,7 +32,7 @@ class WordNeeded(Exception):
 
 
 def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
-    """The OrchError to raise for a failure of `hydra.compose`, or `WordNeeded`."""
+    """The OrchError to raise for a failure of `hydra.compose`, or `SpecNeeded`."""
     import yaml
     from hydra.errors import MissingConfigException
 
@@ -48,18 +47,18 @@ def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
 
 
 def _missing_file(error: Any, library: Library) -> Exception:
-    """A defaults list asks for a file that is not there, or for a parallel word."""
+    """A defaults list asks for a file that is not there, or for a parallelism spec."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     by = re.match(r"In '([^']+)'", str(error))
     where = _file(by[1], library) if by else "configuration"
     if by and by[1].endswith(PRIMARY):  # Hydra blames the primary file for what another file overrode
         where = _file_with(library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None)
-    if group == "parallel" and grammar.looks_like_word(name):
+    if group == "parallel" and grammar.looks_like_spec(name):
         try:
             grammar.parse(name)
         except OrchError as refused:
             return OrchError(f"{where}: {refused.message}", Exit.CONFIG)
-        return WordNeeded(name)
+        return SpecNeeded(name)
     hint = did_you_mean(name, library.files(group))
     return OrchError(f"{where}: there is no {group or 'file'} {show(name)}; {hint}", Exit.CONFIG)
 

@@ -16,8 +16,8 @@ from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
 
 
-def ask(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
-    """In the order in which they become known. Raises OrchError if the trainer did not judge every cell."""
+def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
+    """Verdicts in the order in which they become known. Raises OrchError if the trainer did not judge every cell."""
     if not cells:
         return
     with tempfile.TemporaryDirectory(prefix="orch-verify-") as folder:
@@ -37,5 +37,5 @@ def ask(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
             process.wait()
             process.stdout.close()
         if left:
-            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
             raise OrchError(f"trainer.verify stopped with {left} cells to go: {last[0]}", Exit.INTERNAL)

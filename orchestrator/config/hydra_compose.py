@@ -1,8 +1,8 @@
 """Hydra's part: from words and the files of groups to a checked `Config`.
 
 Hydra's Compose API puts the files together; this module resolves `${...}` once and makes the result a value.
-`overrides` reads the words before Hydra, `screen` keeps code and secrets out, `refusals` and `explain` turn every
-failure into one line with an exit code.
+`overrides` reads the words before Hydra, `content` keeps code and secrets out; `hydra_errors` and `config_errors` turn
+every failure into one line with an exit code.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from orchestrator.errors import OrchError
 
 from . import grammar
-from .explain import Origin, annotation_at, from_msgspec, open_at
+from .config_errors import Origin, annotation_at, from_msgspec, open_at
+from .content import check_interpolations, check_leaves
 from .groups import PRIMARY, Library
+from .hydra_errors import SpecNeeded, reason, refuse
 from .overrides import Override, quote, read
-from .refusals import WordNeeded, reason, refuse
 from .schema import Config
-from .screen import check_interpolations, check_leaves
-from .structured import optional, register, struct_of, twin
+from .structured import config_dataclass, optional, register, struct_of
 from .validate import validate
 
 #: Parts of Hydra's own configuration that nothing here reads: files that need not be composed.
@@ -39,7 +39,7 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
     register()
     for override in given:
         if override.group and override.key == "parallel" and not library.path("parallel", override.text):
-            _register_word(override.text)
+            _register_spec(override.text)
     words = [f"{override.key}={override.text}" for override in given if override.group]
     words += _UNUSED
     primary = PRIMARY
@@ -49,8 +49,8 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
         words.append(f"hydra.searchpath=[{','.join(quote(f'file://{f}') for f in library.folders[1:])}]")
     try:
         tree, choices = _call_hydra(library, primary, words)
-    except WordNeeded as need:  # a file of the user's chose a parallel word; known only now
-        _register_word(need.word)
+    except SpecNeeded as need:  # a file of the user's chose a parallelism spec; known only now
+        _register_spec(need.word)
         tree, choices = _call_hydra(library, primary, words)
     for override in given:
         if not override.group:
@@ -71,14 +71,14 @@ def _put(tree: Any, override: Override) -> None:
     try:
         whole = struct_of(annotation_at(parts))
         if whole and isinstance(override.value, dict) and OmegaConf.select(tree, override.key) is None:
-            OmegaConf.update(tree, override.key, OmegaConf.structured(twin(whole)), merge=False)
+            OmegaConf.update(tree, override.key, OmegaConf.structured(config_dataclass(whole)), merge=False)
         OmegaConf.update(tree, override.key, override.value, force_add=open_at(parts))
     except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
         raise OrchError(f"{override.show()}: {reason(error)}") from None
 
 
-def _register_word(word: str) -> None:
-    """Make a parallel word a choice of its group, as a file of that name would be."""
+def _register_spec(word: str) -> None:
+    """Make a parallelism spec a choice of its group, as a file of that name would be."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(group="parallel", name=word, node=grammar.parse(word), provider="word")

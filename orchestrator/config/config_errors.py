@@ -8,9 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.suggest import did_you_mean
 
 from .groups import Library
 from .overrides import Override, show
