@@ -54,8 +54,8 @@ def once(gpus: int) -> dict[str, float]:
     from orchestrator.planner.cost.traffic import step_traffic
     from orchestrator.planner.degrees import make_case, make_parallel
     from orchestrator.planner.job import make_job
-    from orchestrator.planner.placement.axis_order import Roads
-    from orchestrator.planner.placement.node_placement import seat
+    from orchestrator.planner.placement.axis_order import PathCache
+    from orchestrator.planner.placement.node_placement import place_nodes
     from tests.planner import configs, shapes
 
     pp = 4 if gpus < 4096 else 16
@@ -73,7 +73,7 @@ def once(gpus: int) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = time.perf_counter(), time.process_time()
     work = step_time.step_work(model, parallel, train, rates(cluster, profile, train.precision))
-    found = seat(Roads(cluster, profile), parallel, traffic, work)
+    found = place_nodes(PathCache(cluster, profile), parallel, traffic, work)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

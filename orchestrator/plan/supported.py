@@ -78,7 +78,7 @@ class Case(Struct, frozen=True, kw_only=True):
         return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
 
     @property
-    def word(self) -> str:
+    def spec(self) -> str:
         """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out of sight."""
         parts = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(self, name) > 1]
         parts += [f"zero{self.zero}"] if self.zero else []

@@ -18,10 +18,10 @@ from .job import make_job
 from .memory import rank_memory as memory
 from .memory.recompute import resolve_recompute
 from .model.layers import resolve
-from .placement.axis_order import Ground, axis_placement, solve
-from .placement.node_placement import certified, seated, wanted
-from .placement.rank_assignment import seat_ranks
-from .search.auto import settle
+from .placement.axis_order import CostContext, axis_placement, solve
+from .placement.node_placement import certified, cluster_to_fill, place_job
+from .placement.rank_assignment import assign_ranks
+from .search.auto import resolve_auto
 
 
 def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
@@ -31,19 +31,19 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     choose what the bundled trainer does not run. Raises OrchError (exit 65) with one line when the cluster, the model
     or the degrees contradict each other.
     """
-    config, searched = settle(config, cluster, any_layout)
+    config, searched = resolve_auto(config, cluster, any_layout)
     model = resolve(config.model)
     job = make_job(config)
-    case = make_case(config, wanted(config, cluster), model)
+    case = make_case(config, cluster_to_fill(config, cluster), model)
     legality.check(case)
     shape = make_parallel(config, case)
     train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # nodes that anyone may have listed in any order
-    ground = Ground(cluster, model, train, searched and searched.roads)
-    ground, certificate = seated(ground, shape, config.parallel.order, move=imported)
-    cluster = ground.cluster
-    parallel, best, traffic, time = solve(ground, shape, config.parallel.order)
+    context = CostContext(cluster, model, train, searched and searched.path_cache)
+    context, certificate = place_job(context, shape, config.parallel.order, move=imported)
+    cluster = context.cluster
+    parallel, best, traffic, time = solve(context, shape, config.parallel.order)
     alternative = None
     if best.outside_nvlink("tp"):
         if not case.allow_tp_across_nvlink:  # only an explicit order gets here: the rules refuse everything else
@@ -52,14 +52,14 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
                 " put tp first, or set parallel.allow_tp_across_nvlink=true to see what it costs",
                 Exit.CONFIG,
             )
-        alternative = _inside_nvlink(config, case, ground)
+        alternative = _inside_nvlink(config, case, context)
 
-    places = coords(parallel.order, degrees(parallel))
+    coordinates = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
     peak = cluster.gpu.peak_flops[job.train.precision]
-    accounts = memory.accounts(cluster, model, parallel, job.train)
+    accounts = memory.memory_by_pp_rank(cluster, model, parallel, job.train)
     worst = max(accounts, key=lambda account: account.total)
-    worst_rank = next(rank for rank, place in enumerate(places) if place["pp"] == worst.worst_rank)
+    worst_rank = next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank)
     plan = Plan(
         schema=SCHEMA,
         hash="",
@@ -67,7 +67,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
         model=model,
         parallel=parallel,
         job=job,
-        ranks=seat_ranks(cluster, places),
+        ranks=assign_ranks(cluster, coordinates),
         groups=nested_groups(parallel.order, degrees(parallel)),
         placement=axis_placement(best, traffic),
         memory=structs.replace(worst, worst_rank=worst_rank),
@@ -80,7 +80,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative)))
 
 
-def _inside_nvlink(config: Config, case: Case, ground: Ground) -> tuple[str, float] | None:
+def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:
     """(word, step seconds) of the nearest degrees whose tensor-parallel groups stay inside NVLink, if there are any.
 
     Degrees that spread the model over as many GPUs come first: they need about as much memory.
@@ -90,4 +90,4 @@ def _inside_nvlink(config: Config, case: Case, ground: Ground) -> tuple[str, flo
         return None
     near = min(legal, key=lambda other: (other.tp * other.pp != case.tp * case.pp, legal.index(other)))
     free = structs.replace(config, parallel=structs.replace(config.parallel, order=None, stage_layers=None))
-    return near.word, solve(ground, make_parallel(free, near)).time.step_s
+    return near.spec, solve(context, make_parallel(free, near)).time.step_s

@@ -12,9 +12,8 @@ from orchestrator.plan import Plan
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
 
-from .search.search import Found, Search
-from .search.space import METHODS, RECOMPUTE, Choice, Spot
-from .search.words import words
+from .search.search import CostedLayout, Search
+from .search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 LEFT_OUT = (
@@ -31,7 +30,7 @@ class Term(NamedTuple):
 class Change(NamedTuple):
     """A change to a plan, everything else kept (dp takes the GPUs that are left)."""
 
-    words: list[str]
+    overrides: list[str]
     step_s: float
     memory: doc.Memory
     saves_s: float  # against the plan; negative: costs
@@ -53,16 +52,16 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
     memory = plan.memory
     over = max(0, memory.total - memory.capacity)
     found, tried = [], 0
-    if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE:
+    if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE_MODES:
         search = Search(_opened(config), cluster)
-        for told, choice in neighbours(plan):
+        for overrides, layout in neighbours(plan):
             tried += 1
-            other = search.cost(choice)
+            other = search.cost(layout)
             if other is not None and (over or other.step_s < plan.time.step_s):
-                found.append(_change(told, other, plan))
+                found.append(_change(overrides, other, plan))
         if over and not found:  # no single change is enough: the fastest layout of all
-            found += [_change(words(best), best, plan) for best in search.run(near=0.0).front[:1]]
-    found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
+            found += [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
+    found.sort(key=lambda change: (change.step_s, change.memory.total, change.overrides))
     categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
     return Explanation(terms(plan), plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings))
 
@@ -80,18 +79,18 @@ def terms(plan: Plan) -> list[Term]:
 
 
 def _opened(config: Config) -> Config:
-    """The same job with every degree left open, so that any choice can be costed for it."""
+    """The same job with every degree left open, so that any layout can be costed for it."""
     parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **dict.fromkeys(LEFT_OUT))
     train = structs.replace(config.train, recompute=None)
     return structs.replace(config, parallel=parallel, train=train)
 
 
-def _change(told: list[str], other: Found, plan: Plan) -> Change:
+def _change(overrides: list[str], other: CostedLayout, plan: Plan) -> Change:
     saves, frees = plan.time.step_s - other.step_s, plan.memory.total - other.memory.total
-    return Change(told, other.step_s, other.memory, saves, frees)
+    return Change(overrides, other.step_s, other.memory, saves, frees)
 
 
-def neighbours(plan: Plan) -> Iterator[tuple[list[str], Choice]]:
+def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     """(what to type, layout) of every plan that differs in one thing."""
     par = plan.parallel
     here = {name: getattr(par, name) for name in ("tp", "cp", "ep", "pp", "vpp", "zero", "micro_batch_size")}
@@ -103,31 +102,31 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Choice]]:
     for zero in range(4):
         if zero != par.zero:
             yield from _one(plan, here | {"zero": zero}, [f"parallel.zero={zero}"])
-    for mode in RECOMPUTE:
+    for mode in RECOMPUTE_MODES:
         if mode != here["recompute"]:
             yield from _one(plan, here | {"recompute": mode}, [f"train.recompute={mode}"])
     if par.tp > 1:
         yield from _one(plan, here | {"sp": not par.sp}, [f"parallel.sp={str(not par.sp).lower()}"])
     if par.cp > 1:
-        for way in METHODS:
-            if way != par.cp_method:
-                yield from _one(plan, here | {"cp_method": way}, [f"parallel.cp_method={way}"])
+        for method in CP_METHODS:
+            if method != par.cp_method:
+                yield from _one(plan, here | {"cp_method": method}, [f"parallel.cp_method={method}"])
     if par.pp > 1:
         yield from _pipelines(plan, here)
 
 
-def _pipelines(plan: Plan, here: dict) -> Iterator[tuple[list[str], Choice]]:
+def _pipelines(plan: Plan, here: dict) -> Iterator[tuple[list[str], Layout]]:
     par = plan.parallel
     for name, entry in SCHEDULES.items():
         low, high = entry.vpp
         most = plan.model.layers // par.pp
         for vpp in range(low, min(high or 8, most) + 1):
             if (name, vpp) != (par.schedule, par.vpp):
-                told = [f"parallel.schedule={name}"] + ([f"parallel.vpp={vpp}"] if vpp != par.vpp else [])
-                yield from _one(plan, here | {"schedule": name, "vpp": vpp}, told)
+                overrides = [f"parallel.schedule={name}"] + ([f"parallel.vpp={vpp}"] if vpp != par.vpp else [])
+                yield from _one(plan, here | {"schedule": name, "vpp": vpp}, overrides)
 
 
-def _one(plan: Plan, values: dict, told: list[str]) -> Iterator[tuple[list[str], Choice]]:
+def _one(plan: Plan, values: dict, overrides: list[str]) -> Iterator[tuple[list[str], Layout]]:
     par = plan.parallel
     tp, cp, ep, pp = (values[axis] for axis in ("tp", "cp", "ep", "pp"))
     dp, rest = divmod(par.world_size, tp * cp * ep * pp)
@@ -138,5 +137,5 @@ def _one(plan: Plan, values: dict, told: list[str]) -> Iterator[tuple[list[str],
     if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
         values = values | {"schedule": "1f1b", "vpp": 1}
     micro_batches = par.global_batch_samples // (size * dp * ep)
-    spot = Spot(tp, cp, ep, pp, dp, size, micro_batches, sp, values.get("cp_method", par.cp_method))
-    yield told, Choice(spot, values["recompute"], values["zero"], values["schedule"], values["vpp"])
+    mesh = Mesh(tp, cp, ep, pp, dp, size, micro_batches, sp, values.get("cp_method", par.cp_method))
+    yield overrides, Layout(mesh, values["recompute"], values["zero"], values["schedule"], values["vpp"])

@@ -18,7 +18,7 @@ def check(case: Case) -> None:
     if not found:
         return
     rule, problem = found
-    words = [near.word for near in nearest_legal(case)]
+    words = [near.spec for near in nearest_legal(case)]
     hint = f"nearest legal: {', '.join(words)}" if words else "no degrees near these are legal"
     raise OrchError(f"parallel: rule {rule!r}: {problem}; {hint}", Exit.CONFIG)
 
@@ -67,4 +67,4 @@ def _distance(wanted: Case, other: Case) -> tuple[int, float, float, str]:
     axes = ("tp", "pp", "cp", "ep", "vpp")
     factors = [abs(math.log2(getattr(other, axis) / getattr(wanted, axis))) for axis in axes]
     changed = sum(factor > 0 for factor in factors)
-    return changed, sum(factors), abs(math.log2(other.dp / max(1, wanted.dp))), other.word
+    return changed, sum(factors), abs(math.log2(other.dp / max(1, wanted.dp))), other.spec

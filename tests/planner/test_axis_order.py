@@ -14,7 +14,7 @@ from orchestrator.plan.ranks import AXES, COMPOSITE, all_groups, coords, groups,
 from orchestrator.planner.model.layers import head_flops, layer_flops
 from orchestrator.planner.model.stages import balance_stages
 from orchestrator.planner.placement.axis_order import group_members, orders
-from orchestrator.planner.placement.rank_assignment import seat_ranks
+from orchestrator.planner.placement.rank_assignment import assign_ranks
 from tests.reference.fabric_twin import groups_by_pairs
 
 from . import configs, shapes
@@ -54,7 +54,7 @@ def test_seats_fill_node_by_node_with_the_nearest_nic():
     spec = configs.cluster(2, 8, [("leaf", 2, 1.0)])
     cluster = build_cluster(spec)
     places = coords(AXES, {"tp": 8, "cp": 1, "ep": 1, "pp": 2, "dp": 1})
-    ranks = seat_ranks(cluster, places)
+    ranks = assign_ranks(cluster, places)
     assert [(r.node, r.gpu, r.nic) for r in ranks[6:10]] == [
         *(("node-0", 6, 6), ("node-0", 7, 7), ("node-1", 0, 0), ("node-1", 1, 1))
     ]

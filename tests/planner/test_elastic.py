@@ -13,7 +13,7 @@ from orchestrator.config.compose import load
 from orchestrator.plan.batch import taken
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.codec import plan_hash
-from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays, within
+from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays, restrict
 from orchestrator.planner.elastic.sizes import plan_sizes
 from orchestrator.planner.placement.rank_assignment import used_nodes
 
@@ -116,5 +116,5 @@ def test_a_stormy_past_is_forgotten_after_a_calm():
 
 @pytest.mark.parametrize("nodes", [NAMES[2:5], ["spare-0", *NAMES[:2]], SPARES])
 def test_a_part_of_a_cluster_is_a_cluster(nodes):
-    part = within(sizes()[8].cluster, nodes)
+    part = restrict(sizes()[8].cluster, nodes)
     assert part.node_names == list(nodes) and check_cluster(part) is None

@@ -11,7 +11,7 @@ from msgspec import structs
 from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.ranks import AXES
 from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.fabric import NOWHERE, Fabric
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric
 from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.placement.axis_order import group_members
 from tests.reference import fabric_twin as twin
@@ -47,7 +47,7 @@ def test_equals_the_naive_twin(cluster, order, pattern, wrap, data):
         members = group_members(order, degrees, (axis,))
         path = fabric.path(members, pattern, wrap)
         if members.shape[1] == 1:
-            assert path == NOWHERE
+            assert path == NO_PATH
             continue
         seconds, worst = twin.seconds_per_byte(cluster, PROFILE, members.tolist(), pattern, wrap)
         assert path.seconds_per_byte == pytest.approx(seconds, rel=1e-9)
@@ -71,7 +71,7 @@ def test_renaming_nodes_changes_nothing(cluster, pattern, random):
     moved = np.array([[new[r // gpus] * gpus + r % gpus for r in members[0]]])
     a, b = Fabric(cluster, PROFILE).path(members, pattern), Fabric(renamed, PROFILE).path(moved, pattern)
     assert a.seconds_per_byte == pytest.approx(b.seconds_per_byte)
-    assert (a.worst_level, a.turn_s) == (b.worst_level, pytest.approx(b.turn_s))
+    assert (a.worst_level, a.ring_latency_s) == (b.worst_level, pytest.approx(b.ring_latency_s))
 
 
 def bus_bandwidth(cluster, members) -> float:

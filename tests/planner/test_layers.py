@@ -1,4 +1,4 @@
-"""Counts against published figures; formulas against the closed forms in the papers."""
+"""Counts against published figures; formulas against the closed variants in the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes against the papers' closed forms and published component figures (memory.csv rows, cited)."""
+"""Bytes against the papers' closed variants and published component figures (memory.csv rows, cited)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from msgspec import structs
 
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES, Kind, build, illegal
-from orchestrator.planner.cost.pipeline import held_at_once, in_flight
+from orchestrator.planner.cost.pipeline import in_flight, in_flight_on_rank
 from orchestrator.planner.memory.activations import Kernels, activations, layer_activations
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT, held_points
-from orchestrator.planner.memory.rank_memory import model_states, passing
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
+from orchestrator.planner.memory.rank_memory import rank_state_bytes, zero_buffers
 from orchestrator.planner.model.layers import layer_params, parameter_count
 from tests.beds.plans import make_plan, tiny_model
 
@@ -72,14 +72,14 @@ def test_states_of_korthikanti_figure_1(row, name, gib):
     model, parallel, train = korthikanti(name, True, "selective")
     layer = layer_params(model, 0)
     per_rank = model.layers / parallel.pp * ((layer.attention + layer.ffn) / 8 + layer.replicated)
-    states = model_states(round(per_rank), 0, structs.replace(parallel, zero=0), train)
+    states = rank_state_bytes(round(per_rank), 0, structs.replace(parallel, zero=0), train)
     assert (states.params + states.grads + states.optimizer) / GIB == pytest.approx(gib, rel=0.003)
 
 
 def states(zero: int, precision: str, grads: str, dp: int = 4) -> tuple[float, float, float]:
     plan = make_plan(dp=dp, zero=zero)
     train = structs.replace(plan.job.train, precision=precision, grad_dtype=grads)
-    got = model_states(1000, 0, plan.parallel, train)
+    got = rank_state_bytes(1000, 0, plan.parallel, train)
     return got.params / 1000, got.grads / 1000, got.optimizer / 1000
 
 
@@ -103,7 +103,7 @@ def test_states_of_every_zero_stage(zero, precision, grads, bytes_per_parameter)
 def test_experts_shard_over_their_own_data_parallel_group():
     plan = make_plan(dp=4, zero=1)
     parallel = structs.replace(plan.parallel, ep=2)
-    dense, experts = (model_states(*counts, parallel, plan.job.train) for counts in ((1000, 0), (0, 1000)))
+    dense, experts = (rank_state_bytes(*counts, parallel, plan.job.train) for counts in ((1000, 0), (0, 1000)))
     assert dense.optimizer == 1000 * 8 / 8 and experts.optimizer == 1000 * 8 / 4
 
 
@@ -147,7 +147,7 @@ def test_what_zero_holds_whole_for_a_while():
 
     def held(zero: int, **parallel) -> float:
         par = structs.replace(plan.parallel, zero=zero, **parallel)
-        return passing(model, par, structs.replace(plan.job.train, precision="bf16"))
+        return zero_buffers(model, par, structs.replace(plan.job.train, precision="bf16"))
 
     block = layer_params(model, 0)
     block = block.attention + block.ffn + block.replicated
@@ -167,7 +167,7 @@ def test_dropout_keeps_probabilities_and_masks():
     assert more - less > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99
 
 
-@given(st.sampled_from(sorted(SPLIT)), st.integers(2, 7), st.integers(1, 40), st.floats(0.2, 5), st.data())
+@given(st.sampled_from(sorted(SPLIT_BACKWARD)), st.integers(2, 7), st.integers(1, 40), st.floats(0.2, 5), st.data())
 @settings(max_examples=60, deadline=None)
 def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m, waits, data):
     """Most bytes before or after an I, where what waits for I weighs 1 and what waits for W `waits`."""
@@ -182,7 +182,7 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
         waiting += (kind is Kind.I) - (kind is Kind.W)
         most = max(most, full + waits * waiting)
     plan = SimpleNamespace(schedule=name, pp=pp, vpp=vpp, micro_batches=m)
-    points = held_points(plan, rank, held_at_once(name, pp, vpp, m, rank) if waits <= 1 else None)
+    points = peak_points(plan, rank, in_flight_on_rank(name, pp, vpp, m, rank) if waits <= 1 else None)
     found = max(max(a + waits * b, a - 1 + waits * (b + 1)) for a, b in points)
     assert found >= most * (1 - 1e-9)  # a whole backward where an I might have been is the safe side
     if name in ("zb_h1", "zb_h2"):

@@ -1,4 +1,4 @@
-"""Seating: equal to brute force on small networks, never worse than the scheduler's order, certified."""
+"""NodePlacement: equal to brute force on small networks, never worse than the scheduler's order, certified."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from orchestrator.planner.cost import step_time
 from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import Roads, candidates, orders
-from orchestrator.planner.placement.group_packing import symmetric
-from orchestrator.planner.placement.node_placement import reorder, seat
+from orchestrator.planner.placement.axis_order import PathCache, candidates, orders
+from orchestrator.planner.placement.group_packing import distinct_node_orders
+from orchestrator.planner.placement.node_placement import place_nodes, reorder
 from tests.reference.node_placement_twin import best_step
 
 from . import configs, shapes
@@ -46,7 +46,7 @@ def shuffled(cluster: Cluster, seed: int) -> Cluster:
 
 
 def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, batch: int = 64, zero: int = 1):
-    """(roads, parallel, traffic, work) of a job that may use fewer nodes than the cluster has."""
+    """(path_cache, parallel, traffic, work) of a job that may use fewer nodes than the cluster has."""
     gpus = cluster.gpus_per_node
     spec = configs.cluster(tp * pp * dp * cp * ep // gpus, gpus, [("fabric", 64, 1.0)])
     model = shapes.mixtral_8x7b() if ep > 1 else shapes.llama3_8b()
@@ -55,7 +55,7 @@ def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, b
     profile = profile_for(cluster.gpu.name, cluster.device)
     work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
     traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
-    return Roads(cluster, profile), plan.parallel, traffic, work
+    return PathCache(cluster, profile), plan.parallel, traffic, work
 
 
 @st.composite
@@ -76,12 +76,12 @@ def cases(draw, most: int = 6):
 
 def equals_brute_force(case) -> None:
     _, args = case
-    found = seat(*args)
+    found = place_nodes(*args)
     want = best_step(*args, len(found.nodes))
     assert (found.score.tp_outside, found.score.ep_outside) == want[:2]
     assert math.isclose(found.score.step_s, want[2], rel_tol=1e-8)
     assert found.exact and found.bound_s <= found.score.step_s
-    heuristic = seat(*args, exact=False)
+    heuristic = place_nodes(*args, exact=False)
     assert heuristic.score >= found.score and heuristic.score <= heuristic.given
     assert heuristic.bound_s <= found.score.step_s + 1e-9, "the bound holds for the best of all"
 
@@ -116,9 +116,9 @@ def test_equals_brute_force_on_two_hundred_larger_ones(case):
 @given(cases(), st.integers(1, 99))
 @settings(max_examples=20, deadline=None)
 def test_names_do_not_matter(case, seed):
-    cluster, (roads, parallel, traffic, work) = case
-    again = Roads(shuffled(cluster, seed), profile_for(cluster.gpu.name, cluster.device))
-    assert seat(roads, parallel, traffic, work).score == seat(again, parallel, traffic, work).score
+    cluster, (path_cache, parallel, traffic, work) = case
+    again = PathCache(shuffled(cluster, seed), profile_for(cluster.gpu.name, cluster.device))
+    assert place_nodes(path_cache, parallel, traffic, work).score == place_nodes(again, parallel, traffic, work).score
 
 
 @given(cases(most=8))
@@ -129,8 +129,8 @@ def test_symmetric_keeps_one_of_each_class(case):
 
     fabric = case[1][0].fabric
     places = min(3, fabric.block.shape[1])
-    every = {fabric.reseated(nodes).pattern() for nodes in permutations(range(fabric.block.shape[1]), places)}
-    kept = [fabric.reseated(nodes).pattern() for nodes in symmetric(fabric, places)]
+    every = {fabric.reordered(nodes).signature() for nodes in permutations(range(fabric.block.shape[1]), places)}
+    kept = [fabric.reordered(nodes).signature() for nodes in distinct_node_orders(fabric, places)]
     assert set(kept) == every
 
 
@@ -142,7 +142,7 @@ def scattered() -> Cluster:
 @pytest.mark.parametrize("shape", [(8, 4, 16), (8, 2, 32), (4, 4, 24), (8, 8, 6)])
 def test_fragmented_cluster_beats_the_order_it_came_in(shape):
     cluster = shuffled(scattered(), 7)
-    found = seat(*job(cluster, *shape, batch=shape[2] * 8))
+    found = place_nodes(*job(cluster, *shape, batch=shape[2] * 8))
     assert len(set(found.nodes)) == len(found.nodes) == math.prod(shape) // 8
     assert found.score < found.given
     assert found.score.step_s >= found.bound_s and 0 <= found.gap < 1
@@ -151,13 +151,13 @@ def test_fragmented_cluster_beats_the_order_it_came_in(shape):
 def test_pipelines_stay_whole_under_leaves():
     """Eight free nodes under leaves of 3, 3 and 2: pipelines of two nodes; as they came they straddle."""
     cluster = ragged([3, 3, 2], [3], gpus=8, over=(16.0, 1.0))
-    found = seat(*job(cluster, 8, 2, 4, batch=4, zero=0), exact=False)
+    found = place_nodes(*job(cluster, 8, 2, 4, batch=4, zero=0), exact=False)
     assert found.score.step_s <= found.given.step_s
 
 
 def test_fewer_nodes_than_free_are_taken_together():
     cluster = shuffled(ragged([2, 3, 8, 4], [2, 2], gpus=8, over=(8.0, 8.0)), 3)
-    found = seat(*job(cluster, 8, 2, 4, batch=8))
+    found = place_nodes(*job(cluster, 8, 2, 4, batch=8))
     leaf = {found_block(cluster, 0, node) for node in found.nodes}
     assert len(leaf) == 1, "eight nodes are free under one leaf"
     assert found.gap < 0.02
@@ -183,9 +183,9 @@ def test_reorder_moves_names_and_blocks_together(case, rng):
 @given(cases())
 @settings(max_examples=30, deadline=None)
 def test_bound_is_below_every_order_as_it_came(case):
-    _, (roads, parallel, traffic, work) = case
-    found = seat(roads, parallel, traffic, work)
-    places = roads.reseated(range(len(found.nodes)))
+    _, (path_cache, parallel, traffic, work) = case
+    found = place_nodes(path_cache, parallel, traffic, work)
+    places = path_cache.reordered(range(len(found.nodes)))
     for order in orders(degrees(parallel)):
         one = candidates(places, parallel, traffic, work, order)[0]
         if not one.outside_nvlink("tp"):
@@ -196,8 +196,8 @@ def test_a_rack_scale_domain_is_used_whole():
     """TP over two nodes of one NVLink domain: legal only where the two stand in the same rack."""
     cluster = ragged([2, 2], [2], gpus=4, domain=2)
     broken = reorder(cluster, [0, 2, 1, 3])
-    roads, parallel, traffic, work = _rack_job(broken)
-    found = seat(roads, parallel, traffic, work)
+    path_cache, parallel, traffic, work = _rack_job(broken)
+    found = place_nodes(path_cache, parallel, traffic, work)
     assert found.given.tp_outside and not found.score.tp_outside
 
 
@@ -206,7 +206,7 @@ def _rack_job(cluster: Cluster):
     plan = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=4))
     profile = profile_for(cluster.gpu.name, cluster.device)
     work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
-    return Roads(cluster, profile), plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work
+    return PathCache(cluster, profile), plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work
 
 
 def test_a_plan_on_imported_nodes(tmp_path):

@@ -14,7 +14,7 @@ from orchestrator.planner.cost import step_time
 from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import TIE, Roads, candidates, choose
+from orchestrator.planner.placement.axis_order import TIE, PathCache, candidates, choose
 
 from . import configs, shapes
 from .configs import build_plan
@@ -26,7 +26,7 @@ def every_order(plan):
     traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
     rate = rates(plan.cluster, profile, plan.job.train.precision)
     work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rate)
-    return candidates(Roads(plan.cluster, profile), plan.parallel, traffic, work)
+    return candidates(PathCache(plan.cluster, profile), plan.parallel, traffic, work)
 
 
 @st.composite

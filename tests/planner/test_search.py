@@ -17,8 +17,8 @@ from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.plan.supported import TRAINER, broken
-from orchestrator.planner.cost.pipeline import held_at_once
-from orchestrator.planner.search.space import Choice
+from orchestrator.planner.cost.pipeline import in_flight_on_rank
+from orchestrator.planner.search.space import Layout
 from tests.reference.every_layout import every_layout, front
 
 from . import configs, shapes
@@ -57,7 +57,7 @@ def cases(draw):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equals_costing_every_layout(config):
     everything, answer = every_layout(config), configs.search(config, any_layout=True).run()
-    assert [one.choice for one in answer.front] == [one.choice for one in front(everything)] if everything else True
+    assert [one.layout for one in answer.front] == [one.layout for one in front(everything)] if everything else True
     assert bool(everything) == bool(answer.front)
 
 
@@ -65,20 +65,20 @@ def test_equals_costing_every_layout(config):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
     search = configs.search(config, any_layout=True)
-    single = [(family, [[one]]) for family, forms in search.families() for form in forms for one in form]
-    for family, base in ((family, search.base(family.spot, forms)) for family, forms in single):
+    single = [(family, [[one]]) for family, variants in search.families() for variant in variants for one in variant]
+    for family, base in ((family, search.base(family.mesh, variants)) for family, variants in single):
         assert family.least_seconds() <= base.least_seconds() * (1 + 1e-9)
-        for branch in base.branches(search.space.recompute, search.space.zeros(base.spot), search.par):
+        for branch in base.branches(search.space.recompute, search.space.zeros(base.mesh), search.par):
             least_bytes, least_s = branch.least_bytes(), branch.least_seconds()
             assert base.least_seconds() <= least_s * (1 + 1e-9)
-            for row, schedules in search.rows(branch):
+            for pipeline, schedules in search.pipelines(branch):
                 for schedule, sharded in itertools.product(schedules, branch.sharded):
-                    if not search.space.shards(base.spot, schedule)(sharded.par.zero):
+                    if not search.space.shards(base.mesh, schedule)(sharded.par.zero):
                         continue
-                    size, seconds = row.bytes_of(row.kept(schedule), sharded), row.seconds_of(sharded)
-                    assert least_bytes <= size and max(least_s, row.least_s) <= seconds * (1 + 1e-9)
-                    choice = Choice(base.spot, branch.recompute, sharded.par.zero, schedule, row.vpp)
-                    found = search.cost(choice)
+                    size, seconds = pipeline.bytes_of(pipeline.kept(schedule), sharded), pipeline.seconds_of(sharded)
+                    assert least_bytes <= size and max(least_s, pipeline.least_s) <= seconds * (1 + 1e-9)
+                    layout = Layout(base.mesh, branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
+                    found = search.cost(layout)
                     if found is not None:
                         assert size <= found.memory.total + 8 and seconds <= found.step_s
 
@@ -86,8 +86,8 @@ def test_no_layout_costs_less_than_its_bounds(config):
 def test_the_same_on_every_run_and_the_same_as_the_plan():
     config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), {"auto": True}, global_batch_samples=32)
     first, second = configs.search(config).run(), configs.search(config).run()
-    assert [(one.choice, one.step_s, one.memory) for one in first.front] == [
-        (one.choice, one.step_s, one.memory) for one in second.front
+    assert [(one.layout, one.step_s, one.memory) for one in first.front] == [
+        (one.layout, one.step_s, one.memory) for one in second.front
     ]
     plan = build_plan(first.front[0].config)
     assert plan.time == first.front[0].solution.time and plan.memory.total == first.front[0].memory.total
@@ -100,8 +100,8 @@ def test_what_is_given_is_kept():
         configs.cluster(2, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, recompute="full"
     )
     for found in configs.search(config).run().front:
-        spot = found.choice.spot
-        assert (spot.tp, found.choice.zero, found.choice.schedule, found.choice.recompute) == (2, 1, "1f1b", "full")
+        mesh = found.layout.mesh
+        assert (mesh.tp, found.layout.zero, found.layout.schedule, found.layout.recompute) == (2, 1, "1f1b", "full")
 
 
 RAMPS = st.sampled_from([None, BatchRampSpec(start_samples=2, over_samples=64)])
@@ -116,11 +116,11 @@ def test_the_trainer_runs_what_is_chosen(config, ramp):
             configs.search(config)
         return
     search = configs.search(config)
-    for spot in search.space.spots():
-        for choice in search.space.choices(spot):
-            if choice.recompute == "none" and choice.vpp <= 2:
-                case = search._case(search.space.fixed(choice))
-                assert broken(case, TRAINER) is None and broken(case) is None, choice
+    for mesh in search.space.meshes():
+        for layout in search.space.layouts(mesh):
+            if layout.recompute == "none" and layout.vpp <= 2:
+                case = search._case(search.space.fixed(layout))
+                assert broken(case, TRAINER) is None and broken(case) is None, layout
 
 
 def test_nothing_fits_is_an_empty_front():
@@ -139,7 +139,10 @@ def test_a_table_is_not_searched():
 def test_activations_in_flight_are_those_counted_on_the_schedule(name, pp, vpp, m):
     if illegal(name, pp, m, vpp) or pp == 1:
         return
-    counted, closed = peak_in_flight(build(name, pp, m, vpp)), [held_at_once(name, pp, vpp, m, r) for r in range(pp)]
+    counted, closed = (
+        peak_in_flight(build(name, pp, m, vpp)),
+        [in_flight_on_rank(name, pp, vpp, m, r) for r in range(pp)],
+    )
     if name == "interleaved" and m % pp:  # the last round is not full: the closed form is on the safe side
         assert all(have <= said for have, said in zip(counted, closed, strict=True))
     else:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.cost.pipeline import span_seconds
-from orchestrator.planner.cost.step_time import timeline
+from orchestrator.planner.cost.step_time import pipeline_timeline
 from orchestrator.planner.model.stages import rank_stages
 from tests.beds.plans import make_plan, tiny_model
 
@@ -78,7 +78,7 @@ def test_mfu_is_below_the_matmul_ceiling(main_line):
 
 
 def test_timeline_shows_the_plan_s_own_stage_times(main_line):
-    drawn = timeline(main_line, 16)
+    drawn = pipeline_timeline(main_line, 16)
     assert drawn.schedule.micro_batches == 16 and len(drawn.spans) == 4
     # 512 micro-batches on the slowest rank are most of the step
     slowest = max(drawn.busy) / 16 * main_line.parallel.micro_batches

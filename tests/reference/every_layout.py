@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from orchestrator.config.schema import Config
-from orchestrator.planner.search.search import NEAR, Found, preference
+from orchestrator.planner.search.search import NEAR, CostedLayout, preference
 from tests.planner import configs
 
 
-def every_layout(config: Config) -> list[Found]:
+def every_layout(config: Config) -> list[CostedLayout]:
     """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
     search = configs.search(config, any_layout=True)
-    found = [search.cost(choice) for spot in search.space.spots() for choice in search.space.choices(spot)]
+    found = [search.cost(layout) for mesh in search.space.meshes() for layout in search.space.layouts(mesh)]
     kept = [one for one in found if one is not None]
-    return sorted(kept, key=lambda one: (one.step_s, one.memory.total, preference(one.choice)))
+    return sorted(kept, key=lambda one: (one.step_s, one.memory.total, preference(one.layout)))
 
 
-def front(layouts: list[Found]) -> list[Found]:
+def front(layouts: list[CostedLayout]) -> list[CostedLayout]:
     """What is slower than the best by at most `NEAR`, and needs less memory than everything faster."""
-    kept: list[Found] = []
+    kept: list[CostedLayout] = []
     for one in layouts:
         if one.step_s <= layouts[0].step_s * (1 + NEAR) and all(one.memory.total < k.memory.total for k in kept):
             kept.append(one)

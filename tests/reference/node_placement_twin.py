@@ -8,12 +8,12 @@ from orchestrator.plan.ranks import degrees
 from orchestrator.planner.placement.axis_order import candidates, orders
 
 
-def best_step(roads, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:
+def best_step(path_cache, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:
     """(tp outside NVLink, ep outside NVLink, step seconds), the smallest of all."""
-    total = roads.fabric.block.shape[1]
+    total = path_cache.fabric.block.shape[1]
     best, seen = (True, True, float("inf")), set()
     for nodes in permutations(range(total), places):
-        moved = roads.reseated(nodes)
+        moved = path_cache.reordered(nodes)
         same: dict[tuple[int, int], int] = {}
         pattern = []
         for tier, blocks in enumerate(moved.fabric.block):

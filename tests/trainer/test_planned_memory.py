@@ -119,7 +119,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
 
 def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     """Of each pipeline stage: planned, measured on its fullest rank, elements of padding."""
-    accounts = memory.accounts(plan.cluster, plan.model, plan.parallel, plan.job.train)
+    accounts = memory.memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
     result = []
     for stage, account in enumerate(accounts):
         mine = [one for one in ranks if one["pp"] == stage]

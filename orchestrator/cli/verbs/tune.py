@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestrator.planner.search.search import Answer, Found
+    from orchestrator.planner.search.search import CostedLayout, SearchResult
 
 HELP = "search every legal layout: the fastest that fits, and near-ties that need less memory"
 
@@ -37,18 +37,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.json:
         import json
 
-        print(json.dumps({"legal": answer.effort.legal, "costed": answer.effort.costed, "front": rows(answer)}))
+        print(json.dumps({"legal": answer.counts.legal, "costed": answer.counts.costed, "front": rows(answer)}))
         return Exit.DONE
     print(page(answer, [word for word in overrides if not word.lstrip("+").startswith("parallel")]))
     return Exit.DONE
 
 
-def rows(answer: Answer) -> list[dict[str, object]]:
-    from orchestrator.planner.search.words import words
-
+def rows(answer: SearchResult) -> list[dict[str, object]]:
     return [
         {
-            "overrides": words(found),
+            "overrides": found.overrides,
             "step_s": found.step_s,
             "tokens_per_s_per_gpu": _tokens(found),
             "memory_bytes": found.memory.total,
@@ -59,18 +57,16 @@ def rows(answer: Answer) -> list[dict[str, object]]:
     ]
 
 
-def _tokens(found: Found) -> float:
+def _tokens(found: CostedLayout) -> float:
     par = found.solution.parallel
     return par.global_batch_tokens / found.step_s / par.world_size
 
 
-def page(answer: Answer, rest: list[str]) -> str:
-    from orchestrator.planner.search.words import words
-
+def page(answer: SearchResult, rest: list[str]) -> str:
     best = answer.front[0]
     lines = [f"{'step':>9}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
     for found in answer.front:
-        told = " ".join(words(found))
+        told = " ".join(found.overrides)
         lines.append(
             f"{found.step_s:>7.4g} s  {found.step_s / best.step_s - 1:>6.1%}  {_tokens(found):>12,.0f}"
             f"  {found.memory.total / 2**30:>5.3g} GiB  {told}"
@@ -78,10 +74,10 @@ def page(answer: Answer, rest: list[str]) -> str:
     time = best.solution.time
     lines += [
         "",
-        f"The first is the fastest of {answer.effort.legal:,} legal layouts (times every nesting order) that fits"
-        f" {best.memory.capacity / 2**30:.1f} GiB: {answer.effort.costed:,} costed in full, the rest ruled out by"
+        f"The first is the fastest of {answer.counts.legal:,} legal layouts (times every nesting order) that fits"
+        f" {best.memory.capacity / 2**30:.1f} GiB: {answer.counts.costed:,} costed in full, the rest ruled out by"
         " bounds. The others are slower and need less memory.",
         f"It is limited by {time.limited_by}.",
-        f"See it: orch plan {' '.join([*rest, *words(best)])}",
+        f"See it: orch plan {' '.join([*rest, *best.overrides])}",
     ]
     return "\n".join(lines)

@@ -9,8 +9,8 @@ from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.schedules import Kind
-from orchestrator.planner.cost.step_time import timeline
-from orchestrator.planner.memory.rank_memory import accounts
+from orchestrator.planner.cost.step_time import pipeline_timeline
+from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.style import seconds
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Topology:
 
 def memory(ax: Axes, plan: Plan) -> None:
     """Stacked bytes of each pipeline stage against the GPU's capacity."""
-    stages = accounts(plan.cluster, plan.model, plan.parallel, plan.job.train)
+    stages = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
     left = [0.0] * len(stages)
     rows = list(range(len(stages)))
     for name, colour in CATEGORY.items():
@@ -247,7 +247,7 @@ def pipeline(ax: Axes, plan: Plan) -> None:
     """The first micro-batches of a step on every pipeline rank, with the plan's own stage times."""
     from matplotlib.collections import PolyCollection
 
-    drawn = timeline(plan)
+    drawn = pipeline_timeline(plan)
     chunks, kinds = plan.parallel.vpp, {Kind.F: "#4c9fd6", Kind.B: "#f0a93b", Kind.I: "#e8c15f", Kind.W: "#3bb28a"}
     boxes, colours = [], []
     for rank, spans in enumerate(drawn.spans):

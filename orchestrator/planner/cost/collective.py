@@ -21,7 +21,7 @@ PATTERN: dict[str, Pattern] = {
 
 
 def sent_bytes(operation: Operation, size: float, n: int) -> float:
-    """Bytes that one rank sends. `size`: bytes of the whole tensor (all-to-all and p2p: of one rank's buffer)."""
+    """Bytes that one rank sends. `size`: bytes of the whole tensor; for all-to-all and p2p, of one rank's buffer."""
     if n == 1:
         return 0.0
     if operation == "p2p":
@@ -30,20 +30,20 @@ def sent_bytes(operation: Operation, size: float, n: int) -> float:
 
 
 def seconds(operation: Operation, size: float, n: int, path: Path) -> float:
-    """Time of one operation over groups of n ranks that all run it at once.
+    """Seconds of one operation over groups of n ranks, when all groups run it at once. `size` as in `sent_bytes`.
 
-    Latency: a ring pays one turn (twice for all-reduce) or, as trees do, 2*log2(n) of its longest hop when that is
-    less; an all-to-all sends to its n-1 peers from up to 8 channels at a time; a transfer pays one hop.
+    Latency: a ring pays its hops once (all-reduce: twice), or 2*log2(n) of its longest hop where a tree is faster; an
+    all-to-all serves its n-1 peers over up to 8 channels at a time; a point-to-point transfer pays one hop.
     """
     if n == 1:
         return 0.0
-    turns = 2 if operation == "all_reduce" else 1
+    rounds = 2 if operation == "all_reduce" else 1
     if operation == "p2p":
         latency = path.hop_s
     elif operation == "all_to_all":
         latency = path.hop_s * (1 + (n - 1) / 8)
     else:
-        ring = turns * path.turn_s * (n - 1) / n
-        tree = turns * 2 * max(1, (n - 1).bit_length()) * path.hop_s
+        ring = rounds * path.ring_latency_s * (n - 1) / n
+        tree = rounds * 2 * max(1, (n - 1).bit_length()) * path.hop_s
         latency = min(ring, tree)
     return latency + sent_bytes(operation, size, n) * path.seconds_per_byte * path.stretch.get(operation, 1.0)

@@ -1,9 +1,9 @@
-"""Where the groups of an axis lie on the fabric, and how long a byte takes when all of them talk at once.
+"""Seconds per byte and latency of a communication pattern on a network, when all groups of an axis use it at once.
 
 Model: every group of an axis runs the same operation at the same time. Each link carries the sum of what crosses it;
-the operation ends when the fullest link has carried its load. Three kinds of link matter: a GPU's NVLink, a node's
-NICs (together), and the uplinks of a switch, which are `oversubscription` times thinner than the NICs below them.
-So congestion is the load of shared links, not a hop count (planning.md E2).
+the operation ends when the most loaded link has carried its load. Three kinds of link count: a GPU's NVLink, a
+node's NICs (together), and the uplinks of a switch, whose bandwidth is that of the NICs below it divided by
+`oversubscription`. So congestion is the load of shared links, not a hop count (planning.md E2).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from orchestrator.plan.document import Cluster
 
 from .profile import Profile
 
-#: ring: collectives; members of one node share the traffic over all their NICs. chain: point-to-point to the next
-#: member, over one's own NIC. exchange: everyone to everyone.
+#: ring: collectives, members on one node share the traffic over all their NICs; chain: point-to-point to the next
+#: member, over the GPU's own NIC; exchange: all-to-all.
 Pattern = Literal["ring", "chain", "exchange"]
 
 
@@ -29,46 +29,49 @@ class Path(Struct, frozen=True):
     """Cost of one pattern over the groups of one axis."""
 
     seconds_per_byte: float  # per byte that a rank sends
-    hop_s: float  # latency of one step of the pattern, on the slowest hop
-    turn_s: float  # latencies around the whole ring (sum over its hops)
+    hop_s: float  # latency of the slowest hop
+    ring_latency_s: float  # sum of the latencies of all hops of the ring
     worst_level: str
-    share: dict[str, float]  # of a rank's bytes, by level, for the rank that sends most on the worst level
-    stretch: dict[str, float] = {}  # operation -> by how much its bytes take longer here, where that was measured
+    share: dict[str, float]  # fraction of bytes by level, for the rank that sends most on the worst level
+    stretch: dict[str, float] = {}  # operation -> measured factor by which its bytes take longer
 
 
-NOWHERE = Path(0.0, 0.0, 0.0, SELF, {})
+NO_PATH = Path(0.0, 0.0, 0.0, SELF, {})
 
 
 class Fabric:
-    """A cluster as arrays over nodes. Tier 0 is the NVLink domain, tier i the i-th switch level."""
+    """A cluster's network as arrays over nodes. Tier 0 is the NVLink domain, tier i the i-th switch level."""
 
     def __init__(self, cluster: Cluster, profile: Profile):
         self.names = [NVLINK, *(level.name for level in cluster.levels)]
         self.gpus_per_node = cluster.gpus_per_node
         blocks = [cluster.nvlink_domains, *(level.switches for level in cluster.levels)]
-        self.block = np.empty((len(blocks), len(cluster.node_names)), dtype=np.int64)  # block of a node on each tier
+        self.block = np.empty((len(blocks), len(cluster.node_names)), dtype=np.int64)  # [tier, node] -> block
         for tier, members in enumerate(blocks):
             for index, nodes in enumerate(members):
                 self.block[tier, nodes] = index
         links = [(cluster.nvlink.bytes_per_s * profile.nvlink, cluster.nvlink.latency_s)]
         links += [(level.bytes_per_s * profile.fabric, level.latency_s) for level in cluster.levels]
-        #: one GPU's share of a path that meets on each tier, bytes/s, as a training step sees it
+        #: bytes/s of one GPU's share of a path whose ends meet on each tier, during a training step
         self.rate = np.array([rate for rate, _ in links]) * profile.contention
         self.latency = np.array([latency for _, latency in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]  # below each block
         slower = cluster.measured.stretch if cluster.measured else {}
         self.stretch = [slower.get(name, {}) for name in self.names]
-        self.thinner = [1.0, *(level.oversubscription for level in cluster.levels)]  # uplinks against NICs below
+        self.oversubscription = [1.0, *(level.oversubscription for level in cluster.levels)]
 
-    def reseated(self, nodes: Sequence[int]) -> Fabric:
-        """The same network with node `nodes[i]` at place i (places are what ranks count through)."""
+    def reordered(self, nodes: Sequence[int]) -> Fabric:
+        """The same network with node `nodes[i]` in node slot i (ranks fill slots in order)."""
         other = copy.copy(self)
         other.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
         return other
 
-    def pattern(self) -> bytes:
-        """Equal for two seatings that only swap like blocks: blocks by first appearance, with their sizes."""
+    def signature(self) -> bytes:
+        """Equal for two node orders that differ only by swaps of equivalent blocks.
+
+        Blocks are numbered by first appearance, next to their sizes.
+        """
         parts = []
         for tier, blocks in enumerate(self.block):
             _, first, inverse = np.unique(blocks, return_index=True, return_inverse=True)
@@ -78,7 +81,7 @@ class Fabric:
         return np.concatenate(parts).astype(np.int64).tobytes()
 
     def levels_between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Lowest tier on which nodes a and b meet, elementwise."""
+        """Lowest tier on which nodes a and b share a block, elementwise. Int arrays of shapes that broadcast."""
         level = np.full(np.broadcast_shapes(a.shape, b.shape), len(self.names) - 1)
         for tier in range(len(self.names) - 2, -1, -1):
             level[self.block[tier][a] == self.block[tier][b]] = tier
@@ -88,10 +91,10 @@ class Fabric:
         """Cost of `pattern` when all groups run it at once.
 
         members: int [groups, n], ranks in the order in which the group's ring or chain visits them.
-        wrap: whether the last member talks to the first (rings do, pipelines without virtual stages do not).
+        wrap: whether the last member sends to the first (rings do, pipelines without virtual stages do not).
         """
         if members.shape[1] == 1:
-            return NOWHERE
+            return NO_PATH
         node = members // self.gpus_per_node
         return self._exchange(node) if pattern == "exchange" else self._neighbours(node, pattern, wrap)
 
@@ -105,21 +108,21 @@ class Fabric:
         share = {NVLINK: 1.0}
         if worst:
             # a ring leaves an NVLink domain over the NICs of all its members there, a chain over one GPU's own
-            lanes = np.ones(level.shape)
+            nics = np.ones(level.shape)
             if pattern == "ring":
-                lanes = _mates(self.block[0][node])[:, : level.shape[1]]
+                nics = _members_in_block(self.block[0][node])[:, : level.shape[1]]
             outside = level > 0
             seconds = max(seconds, self._fullest_link(source[outside], level[outside], np.ones(int(outside.sum()))))
-            seconds = max(seconds, float((1.0 / (lanes * self._lane(level)))[outside].max()))
-            part = float((1.0 / lanes[level == worst]).max())
+            seconds = max(seconds, float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max()))
+            part = float((1.0 / nics[level == worst]).max())
             share = {NVLINK: 1.0 - part, self.names[worst]: part} if part < 1.0 else {self.names[worst]: 1.0}
         turn = float(hops.sum(axis=1).max())
         return Path(seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst])
 
     def _exchange(self, node: np.ndarray) -> Path:
         n = node.shape[1]
-        within = np.stack([_mates(self.block[tier][node]) - 1 for tier in range(len(self.names))])
-        part = np.diff(within, axis=0, prepend=0.0) / (n - 1)  # [tier, groups, n]: of a rank's bytes, where they meet
+        within = np.stack([_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))])
+        part = np.diff(within, axis=0, prepend=0.0) / (n - 1)  # [tier, groups, n]: fraction of bytes that meet there
         used = [tier for tier in range(len(self.names)) if part[tier].any()]
         worst = used[-1]
         seconds = float(part[0].max() / self.rate[0])
@@ -127,21 +130,21 @@ class Fabric:
         source = np.broadcast_to(node, part[1:].shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
         seconds = max(seconds, self._fullest_link(source, level, flows))
-        own_nic = sum(part[tier] / self._lane(np.array(tier)) for tier in used if tier)
+        own_nic = sum(part[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier)
         seconds = max(seconds, float(np.max(own_nic)))
         busiest = np.unravel_index(int(part[worst].argmax()), node.shape)
         share = {self.names[tier]: float(part[tier][busiest]) for tier in used if part[tier][busiest] > 0}
         hop = float(self.latency[worst])
         return Path(seconds, hop, hop * (n - 1), self.names[worst], share, self.stretch[worst])
 
-    def _lane(self, level: np.ndarray) -> np.ndarray:
-        """Bytes/s of what one GPU may use on its own: a whole NIC, shared or not, or several where it has several."""
+    def _gpu_bandwidth(self, level: np.ndarray) -> np.ndarray:
+        """Bytes/s that a GPU can use when it sends alone: a whole NIC, or all of its NICs where it has several."""
         return self.rate[level] * max(1.0, 1.0 / self.nics_per_gpu)
 
     def _fullest_link(self, source: np.ndarray, level: np.ndarray, flows: np.ndarray) -> float:
-        """Seconds per byte on the fullest shared link when flow i leaves node source[i] and meets its peer on level[i].
+        """Seconds per byte on the most loaded shared link. Flow i leaves node source[i], meets its peer on level[i].
 
-        Tier by tier: what leaves a block shares the block's uplinks (tier 0: the NICs of an NVLink domain).
+        Tier by tier, all flows that leave a block share the block's uplinks (tier 0: the NICs of an NVLink domain).
         """
         seconds = 0.0
         for tier in range(len(self.names) - 1):
@@ -149,13 +152,13 @@ class Fabric:
             if not leaves.any():
                 break
             load = np.bincount(self.block[tier][source[leaves]], weights=flows[leaves], minlength=len(self.gpus[tier]))
-            capacity = self.gpus[tier] * self.rate[max(tier, 1)] / self.thinner[tier]
+            capacity = self.gpus[tier] * self.rate[max(tier, 1)] / self.oversubscription[tier]
             seconds = max(seconds, float((load / capacity).max()))
         return seconds
 
 
-def _mates(block: np.ndarray) -> np.ndarray:
-    """How many members of its group stand in the same block as each member, itself included. Float [groups, n].
+def _members_in_block(block: np.ndarray) -> np.ndarray:
+    """For each member, how many of its group lie in the same block, itself included. Float [groups, n].
 
     O(groups * n log n): sort each group, count runs, write back.
     """

@@ -1,7 +1,7 @@
-"""The pipeline schedule as the planner needs it: which stages a rank holds, how long a step spans, what is in flight.
+"""Pipeline schedules: seconds that a step spans, and micro-batches in flight on each rank.
 
-Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same data. Where a closed
-form is exact it is used (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); the rest is simulated.
+Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same data. Exact closed
+forms are used where there are any (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); the rest is simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _steps(name: str, pp: int, micro_batches: int, vpp: int) -> Steps:
 
 
 def rank_seconds(parallel: Parallel, stages: Sequence[float]) -> list[float]:
-    """Seconds of one micro-batch on each pipeline rank, from those of each model stage.
+    """Seconds of one micro-batch on each pipeline rank. `stages`: seconds of each model stage.
 
     A bidirectional schedule holds the model twice and sends half of the micro-batches each way.
     """
@@ -40,7 +40,7 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
     forward, backward: seconds of one micro-batch through each model stage, communication inside the stage included.
 
     With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
-    else is simulated for a few rounds of p micro-batches; further rounds cost what the last one did.
+    else is simulated for a few rounds of p micro-batches; each further round takes as long as the last one.
     """
     work = rank_seconds(parallel, [f + b for f, b in zip(forward, backward, strict=True)])
     busy = parallel.micro_batches * sum(work)
@@ -68,33 +68,33 @@ def _simulated_span(
 ) -> float:
     half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
 
-    def shown(count: int) -> float:
+    def simulated(count: int) -> float:
         if name in TURNS:
             return makespan(name, (pp, count, vpp), forward, half, half)
         return _steps(name, pp, count, vpp).makespan(forward, half, half)
 
     first = 3 * pp + micro_batches % pp  # warm-up, some steady state, drain
     if micro_batches <= first + pp:
-        return shown(micro_batches)
-    longer = shown(first + pp)
-    a_micro_batch = (longer - shown(first)) / pp
-    return longer + (micro_batches - first - pp) * max(a_micro_batch, slowest)
+        return simulated(micro_batches)
+    longer = simulated(first + pp)
+    per_micro_batch = (longer - simulated(first)) / pp
+    return longer + (micro_batches - first - pp) * max(per_micro_batch, slowest)
 
 
 def in_flight(parallel: Parallel) -> list[float]:
-    """Micro-batches, each through one virtual stage, whose activations each pipeline rank holds at its peak."""
+    """Peak number of micro-batches (each through one virtual stage) whose activations a rank holds, for every rank."""
     if parallel.schedule == TABLE:
         return list(peak_in_flight(schedule_of(parallel)))
     p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
-    return [held_at_once(parallel.schedule, p, v, m, rank) for rank in range(p)]
+    return [in_flight_on_rank(parallel.schedule, p, v, m, rank) for rank in range(p)]
 
 
-def held_at_once(schedule: str, p: int, v: int, m: int, rank: int) -> int:
-    """`in_flight` of one rank in closed form; equal to counting on the schedule (a test does).
+def in_flight_on_rank(schedule: str, p: int, v: int, m: int, rank: int) -> int:
+    """`in_flight` of one rank in closed form; a test compares it with the schedule itself.
 
     1F1B: p - r; interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473, section 2.2); ZB-H1: p,
     ZB-H2: 2p - 1, ZB-V: 2p half stages (arXiv 2401.10241); DualPipe: p + 1, DualPipeV: 2p + 1 half stages (arXiv
-    2412.19437), which each reach as far as micro-batches are there; all-forward-all-backward: every one.
+    2412.19437), all of them limited by the micro-batches there are; all-forward-all-backward: all micro-batches.
     """
     if schedule == "afab":
         return m * v

@@ -1,7 +1,7 @@
-"""What hardware reaches of its data sheet. The one place for constants that are measured rather than derived.
+"""Fractions of data-sheet rates that hardware reaches: the only measured constants of the planner.
 
-Each number names the measurement behind it: rows of the calibration tables (`gemm_mamf`, `comm`) by their id or
-accelerator. A later calibration replaces this module's values, not the formulas that use them.
+Each number names its measurement: a row of the calibration tables (`gemm_mamf`, `comm`) by id or accelerator. A later
+calibration replaces the values of this module, not the formulas that use them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orchestrator.plan.document import Cluster
 
 
 class Profile(Struct, frozen=True, kw_only=True):
-    """Fractions of the cluster description's rates that a training job reaches. Bytes and seconds where named."""
+    """Fractions of the cluster description's rates that a training job reaches; fields in bytes or seconds say so."""
 
     gemm: dict[str, float]  # best matmul / peak FLOP/s, by precision
     gemm_default: float
@@ -22,12 +22,12 @@ class Profile(Struct, frozen=True, kw_only=True):
     nvlink: float  # ring collective bus bandwidth / link rate
     fabric: float
     contention: float  # collectives inside a training step / the same collectives alone
-    kernel_launch_s: float  # fixed cost of one operator on the critical path
-    context_bytes: int  # device context, communicators and workspaces that no tensor owns
+    kernel_launch_s: float  # fixed time of one operator on the critical path
+    context_bytes: int  # device context, communicators and workspaces
     source: str
 
 
-#: gemm_mamf rows, BF16 and FP8; None precision = any other. Matched by the longest prefix of the GPU's name.
+#: gemm_mamf rows, BF16 and FP8, by the longest prefix of the GPU's name.
 _GEMM: dict[str, dict[str, float]] = {
     "A100": {"bf16": 0.869, "fp16": 0.869},
     "H100": {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709},
@@ -57,7 +57,7 @@ def profile_for(gpu_name: str, device: str) -> Profile:
             fabric=0.8,
             contention=1.0,
             kernel_launch_s=2e-5,
-            context_bytes=0,  # a process's own size is not counted against the share of memory
+            context_bytes=0,  # the memory share of a CPU rank does not include the process itself
             source="assumed",
         )
     matches = [name for name in _GEMM if gpu_name.upper().startswith(name)]
@@ -76,7 +76,7 @@ def profile_for(gpu_name: str, device: str) -> Profile:
 
 
 def profile_of(cluster: Cluster) -> Profile:
-    """The profile of a cluster's GPU; where `orch bench` has measured the cluster, what it found instead."""
+    """The profile of a cluster's GPU, or what `orch bench` measured on the cluster."""
     found, measured = profile_for(cluster.gpu.name, cluster.device), cluster.measured
     if measured is None:
         return found

@@ -12,26 +12,35 @@ from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, sim
 from orchestrator.planner.model.stages import rank_stages
 
 from . import collective
-from .compute import Rates, StageSeconds, beside_seconds, kinds_seconds, optimizer_seconds, rates, stage_seconds
+from .compute import (
+    Rates,
+    StageSeconds,
+    layer_seconds_by_kind,
+    optimizer_seconds,
+    overlap_seconds,
+    rates,
+    stage_seconds,
+)
 from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .profile import profile_of
-from .traffic import Beside, Traffic, rank_parameters
+from .traffic import Overlap, Traffic, rank_parameters
 
 
 class Work(Struct, frozen=True):
-    """What a step computes, wherever its ranks are."""
+    """Compute of a step: everything that does not depend on where the ranks are."""
 
     stages: list[StageSeconds]  # one micro-batch through each model stage
     ranks: list[float]  # one micro-batch, forward and backward, through all stages of each pipeline rank
-    ahead: list[tuple[float, int]]  # of each pipeline rank: forward of the stages before its first, and their number
-    windows: dict[str, float]  # seconds a step in which communication may hide, by `traffic.Window`
-    beside: dict[Beside, float]  # seconds of the matrix product that one operation runs beside
+    ahead: list[tuple[float, int]]  # of each rank: (forward seconds, number) of the stages before its first
+    windows: dict[str, float]  # seconds per step that can hide communication, by `traffic.Window`
+    overlap_s: dict[Overlap, float]  # seconds of the matrix product that one operation overlaps with
     optimizer_s: float
 
 
 def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Work:
-    kinds = kinds_seconds(model, parallel, train, rate)
+    """The compute of one step, from the cost model's rates."""
+    kinds = layer_seconds_by_kind(model, parallel, train, rate)
     stages = stage_seconds(model, parallel, train, rate, kinds)
     by_rank = [[stages[stage] for stage in held] for held in rank_stages(parallel)]
     ranks = rank_seconds(parallel, [stage.both for stage in stages])
@@ -49,21 +58,23 @@ def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Wo
             "backward": sum(stage.backward for stage in slowest),  # of the last micro-batch
             "compute": m * ranks[by_rank.index(slowest)],
         },
-        beside=beside_seconds(model, parallel, train, rate, kinds),
+        overlap_s=overlap_seconds(model, parallel, train, rate, kinds),
         optimizer_s=optimizer_seconds(most, shards, rate),
     )
 
 
 def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[tuple, Path], work: Work, pp: int) -> dict[str, float]:
-    """Communication that nothing hides, by axis, seconds a step (without the pipeline's fill and drain).
+    """Communication that no compute hides, by axis, in seconds per step.
 
-    The last operation of a hidden series has nothing left to hide behind. A 1F1B pipeline has no slack between a
-    micro-batch's way down and its gradient's way up, so every transfer between stages is exposed.
+    The last operation of an overlapped series is always exposed. A 1F1B pipeline has no slack between a micro-batch's
+    last forward and its first backward, so every transfer between stages is exposed.
     """
     result = dict.fromkeys(AXES, 0.0)
     for item in traffic:
         path = paths[item.varying, collective.PATTERN[item.operation]]
-        once = max(0.0, collective.seconds(item.operation, item.size, item.members, path) - work.beside[item.beside])
+        once = max(
+            0.0, collective.seconds(item.operation, item.size, item.members, path) - work.overlap_s[item.overlap]
+        )
         count = item.count + (2 * (pp - 1) if item.axis == "pp" else 0)
         total = once * count
         hidden = min(work.windows[item.window], max(0.0, total - once))
@@ -74,7 +85,7 @@ def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[tuple, Path], wor
 def assemble(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> tuple[float, float, float]:
     """(step seconds, bubble seconds of the slowest rank, bubble ratio = idle / busy over the pipeline)."""
     m = parallel.micro_batches
-    # on the path of every micro-batch and stage; a third of it in forward
+    # tp, cp and ep are on the path of every micro-batch and stage; a third of it in forward
     inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / m / parallel.vpp
     forward = [stage.forward + inner / 3 for stage in work.stages]
     backward = [stage.backward + inner * 2 / 3 for stage in work.stages]
@@ -84,9 +95,11 @@ def assemble(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> tu
     return step, max(0.0, span - m * slowest), idle
 
 
-def floor(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> float:
-    """What `assemble` never undercuts, without simulating a pipeline: each rank waits for a first micro-batch to come
-    through the stages ahead of it, then has all of its work to do."""
+def step_lower_bound(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> float:
+    """Lower bound of the step seconds of `assemble` that needs no simulation.
+
+    Each rank waits until a micro-batch has come through the stages ahead of it, then does all of its work.
+    """
     inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / parallel.micro_batches
     m, each = parallel.micro_batches, inner / parallel.vpp / 3
     span = max(
@@ -96,7 +109,7 @@ def floor(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> float
 
 
 def predict(work: Work, exposed: Mapping[str, float], parallel: Parallel, outside: Container[str] = ()) -> Time:
-    """`outside`: axes whose groups leave their NVLink domain (for the advice in `limited_by`)."""
+    """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in `limited_by`."""
     step, bubble, ratio = assemble(work, exposed, parallel)
     compute = parallel.micro_batches * max(work.ranks) + work.optimizer_s
     return Time(
@@ -126,7 +139,7 @@ def _limited_by(
     parallel: Parallel,
     outside: Container[str],
 ) -> str:
-    """One phrase for the largest term that is not compute, or compute itself when nothing else reaches 5 %."""
+    """The largest term that is not compute and what reduces it; compute itself when no other term reaches 5 %."""
     terms = {**exposed, "bubble": bubble}
     worst = max(terms, key=lambda name: terms[name])
     share = terms[worst] / step
@@ -138,8 +151,8 @@ def _limited_by(
     return f"{ADVICE[worst]}{inside} ({share:.0%} of the step)"
 
 
-def timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
-    """Start and end of every action of the first `most_micro_batches` micro-batches of a step, in seconds."""
+def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
+    """The pipeline of a plan, simulated: start and end in seconds of every action of its first micro-batches."""
     par, train = plan.parallel, plan.job.train
     rate = rates(plan.cluster, profile_of(plan.cluster), train.precision)
     work = step_work(plan.model, par, train, rate)

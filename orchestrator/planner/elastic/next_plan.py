@@ -1,10 +1,10 @@
-"""What an elastic run goes on with when its nodes change: which of the healthy ones, under which plan. Pure.
+"""The next plan of an elastic run whose nodes changed: which healthy nodes it uses, and in which size. Pure.
 
-The sizes are those that `sizes.plan_sizes` found legal at submission, with a plan each: same global batch, same tensor
-and context parallelism; other data parallelism, accumulation, shares of replicas, and for the fewest nodes another
-pipeline depth. Order of choices, by the least change (reliability.md 4): a spare takes the seat of a lost node and
-every other rank stays; else the largest size that the healthy nodes can hold, the rest of them being spares; below
-the smallest, none. Which of two layouts a number of nodes gets was decided there.
+The sizes are those that `sizes.plan_sizes` found legal at submission, each with its plan: same global batch, tensor and
+context parallelism; other data parallelism, accumulation, shares of replicas, and for the fewest nodes another
+pipeline depth. The smallest change is taken (reliability.md 4): a spare replaces a lost node, and every other rank
+stays where it is; else the largest size that the healthy nodes can hold, with the others as spares; below the smallest
+size, none.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def legal_size(sizes: Collection[int], nodes: int) -> int | None:
 
 
 def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]) -> Plan | None:
-    """The plan of the next epoch on some of the `healthy` nodes: `current` where nothing changes, None for no capacity.
+    """The plan of the next epoch on `healthy` nodes; `current` where nothing changes, None where no size fits.
 
-    `sizes`: node count -> plan as submitted. `healthy` may hold nodes that no plan knows: spares. Every size has the
-    tensor-parallel degree of the job, so no choice takes a tensor-parallel group across nodes that had not been.
+    `sizes`: node count -> plan as submitted. `healthy` may hold nodes that no plan knows, as spares. All sizes have the
+    same tensor-parallel degree, so no change takes tensor-parallel groups across nodes.
     """
-    from .replan import exchange, replan  # here, because agents ask this module for sizes without needing numpy
+    from .replan import replace_nodes, replan  # here, because agents ask this module for sizes without needing numpy
 
     size = legal_size(sizes, len(healthy))
     if size is None:
@@ -38,39 +38,39 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
     kept = [node for node in held if node in healthy]
     whole = sizes[max(sizes)].cluster
     if size != len(held):
-        return replan(sizes[size], within(whole, sorted_in(whole, _chosen(whole, kept, healthy, size))))
+        return replan(sizes[size], restrict(whole, in_cluster_order(whole, _chosen(whole, kept, healthy, size))))
     if len(kept) == len(held):
         return current
-    spares = sorted_in(whole, set(healthy) - set(kept))
+    spares = in_cluster_order(whole, set(healthy) - set(kept))
     nodes = []
     for node in held:
         if node not in healthy:
             node = min(spares, key=lambda spare, lost=node: (_distance(whole, lost, spare), spares.index(spare)))
             spares.remove(node)
         nodes.append(node)
-    return exchange(current, within(whole, nodes))
+    return replace_nodes(current, restrict(whole, nodes))
 
 
 def larger_plan(current: Plan, sizes: Mapping[int, Plan], nodes: int) -> Plan | None:
-    """What the run could grow to on `nodes` nodes, as it was submitted; None when no larger size is legal."""
+    """The plan, as submitted, that the run could grow to on `nodes` nodes; None when no larger size is legal."""
     size = legal_size(sizes, nodes)
     return sizes[size] if size is not None and size > len(used_nodes(current)) else None
 
 
 def pays(current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s: float, horizon_s: float) -> bool:
-    """Whether a healthy run should stop at a step boundary to go on larger.
+    """Whether a healthy run should stop at a step boundary and continue with more nodes.
 
-    Hysteresis against nodes that come and go: the run has been as it is for `dwell_s`, and what the faster steps save
-    in `horizon_s` (until the run's end or the next fault, whichever is expected first) is more than the `cost_s` of
-    saving, stopping and starting again. Seconds.
+    The run must have been stable for `dwell_s`, and the faster steps must save more in `horizon_s` than the `cost_s` of
+    saving, stopping and starting. All in seconds.
     """
     saved = horizon_s * (1 - larger.time.step_s / current.time.step_s)
     return stable_s >= dwell_s and saved > cost_s
 
 
 def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> float:
-    """Seconds until the run's end or the next fault, whichever is expected first: the usual time between faults, or,
-    where nodes have held for longer than that, as long again.
+    """Seconds until the run's end or the next expected fault.
+
+    A fault is expected after the mean time between faults, or after `stable_s` where that is longer.
     """
     return min(left_s, max(watched_s / faults, stable_s)) if faults else left_s
 
@@ -78,8 +78,8 @@ def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> 
 # ---------------------------------------------------------------------------------------------- nodes
 
 
-def within(whole: Cluster, nodes: Sequence[str]) -> Cluster:
-    """`whole` with exactly these nodes, in this order. Those that it does not know are under a switch of their own."""
+def restrict(whole: Cluster, nodes: Sequence[str]) -> Cluster:
+    """`whole` with exactly these nodes, in this order. Unknown nodes are under a switch of their own."""
     at = {node: index for index, node in enumerate(nodes)}
     old = {index: at[node] for index, node in enumerate(whole.node_names) if node in at}
     strange = [at[node] for node in nodes if node not in whole.node_names]
@@ -97,17 +97,17 @@ def within(whole: Cluster, nodes: Sequence[str]) -> Cluster:
     return structs.replace(whole, node_names=list(nodes), nvlink_domains=domains, levels=levels)
 
 
-def sorted_in(whole: Cluster, nodes: Collection[str]) -> list[str]:
-    """In the cluster's order, nodes that it does not know last and by name."""
+def in_cluster_order(whole: Cluster, nodes: Collection[str]) -> list[str]:
+    """`nodes` in the cluster's order; unknown ones last, by name."""
     known = [node for node in whole.node_names if node in nodes]
     return known + sorted(set(nodes) - set(known))
 
 
 def _chosen(whole: Cluster, kept: Sequence[str], healthy: Collection[str], size: int) -> list[str]:
-    """`size` of the healthy nodes: those that hold ranks now first, and of equals those that lie closest together."""
-    rest = sorted_in(whole, set(healthy) - set(kept))
+    """`size` of the healthy nodes: first those that hold ranks now, then those closest to them."""
+    rest = in_cluster_order(whole, set(healthy) - set(kept))
     chosen = list(kept)
-    while len(chosen) > size:  # park the one that is farthest from the others
+    while len(chosen) > size:  # the node farthest from the others becomes a spare
         chosen.remove(max(reversed(chosen), key=lambda node: _apart(whole, node, chosen)))
     while len(chosen) < size:
         chosen.append(min(rest, key=lambda node: _apart(whole, node, chosen)))
@@ -120,7 +120,7 @@ def _apart(whole: Cluster, node: str, others: Sequence[str]) -> int:
 
 
 def _distance(whole: Cluster, a: str, b: str) -> int:
-    """Height of the lowest tier on which two nodes meet: 0 is an NVLink domain. A stranger is farther than all."""
+    """Lowest tier on which two nodes share a block: 0 is an NVLink domain. Unknown nodes are above all tiers."""
     tiers = [whole.nvlink_domains, *(level.switches for level in whole.levels)]
     index = {node: i for i, node in enumerate(whole.node_names)}
     if a in index and b in index:

@@ -1,4 +1,4 @@
-"""The same job on other nodes: degrees, model and batch stay, the rank map and the predictions are made anew. Pure."""
+"""The same job on other nodes: degrees, model and batch stay; rank map and predictions are computed again. Pure."""
 
 from __future__ import annotations
 
@@ -13,56 +13,59 @@ from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.placement.axis_order import Ground, axis_placement, solve
-from orchestrator.planner.placement.node_placement import certified, seated
-from orchestrator.planner.placement.rank_assignment import seat_ranks
+from orchestrator.planner.placement.axis_order import CostContext, axis_placement, solve
+from orchestrator.planner.placement.node_placement import certified, place_job
+from orchestrator.planner.placement.rank_assignment import assign_ranks
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the job does not fit there.
+    """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the cluster is too small.
 
-    The nesting order is chosen again: what was best on the nodes that were expected may not be on those that came.
+    The nesting order is chosen again: the best one depends on the nodes.
     """
-    seats = len(cluster.node_names) * cluster.gpus_per_node
+    gpus = len(cluster.node_names) * cluster.gpus_per_node
     world = plan.parallel.world_size
-    if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > seats:
+    if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > gpus:
         have = f"{len(cluster.node_names)} nodes of {cluster.gpus_per_node} GPUs"
         raise OrchError(
             f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
         )
-    ground, certificate = seated(Ground(cluster, plan.model, plan.job.train), plan.parallel)
-    return _placed(plan, ground, certificate)
+    context, certificate = place_job(CostContext(cluster, plan.model, plan.job.train), plan.parallel)
+    return _placed(plan, context, certificate)
 
 
-def exchange(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` with other machines at some of its places, sealed: rank r stays at place r, in the same nesting order.
+def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` with some nodes replaced, sealed; the nesting order stays.
 
-    `cluster` has the node that takes over at the index of the one that it replaces, so all other ranks stay where they
-    are, with their caches and the state in their memory.
+    `cluster` has each new node at the index of the node that it replaces, so all other ranks stay on their nodes, with
+    their caches and the state in their memory.
     """
-    ground = Ground(cluster, plan.model, plan.job.train)
+    context = CostContext(cluster, plan.model, plan.job.train)
     order = plan.parallel.order
-    ground, certificate = seated(ground, plan.parallel, order, move=False)
-    return _placed(plan, ground, certificate, order)
+    context, certificate = place_job(context, plan.parallel, order, move=False)
+    return _placed(plan, context, certificate, order)
 
 
-def _placed(plan: Plan, ground: Ground, certificate: Certificate, only: Sequence[Axis] | None = None) -> Plan:
-    """Rank map and predictions on the ground's nodes in their order; the best nesting order, or the order `only`."""
-    cluster = ground.cluster
-    parallel, best, traffic, time = solve(ground, plan.parallel, only)
-    places = coords(parallel.order, degrees(parallel))
-    worst = max(memory.accounts(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total)
+def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Sequence[Axis] | None = None) -> Plan:
+    """`plan` with rank map and predictions for the context's nodes, in the best nesting order or the order `only`."""
+    cluster = context.cluster
+    parallel, best, traffic, time = solve(context, plan.parallel, only)
+    coordinates = coords(parallel.order, degrees(parallel))
+    worst = max(
+        memory.memory_by_pp_rank(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total
+    )
     faster = plan.time.step_s / time.step_s
     return seal(
         structs.replace(
             plan,
             cluster=cluster,
             parallel=parallel,
-            ranks=seat_ranks(cluster, places),
+            ranks=assign_ranks(cluster, coordinates),
             groups=nested_groups(parallel.order, degrees(parallel)),
             placement=axis_placement(best, traffic),
             memory=structs.replace(
-                worst, worst_rank=next(r for r, place in enumerate(places) if place["pp"] == worst.worst_rank)
+                worst,
+                worst_rank=next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank),
             ),
             time=time,
             mfu=plan.mfu * faster,
@@ -73,7 +76,7 @@ def _placed(plan: Plan, ground: Ground, certificate: Certificate, only: Sequence
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """What became of the plan on the nodes that the scheduler gave."""
+    """How the plan on the scheduler's nodes differs from the submitted plan."""
 
     same_nodes: bool
     nodes: list[str]  # in rank order
@@ -89,7 +92,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line of text."""
         if self.same_nodes and not self.moved_ranks:
             return "placed as planned"
         levels = [f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()]
@@ -99,7 +102,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def difference(planned: Plan, real: Plan) -> Difference:
-    """Compare a plan with what it became. Node names count only as a set: their order is the planner's to choose."""
+    """Difference of two plans of a job. Node names count as a set, because the planner chooses their order."""
     pairs = list(zip(planned.ranks, real.ranks, strict=True))
     levels = {
         axis: [planned.placement[axis].worst_level, real.placement[axis].worst_level]

@@ -1,7 +1,7 @@
-"""Split backward: what waits between the input's gradient (I) and the weights' (W), and how much of it at once.
+"""Bytes that a split backward keeps between an input's gradient (I) and the weights' gradient (W).
 
-Of every matrix its input and the gradient of its output stay (`trainer/pipeline/split.py`); all else that the forward
-kept, or that recomputation made again, is gone after I. Qi et al. (arXiv 2401.10241, section 2) call it M_W.
+Of every matrix the input and the gradient of the output stay until W (`trainer/pipeline/split.py`); all else that
+forward kept, or that was recomputed, is freed after I. Qi et al. (arXiv 2401.10241, section 2) call what stays M_W.
 """
 
 from __future__ import annotations
@@ -11,61 +11,63 @@ from functools import lru_cache
 
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
-from orchestrator.planner.cost.traffic import WIDTH
-from orchestrator.planner.model.layers import is_moe_layer, samples_of_kinds
+from orchestrator.planner.model.layers import DTYPE_BYTES, is_moe_layer, sample_layers
 
-#: Schedules that cut backward in two, and how far ahead of its backwards, and behind them with its weights, a rank is
-#: for each rank that is behind or ahead of it; None: read off the schedule.
-SPLIT: dict[str, int | None] = {"zb_h1": 1, "zb_h2": 2, "zbv": None, "dualpipe": None, "dualpipev": None}
+#: Schedules that split backward -> forwards that a rank is ahead of its backwards for each later rank, and W that it is
+#: behind them for each earlier rank; None: counted on the schedule.
+SPLIT_BACKWARD: dict[str, int | None] = {"zb_h1": 1, "zb_h2": 2, "zbv": None, "dualpipe": None, "dualpipev": None}
 
-#: (micro-batches before their I, micro-batches between I and W), each through one stage of a rank, just before an I
+#: (micro-batches before their I, micro-batches between I and W) on one stage of a rank, just before an I
 Point = tuple[int, int]
 
 
-class Waits:
-    """Bytes of one micro-batch on one rank."""
+class DeferredGradients:
+    """Bytes that one micro-batch defers on one rank, and their peak over a step."""
 
     def __init__(self, model: Model, parallel: Parallel, train: Train):
         self.parallel = parallel
-        size = WIDTH[train.precision] * parallel.micro_batch_size * train.seq_len / parallel.cp
-        #: by kind of layer as in `samples_of_kinds`: (all that waits, gradients made while its inputs still stand)
+        size = DTYPE_BYTES[train.precision] * parallel.micro_batch_size * train.seq_len / parallel.cp
+        #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the inputs are kept)
         self.layers = [
             None if layer is None else tuple(size * count for count in _layer(model, layer, parallel.tp))
-            for layer in samples_of_kinds(model)
+            for layer in sample_layers(model)
         ]
-        self.logits = size * -(-model.vocab // parallel.tp)  # their gradient
+        self.logits = size * -(-model.vocab // parallel.tp)  # gradient of the logits
         self.head = self.logits + size * model.hidden
 
     def peak(
         self,
         rank: int,
-        flying: int,
-        held: float,
+        in_flight_count: int,
+        stored: float,
         stages: int,
         layers: Sequence[tuple[int, int, float]],
         head: float | None,
     ) -> float:
-        """Most bytes that a pipeline rank keeps.
+        """Peak activation bytes of a pipeline rank.
 
-        flying: micro-batches at once, as `pipeline.in_flight`; held: of one before its I, in one of the rank's
-        `stages`; layers: (how many, kind, what one has more while it runs again); head: what the output projection and
-        its loss keep, on the rank that has them.
+        in_flight_count: as `pipeline.in_flight`; stored: bytes of one micro-batch before its I, in one of the rank's
+        `stages`; layers: (number, kind, further bytes while one is recomputed); head: bytes kept by output projection
+        and loss, None on ranks without them.
         """
-        waits = sum(count * self.layers[kind][0] for count, kind, _ in layers) + (self.head if head else 0.0)
-        waits /= stages
-        turning = max((more + self.layers[kind][1] for _, kind, more in layers), default=0.0)
+        deferred = sum(count * self.layers[kind][0] for count, kind, _ in layers) + (self.head if head else 0.0)
+        deferred /= stages
+        during_input = max((more + self.layers[kind][1] for _, kind, more in layers), default=0.0)
         if head is not None:
-            turning = max(head + self.logits, self.head + turning)
-        # the last layer to run again, beside what waits of all others
-        again = max((max(0.0, more - self.layers[kind][0]) for _, kind, more in layers if more), default=0.0)
+            during_input = max(head + self.logits, self.head + during_input)
+        # while the last layer is recomputed, all others are deferred already
+        during_recompute = max((max(0.0, more - self.layers[kind][0]) for _, kind, more in layers if more), default=0.0)
         return max(
-            max(full * held + count * waits + turning, (full - 1) * held + (count + 1) * waits + again)
-            for full, count in held_points(self.parallel, rank, flying if waits <= held else None)
+            max(
+                full * stored + count * deferred + during_input,
+                (full - 1) * stored + (count + 1) * deferred + during_recompute,
+            )
+            for full, count in peak_points(self.parallel, rank, in_flight_count if deferred <= stored else None)
         )
 
 
 def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
-    """Elements a token: inputs, whole along the sequence, with gradients of outputs; and those of the feed-forward."""
+    """Elements per token: (inputs and output gradients of all matrices, output gradients of the MLP's first ones)."""
     if model.mla is not None:
         m = model.mla
         latent, heads = m.q_lora_rank + m.kv_lora_rank, model.heads / tp
@@ -81,52 +83,53 @@ def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
     return inputs + grads + model.hidden * (2 + many) + ffn + forward, forward
 
 
-def held_points(parallel: Parallel, rank: int, flying: int | None = None) -> list[Point]:
-    """What one pipeline rank holds where it holds most. `flying`: the most at once, for those who know that none weighs
-    more while it waits for W than while it waits for I.
+def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = None) -> list[Point]:
+    """The points of a step at which a pipeline rank may hold most.
+
+    `in_flight_count`: most micro-batches in flight, given only where none weighs more before W than before I.
     """
     if parallel.schedule == TABLE:
         return _highest(schedule_of(parallel).orders[rank])
-    step, (p, m) = SPLIT[parallel.schedule], (parallel.pp, parallel.micro_batches)
-    if step is None:  # none of these waits for W when most are there
-        if flying is not None:
-            return [(flying, 0)]
-        rank = min(rank, p - 1 - rank) if parallel.schedule == "dualpipe" else rank  # a mirror image
+    step, (p, m) = SPLIT_BACKWARD[parallel.schedule], (parallel.pp, parallel.micro_batches)
+    if step is None:  # at the peak of these schedules nothing waits for W
+        if in_flight_count is not None:
+            return [(in_flight_count, 0)]
+        rank = min(rank, p - 1 - rank) if parallel.schedule == "dualpipe" else rank  # its halves mirror each other
         return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
     ahead, behind = min(step * (p - 1 - rank), m), step * rank
-    turns = (min(behind, max(0, m - 1 - ahead)), min(behind, m - 1))  # in full swing, and as forwards run out
+    turns = (min(behind, max(0, m - 1 - ahead)), min(behind, m - 1))  # in steady state, and as forwards run out
     return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
 
 
-def full_at_once(schedule: str, p: int, m: int, rank: int, held: int) -> int:
-    """Most micro-batches before their I; `held`: all that wait, as `pipeline.held_at_once`."""
-    step = SPLIT.get(schedule)
+def in_flight_before_input_gradient(schedule: str, p: int, m: int, rank: int, held: int) -> int:
+    """Most micro-batches of a rank before their I. `held`: `pipeline.in_flight_on_rank`, before W included."""
+    step = SPLIT_BACKWARD.get(schedule)
     return held if step is None else min(m, step * (p - 1 - rank) + 1)
 
 
 @lru_cache(maxsize=4096)
 def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
-    """From some rounds of micro-batches on every further one looks like the last."""
+    """Points of a schedule, cached: after a few rounds of micro-batches further ones add no new points."""
     return _highest(SCHEDULES[name].order(rank, p, m, v))
 
 
 def _highest(order: Iterable[Action]) -> list[Point]:
-    """The points that no other exceeds in both numbers."""
+    """The points that no other point exceeds in both numbers."""
     kept: list[Point] = []
-    for full, waiting in sorted(set(_points(order)), reverse=True):
-        if not kept or waiting > kept[-1][1]:
-            kept.append((full, waiting))
+    for full, deferred in sorted(set(_points(order)), reverse=True):
+        if not kept or deferred > kept[-1][1]:
+            kept.append((full, deferred))
     return kept
 
 
 def _points(order: Iterable[Action]) -> Iterator[Point]:
-    full = waiting = 0
+    full = deferred = 0
     for kind, *_ in order:
         if kind is Kind.F:
             full += 1
         elif kind is Kind.W:
-            waiting -= 1
+            deferred -= 1
         else:
-            yield full, waiting
+            yield full, deferred
             full -= 1
-            waiting += kind is Kind.I
+            deferred += kind is Kind.I

@@ -1,4 +1,4 @@
-"""Bytes on the worst rank, by category: model states, activations, buffers.
+"""Bytes on the fullest GPU by category: model states, activations, buffers.
 
 States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the recipes of planning.md C2.
 """
@@ -9,44 +9,44 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 from orchestrator.planner.cost.profile import Profile, profile_for
-from orchestrator.planner.cost.traffic import WIDTH, rank_parameters
-from orchestrator.planner.model.layers import layer_params, parameter_count, samples_of_kinds
+from orchestrator.planner.cost.traffic import rank_parameters
+from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
 from orchestrator.planner.model.stages import rank_stages
 
 from .activations import activations, kernels_of, loss_bytes
 
 
-class States(Struct, frozen=True):
-    """Bytes of weights, gradients and optimizer on one rank."""
+class StateBytes(Struct, frozen=True):
+    """Bytes of weights, gradients and optimizer state."""
 
     params: float
     grads: float
     optimizer: float
 
 
-def model_states(dense: int, experts: int, parallel: Parallel, train: Train) -> States:
-    """States of a rank that holds `dense` and `experts` parameters (before data-parallel sharding).
+def rank_state_bytes(dense: int, experts: int, parallel: Parallel, train: Train) -> StateBytes:
+    """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding.
 
-    Weights in the training precision; gradients in `grad_dtype`, whole until they are reduced (ZeRO-0 and 1); AdamW's
-    two moments in fp32, and an fp32 master copy when the weights are narrower. Experts shard over cp * dp, all other
-    weights over cp * ep * dp.
+    Weights in the training precision; gradients in `grad_dtype`, unsharded with ZeRO-0 and 1; AdamW's two moments in
+    fp32, and an fp32 master copy where weights are narrower. Experts shard over cp * dp, all other weights over
+    cp * ep * dp.
     """
     params = grads = optimizer = 0.0
     for count, replicas in ((dense, parallel.cp * parallel.ep * parallel.dp), (experts, parallel.cp * parallel.dp)):
-        each = state_bytes(replicas, parallel, train)
+        each = param_state_bytes(replicas, parallel, train)
         params += count * each.params
         grads += count * each.grads
         optimizer += count * each.optimizer
-    return States(params, grads, optimizer)
+    return StateBytes(params, grads, optimizer)
 
 
-def state_bytes(replicas: int, parallel: Parallel, train: Train) -> States:
-    """Of one parameter that `replicas` ranks hold."""
-    weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
+def param_state_bytes(replicas: int, parallel: Parallel, train: Train) -> StateBytes:
+    """States of one parameter that `replicas` ranks hold, on each of them."""
+    weight, gradient = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
     shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight == 4 else 4
-    if parallel.zero >= 3 and shards > 1:  # the shard is the master copy: what is gathered of it is narrow
+    if parallel.zero >= 3 and shards > 1:  # the shard is the master copy; gathered weights are narrow
         weight, master = (4 if master else weight) / shards, 0
-    return States(
+    return StateBytes(
         params=weight,
         grads=gradient / (shards if parallel.zero >= 2 else 1),
         optimizer=(8 + master) / (shards if parallel.zero >= 1 else 1),
@@ -54,52 +54,51 @@ def state_bytes(replicas: int, parallel: Parallel, train: Train) -> States:
 
 
 def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) -> float:
-    """Bytes beside the model: the device's context and communicators, gathered sequences, and what ZeRO holds
-    whole for a while."""
-    width = WIDTH[train.precision]
+    """Bytes beside the model: device context and communicators, gathered sequences, temporary buffers of ZeRO."""
+    width = DTYPE_BYTES[train.precision]
     hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
     result = float(profile.context_bytes)
     if parallel.tp > 1:
         result += 2 * hidden  # one gathered input and one partial sum
-    return result + passing(model, parallel, train)
+    return result + zero_buffers(model, parallel, train)
 
 
-def passing(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of what ZeRO holds whole for a while.
+def zero_buffers(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
-    ZeRO-2: gradients of the bucket that fills and of two under way. ZeRO-3: weights of a block and of the next one on
-    its way, of embedding and head, and all of them under pipeline parallelism; a block's gradients and their copy that
-    is being summed.
+    ZeRO-2: gradients of the bucket being filled and of two being reduced. ZeRO-3: weights of a layer and of the next,
+    which is being gathered, of embedding and head, or of all layers in a pipeline; gradients of a layer and their copy
+    that is being reduced.
     """
     if parallel.zero < 2:
         return 0.0
-    weight, gradient = WIDTH[train.precision], WIDTH[train.grad_dtype]
+    weight, gradient = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
     if parallel.zero == 2:
-        return min(3 * parallel.bucket_bytes, 2 * _whole(model, parallel) * gradient)
-    kinds = [layer_params(model, layer) for layer in samples_of_kinds(model) if layer is not None]
+        return min(3 * parallel.bucket_bytes, 2 * _unsharded_params(model, parallel) * gradient)
+    kinds = [layer_params(model, layer) for layer in sample_layers(model) if layer is not None]
     tp, ep = parallel.tp, parallel.ep
     block = max((one.attention + one.ffn) / tp + one.replicated + one.experts / (tp * ep) for one in kinds)
     tables = model.vocab * model.hidden / tp * (1 if model.tied_embeddings else 2)
-    gathered = _whole(model, parallel) if parallel.pp > 1 else 2 * block + tables
+    gathered = _unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     return gathered * weight + 2 * block * gradient
 
 
-def _whole(model: Model, parallel: Parallel) -> float:
-    """Parameters of an average rank before data parallelism shards them."""
+def _unsharded_params(model: Model, parallel: Parallel) -> float:
+    """Parameters of an average rank before data-parallel sharding."""
     return (model.parameters or parameter_count(model)) / (parallel.tp * parallel.pp)
 
 
-def accounts(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:
-    """One account a pipeline rank, whose number is in `worst_rank` (the caller turns it into a rank)."""
-    beside = buffers(model, parallel, train, profile_for(cluster.gpu.name, cluster.device))
+def memory_by_pp_rank(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:
+    """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to a rank)."""
+    buffer_bytes = buffers(model, parallel, train, profile_for(cluster.gpu.name, cluster.device))
     loss, last, result = loss_bytes(model, parallel, train), len(parallel.stage_layers) - 1, []
     held = activations(model, parallel, train, kernels_of(cluster, model, parallel))
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
     for pp_rank, (parameters, kept, stages) in enumerate(ranks):
-        states = model_states(*parameters, parallel, train)
+        states = rank_state_bytes(*parameters, parallel, train)
         parts = {
             **{"params": states.params, "grads": states.grads, "optimizer": states.optimizer},
-            **{"activations": kept, "buffers": beside + (loss if last in stages else 0.0)},
+            **{"activations": kept, "buffers": buffer_bytes + (loss if last in stages else 0.0)},
         }
         parts = {name: round(size) for name, size in parts.items()}
         total, capacity = sum(parts.values()), cluster.gpu.memory_bytes

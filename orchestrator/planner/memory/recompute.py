@@ -1,8 +1,8 @@
-"""`train.recompute=budget`: for each layer none, selective or full, the least repeated work whose activations fit.
+"""`train.recompute=budget`: a mode (none, selective, full) for each layer, with the least recomputation that fits.
 
-A pipeline rank's layers are alike, so only how many take each mode matters; every pair of counts is tried, by the same
-account of memory that the plan prints. In-flight micro-batches differ by rank (1F1B: the first holds most), and so do
-the modes.
+All layers of a pipeline rank are equal, so only the number of layers in each mode matters: every pair of counts is
+tried, with the memory model that the plan prints. Micro-batches in flight differ by rank (with 1F1B the first rank has
+most), and so do the modes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.stages import rank_stages, stage_range
 
 from .activations import activations, kernels_of, loss_bytes
-from .rank_memory import buffers, model_states
+from .rank_memory import buffers, rank_state_bytes
 
 GIB = 1 << 30
 MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")
@@ -26,32 +26,32 @@ MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")
 def resolve_recompute(
     train: Train, cluster: Cluster, model: Model, parallel: Parallel, budget_gib: float | None
 ) -> Train:
-    """`train` with `recompute_layers` filled in, if it asks for a budget; `budget_gib` None: what the GPU leaves.
+    """`train` with `recompute_layers` filled in where it asks for a budget. `budget_gib` None: all free memory.
 
-    Where nothing fits, every layer of that rank is recomputed in full, and the plan says that it does not fit.
+    Where nothing fits, every layer of that rank is fully recomputed, and the plan says that it does not fit.
     """
     if train.recompute != "budget":
         return train
     profile = profile_of(cluster)
-    beside = buffers(model, parallel, train, profile)
+    buffer_bytes = buffers(model, parallel, train, profile)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
-        states = model_states(*rank_parameters(model, parallel)[pp_rank], parallel, train)
+        states = rank_state_bytes(*rank_parameters(model, parallel)[pp_rank], parallel, train)
         loss = loss_bytes(model, parallel, train) if len(parallel.stage_layers) - 1 in stages else 0.0
-        left = cluster.gpu.memory_bytes - states.params - states.grads - states.optimizer - beside - loss
+        left = cluster.gpu.memory_bytes - states.params - states.grads - states.optimizer - buffer_bytes - loss
         budget = left if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
             layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget), strict=True
         ):
-            modes[layer] = max(modes[layer], mode)  # a bidirectional pipeline has two holders: the tighter one decides
+            modes[layer] = max(modes[layer], mode)  # in a bidirectional pipeline two ranks hold it: the tighter decides
     return structs.replace(train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)])
 
 
 def _cheapest(
     train: Train, cluster: Cluster, model: Model, parallel: Parallel, pp_rank: int, layers: list[int], budget: float
 ) -> list[int]:
-    """Mode (index into MODES) of each of a rank's layers, those that repeat most first."""
+    """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
     if not layers:
         return []
     rate = rates(cluster, profile_of(cluster), train.precision)

@@ -1,4 +1,4 @@
-"""Parameter counts of a transformer, and FLOPs by part, from its shapes alone.
+"""Parameters and FLOPs of a transformer's layers, from the model's shapes.
 
 Parameters are exact integers. The FLOP conventions live in `orchestrator.plan.flops`, which the trainer's MFU shares.
 
@@ -29,8 +29,11 @@ def resolve(spec: ModelSpec) -> Model:
     return structs.replace(model, parameters=parameter_count(model))
 
 
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
 class LayerParams(Struct, frozen=True):
-    """Trainable parameters of one decoder layer, by the way that parallelism treats them."""
+    """Trainable parameters of one decoder layer, by how parallelism divides them."""
 
     attention: int  # matmul weights and their column biases: divided by tp
     ffn: int  # dense MLP and shared experts: divided by tp
@@ -77,14 +80,14 @@ def is_moe_layer(model: Model, layer: int) -> bool:
 
 
 def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
-    """How many of the layers [start, stop) are dense, and how many are mixtures: all of one kind are alike."""
+    """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal."""
     first = model.layers if model.moe is None else model.moe.first_dense_layers
     dense = max(0, min(stop, first) - start)
     return dense, stop - start - dense
 
 
-def samples_of_kinds(model: Model) -> tuple[int | None, int | None]:
-    """(a dense layer, a mixture layer) of the model, None where it has none: what stands for all of its kind."""
+def sample_layers(model: Model) -> tuple[int | None, int | None]:
+    """Index of (a dense layer, an MoE layer) that stands for all of its kind; None where the model has none."""
     dense, moe = dense_and_moe(model, 0, model.layers)
     return (0 if dense else None), (model.layers - 1 if moe else None)
 
@@ -105,8 +108,10 @@ def layer_params(model: Model, layer: int) -> LayerParams:
 
 
 def dense_on_rank(model: Model, layer: int, tp: int) -> int:
-    """Parameters of a layer, its routed experts left out, that one of `tp` ranks holds. Fewer key-value heads than
-    ranks: neighbours hold the same."""
+    """Parameters of a layer without routed experts on one of `tp` ranks.
+
+    With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head.
+    """
     one = layer_params(model, layer)
     own = (one.attention + one.ffn) // tp + one.replicated
     if model.mla is None and tp > model.kv_heads:
@@ -116,12 +121,12 @@ def dense_on_rank(model: Model, layer: int, tp: int) -> int:
 
 
 def embedding_params(model: Model) -> tuple[int, int]:
-    """(token table, position table): the first is divided by tp over the vocabulary, the second is replicated."""
+    """(token table, position table): the first is divided by tp along the vocabulary, the second replicated."""
     return model.vocab * model.hidden, model.max_seq_len * model.hidden if model.position == "learned" else 0
 
 
 def parameter_count(model: Model | ModelSpec) -> int:
-    """Every parameter that the published figure counts: layers, embeddings, final norm, head, `extra_params`.
+    """All parameters, as published figures count them: layers, embeddings, final norm, head, `extra_params`.
 
     For GPT-style models this is N = h*V + L*(12 h^2 + 13 h) + 2h (+ s_max*h), planning.md C1.
     """
@@ -129,7 +134,7 @@ def parameter_count(model: Model | ModelSpec) -> int:
         return resolve(model).parameters
     table, positions = embedding_params(model)
     head = 0 if model.tied_embeddings else table
-    counts = zip(dense_and_moe(model, 0, model.layers), samples_of_kinds(model), strict=True)
+    counts = zip(dense_and_moe(model, 0, model.layers), sample_layers(model), strict=True)
     layers = sum(many * layer_params(model, layer).total for many, layer in counts if layer is not None)
     return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
 
@@ -161,7 +166,7 @@ def head_flops(model: Model) -> float:
 
 
 def active_parameters(model: Model) -> int:
-    """Parameters that one token touches (MoE: `top_k` of the routed experts)."""
+    """Parameters that one token uses (MoE: `top_k` of the routed experts)."""
     total = parameter_count(model)
     if model.moe is None:
         return total
@@ -170,10 +175,10 @@ def active_parameters(model: Model) -> int:
 
 
 def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tuple[int, str, int]]:
-    """(kind of layer as in `samples_of_kinds`, recompute mode, how many) of the layers in `ranges`."""
+    """(kind as index into `sample_layers`, recomputation mode, number) of the layers in `ranges`."""
     if train.recompute != "budget":
         counts = zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)
         return [(kind, train.recompute, sum(numbers)) for kind, numbers in enumerate(counts)]
-    modes = train.recompute_layers or ["full"] * model.layers  # not resolved yet: the safe side
+    modes = train.recompute_layers or ["full"] * model.layers  # not resolved yet: assume the most recomputation
     found = Counter((int(is_moe_layer(model, layer)), modes[layer]) for r in ranges for layer in r)
     return [(kind, mode, n) for (kind, mode), n in found.items()]

@@ -13,11 +13,11 @@ from .layers import head_flops, layer_flops
 
 
 def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
-    """Decoder layers of each of `stages` stages, in model order, so that the slowest stage is as fast as possible.
+    """Decoder layers of each stage, in model order, such that the slowest stage is as fast as possible.
 
-    The head counts as work of the last stage and the token table as memory of the first: the fullest stages are
-    those in the middle, which for 126 layers in 16 stages gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783,
-    section 3.3.2). An even split wins when it is within `tolerance` of the best: equal stages interleave better.
+    The head counts as work of the last stage; of equal stages the first gets fewer layers, as it holds the token table.
+    For 126 layers in 16 stages that gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783, section 3.3.2). An even
+    split is taken where it is within `tolerance` of the best, because equal stages interleave better.
     """
     head = head_flops(model) / layer_flops(model, model.layers - 1, seq_len).total  # in layers
     return list(_balance(model.layers, stages, head, tolerance))
@@ -30,8 +30,8 @@ def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[i
     extra = [0.0] * stages
     extra[-1] += head
     counts = [1] * stages
-    # the next layer goes to the stage that is least full with it; ties: the middle first, then the end; the first
-    # stage last, because it also holds the token table
+    # the next layer goes to the stage with the least work; ties: middle stages first, then the last stage, the first
+    # stage last
     least = [(2 + extra[s], s == 0, s == stages - 1, s) for s in range(stages)]
     heapify(least)
     for _ in range(layers - stages):
@@ -46,15 +46,15 @@ def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[i
     return tuple(counts)
 
 
-def splits(parallel: Parallel) -> bool:
-    """Whether backward is in two pieces: first the inputs' gradients, some time later the weights'."""
+def splits_backward(parallel: Parallel) -> bool:
+    """Whether backward is split: inputs' gradients first, weights' gradients later."""
     if parallel.schedule == TABLE:
         return schedule_of(parallel).splits_backward
     return parallel.schedule not in WHOLE_BACKWARD
 
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
-    """Model stages that each pipeline rank holds, in model order. DualPipe holds a stage of each direction."""
+    """Model stages of each pipeline rank, in model order. With DualPipe a rank holds a stage of each direction."""
     stages = parallel.pp * parallel.vpp
     held: list[list[int]] = [[] for _ in range(parallel.pp)]
     for stage, rank in enumerate(_stage_ranks(parallel)):

@@ -1,8 +1,11 @@
-"""Which nesting order of the axes to use: every order is costed, none is sampled.
+"""Nesting order of the axes: every order is costed, none is sampled. Also the cost of degrees in their best order.
+
+Rank r is GPU r % gpus_per_node of node r // gpus_per_node, nodes in topology order. A nesting order gives each rank its
+coordinates: the innermost axis varies fastest, so its groups are the closest together.
 
 Objective, lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then expert-parallel groups
-inside one, then the predicted step time; orders within 0.5 % of the best are ties and go to the one that stays on the
-lowest levels, then to the nesting nearest the default (TP, CP, EP, PP, DP).
+inside one, then the predicted step time. Orders within 0.5 % of the best are ties; of those the one that stays on the
+lowest levels is taken, then the one nearest the default (TP, CP, EP, PP, DP).
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Model
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.compute import Rates, rates
-from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path, Pattern
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path, Pattern
 from orchestrator.planner.cost.profile import Profile, profile_of
-from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds, floor, predict, step_work
+from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds, predict, step_lower_bound, step_work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 
 TIE = 0.005
@@ -36,7 +39,7 @@ PathKey = tuple[tuple[Axis, ...], Pattern]
 def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
     """Every distinct nesting order, the default (planning.md E1: TP, CP, EP, PP, DP) first.
 
-    An axis of degree 1 may stand anywhere without moving a rank, so it stays at its default place.
+    The position of an axis of degree 1 changes nothing, so it keeps its default one.
     """
     moving = [axis for axis in AXES if degrees[axis] > 1]
     for permutation in itertools.permutations(moving):
@@ -45,7 +48,7 @@ def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
 
 
 def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> np.ndarray:
-    """Ranks of every group in which only `varying` axes vary: int array [groups, members].
+    """Ranks of every group in which only the `varying` axes vary: int array [groups, members].
 
     Members are sorted by those coordinates, the last of `varying` slowest, as in `orchestrator.plan.ranks.groups`.
     """
@@ -60,23 +63,23 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
 
 @dataclass(frozen=True)
 class Candidate:
-    """One nesting order and its price."""
+    """One nesting order and its cost."""
 
     order: tuple[Axis, ...]
     paths: dict[PathKey, Path]
-    exposed: dict[str, float]  # seconds by axis
+    exposed: dict[str, float]  # exposed communication by axis, seconds per step
     work: Work
     parallel: Parallel
 
     @cached_property
     def step_s(self) -> float:
-        """May simulate a pipeline: asked for only where it can matter."""
+        """Seconds of one step. May simulate a pipeline, so it is computed only where needed."""
         return assemble(self.work, self.exposed, self.parallel)[0]
 
     @cached_property
-    def floor_s(self) -> float:
-        """`step_s` is no less."""
-        return floor(self.work, self.exposed, self.parallel)
+    def lower_bound_s(self) -> float:
+        """Lower bound of `step_s`, without simulation."""
+        return step_lower_bound(self.work, self.exposed, self.parallel)
 
     def worst_level(self, axis: Axis) -> str:
         return self.paths[(axis,), "ring"].worst_level
@@ -85,25 +88,25 @@ class Candidate:
         return self.worst_level(axis) not in (SELF, NVLINK)
 
 
-class Roads:
-    """The paths of one cluster, each computed once: groups are the same wherever their axes have the same strides."""
+class PathCache:
+    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal groups."""
 
     def __init__(self, cluster: Cluster, profile: Profile):
         self.fabric = Fabric(cluster, profile)
         self._seen: dict[tuple, Path] = {}
 
-    def reseated(self, nodes: Sequence[int]) -> Roads:
-        """The same roads with the nodes in another order, or fewer of them."""
+    def reordered(self, nodes: Sequence[int]) -> PathCache:
+        """An empty cache for the same network with `nodes` in this order."""
         other = copy.copy(self)
-        other.fabric, other._seen = self.fabric.reseated(nodes), {}
+        other.fabric, other._seen = self.fabric.reordered(nodes), {}
         return other
 
     def path(self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True) -> Path:
-        """Cost of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
+        """Path of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
         varying, pattern = key
         shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
         if not shape:
-            return NOWHERE
+            return NO_PATH
         slot = (shape, pattern, wrap, math.prod(sizes.values()))
         if slot not in self._seen:
             self._seen[slot] = self.fabric.path(group_members(order, sizes, varying), pattern, wrap)
@@ -111,28 +114,28 @@ class Roads:
 
 
 def candidates(
-    roads: Roads,
+    path_cache: PathCache,
     parallel: Parallel,
     traffic: Sequence[Traffic],
     work: Work,
     only: Sequence[Axis] | None = None,
 ) -> list[Candidate]:
-    """Every nesting order with its predicted step time, default order first; or just the order `only`."""
+    """Every nesting order with its cost, the default order first; or just the order `only`."""
     sizes = degrees(parallel)
     wanted: dict[PathKey, bool] = {(item.varying, PATTERN[item.operation]): True for item in traffic}
-    wanted |= {((axis,), "ring"): True for axis in AXES}  # for the worst level of axes that send nothing
+    wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
     if (("pp",), "chain") in wanted:
-        wanted[("pp",), "chain"] = parallel.vpp > 1  # only virtual stages go from the last rank back to the first
+        wanted[("pp",), "chain"] = parallel.vpp > 1  # only virtual stages send from the last rank to the first
     result = []
     for order in [tuple(only)] if only else orders(sizes):
-        paths = {key: roads.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
+        paths = {key: path_cache.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
         exposed = exposed_seconds(traffic, paths, work, parallel.pp)
         result.append(Candidate(order, paths, exposed, work, parallel))
     return result
 
 
 def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
-    """The best candidate by the objective above."""
+    """The best candidate by the objective of this module."""
 
     def height(candidate: Candidate) -> int:
         rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
@@ -143,17 +146,17 @@ def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
         least = min(candidate.outside_nvlink(axis) for candidate in rest)
         rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
     fastest = math.inf
-    for candidate in sorted(rest, key=lambda one: one.floor_s):
-        if candidate.floor_s > fastest * (1 + TIE):
+    for candidate in sorted(rest, key=lambda one: one.lower_bound_s):
+        if candidate.lower_bound_s > fastest * (1 + TIE):
             break
         fastest = min(fastest, candidate.step_s)
     near = fastest * (1 + TIE)
-    rest = [candidate for candidate in rest if candidate.floor_s <= near and candidate.step_s <= near]
+    rest = [candidate for candidate in rest if candidate.lower_bound_s <= near and candidate.step_s <= near]
     return min(rest, key=height)  # the first of equals: nearest to the default
 
 
 def axis_placement(candidate: Candidate, traffic: Sequence[Traffic]) -> dict[str, AxisPlacement]:
-    """For each axis the worst level that its groups cross and the bytes a step that its busiest rank sends, by level.
+    """By axis: the worst level that its groups cross, and bytes per step that its busiest rank sends, by level.
 
     "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
     """
@@ -177,14 +180,14 @@ def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
     return stride
 
 
-class Ground:
-    """One model on one cluster: what every choice of degrees shares, computed once."""
+class CostContext:
+    """One model on one cluster: what the costs of all layouts share, computed once."""
 
-    def __init__(self, cluster: Cluster, model: Model, train: Train, roads: Roads | None = None):
-        """`roads`: the cluster's, where somebody has them already."""
+    def __init__(self, cluster: Cluster, model: Model, train: Train, path_cache: PathCache | None = None):
+        """`path_cache`: the cluster's, if there is one already."""
         self.cluster, self.model, self.train = cluster, model, train
         self.profile: Profile = profile_of(cluster)
-        self.roads = roads or Roads(cluster, self.profile)
+        self.path_cache = path_cache or PathCache(cluster, self.profile)
         self.rate: Rates = rates(cluster, self.profile, train.precision)
         self.level_names = [level.name for level in cluster.levels]
 
@@ -199,13 +202,13 @@ class Solution(NamedTuple):
 
 
 def solve(
-    ground: Ground, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
+    context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
 ) -> Solution:
-    """The cheapest order of `parallel` (or the order `only`). `train` may differ from the ground's in recompute."""
-    train = train or ground.train
-    traffic = step_traffic(ground.model, parallel, train)
-    work = step_work(ground.model, parallel, train, ground.rate)
-    best = choose(candidates(ground.roads, parallel, traffic, work, only), ground.level_names)
+    """`parallel` in its best nesting order (or the order `only`). `train`: where its recompute is not the context's."""
+    train = train or context.train
+    traffic = step_traffic(context.model, parallel, train)
+    work = step_work(context.model, parallel, train, context.rate)
+    best = choose(candidates(context.path_cache, parallel, traffic, work, only), context.level_names)
     parallel = structs.replace(parallel, order=list(best.order))
     outside = [axis for axis in AXES if best.outside_nvlink(axis)]
     return Solution(parallel, best, traffic, predict(work, best.exposed, parallel, outside))

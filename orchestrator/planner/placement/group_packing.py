@@ -1,4 +1,4 @@
-"""Orders of nodes worth costing: all up to symmetry when they are few, whole groups under switches when many."""
+"""Node orders worth costing: few nodes in all orders up to symmetry, many with whole groups under switches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from orchestrator.plan.document import Axis
 from orchestrator.planner.cost.fabric import Fabric
 
 
-def symmetric(fabric: Fabric, places: int) -> Iterator[tuple[int, ...]]:
-    """Every choice and order of `places` nodes, one for each class that swapping like nodes and switches joins.
+def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered choice of `slots` nodes, one for each class of choices with equivalent nodes and switches.
 
-    Two nodes are alike when the paths above them part only in switches that hold nobody yet and have the same shape.
+    Two nodes are equivalent when the paths above them differ only in unused switches of the same shape.
     """
     block, total = fabric.block, fabric.block.shape[1]
     tiers = range(block.shape[0] - 1, -1, -1)
@@ -23,7 +23,7 @@ def symmetric(fabric: Fabric, places: int) -> Iterator[tuple[int, ...]]:
     chosen: list[int] = []
 
     def key(node: int) -> tuple:
-        """Where a node is, by name as far as switches are in use, by shape below."""
+        """Path above a node: used switches by name, unused ones by shape."""
         result = []
         for position, at in enumerate(path[node]):
             if not used.get(at):
@@ -32,7 +32,7 @@ def symmetric(fabric: Fabric, places: int) -> Iterator[tuple[int, ...]]:
         return tuple(result)
 
     def fill() -> Iterator[tuple[int, ...]]:
-        if len(chosen) == places:
+        if len(chosen) == slots:
             yield tuple(chosen)
             return
         alike: dict[tuple, int] = {}
@@ -52,9 +52,9 @@ def symmetric(fabric: Fabric, places: int) -> Iterator[tuple[int, ...]]:
 
 
 def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
-    """(tier, block) -> a number that is equal for blocks of equal form: size, capacity and what is below.
+    """(tier, block) -> a number, equal for blocks of equal shape: size, capacity and the shapes below.
 
-    Numbers follow the forms' own order, so they do not depend on names.
+    Numbers follow the order of the shapes, so they do not depend on names.
     """
     shapes: dict[tuple[int, int], int] = {}
     for tier, blocks in enumerate(fabric.block):
@@ -64,22 +64,22 @@ def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
             inner, where = np.unique(fabric.block[tier - 1], return_index=True)
             for child, node in zip(inner, where, strict=True):
                 below[int(blocks[node])].append(shapes[tier - 1, int(child)])
-        forms = {
+        described = {
             int(name): (int(size), int(fabric.gpus[tier][name]), tuple(sorted(below[int(name)])))
             for name, size in zip(names, sizes, strict=True)
         }
-        rank = {form: index for index, form in enumerate(sorted(set(forms.values())))}
-        shapes.update({(tier, name): rank[form] for name, form in forms.items()})
+        rank = {shape: index for index, shape in enumerate(sorted(set(described.values())))}
+        shapes.update({(tier, name): rank[shape] for name, shape in described.items()})
     return shapes
 
 
-def packings(
-    fabric: Fabric, orders: Sequence[Sequence[Axis]], sizes: Mapping[str, int], places: int
+def packed_node_orders(
+    fabric: Fabric, orders: Sequence[Sequence[Axis]], sizes: Mapping[str, int], slots: int
 ) -> Iterator[tuple[int, ...]]:
-    """Seatings in which whole groups stand under whole switches, for the nesting of every order.
+    """Node orders that keep whole groups under one switch, for the groups of every nesting order.
 
-    A group is a run of consecutive places: the inner axes of an order. Each switch gives as many whole groups as it
-    holds; what is left over in switches makes groups one tier further up.
+    A group is a run of consecutive slots: the inner axes of an order. Each switch gets as many whole groups as fit; the
+    nodes that are left over form groups one tier higher.
     """
     shapes = _shapes(fabric)
     seen: set[tuple[int, ...]] = set()
@@ -88,48 +88,48 @@ def packings(
         for axis in order:
             reach *= sizes[axis]
             count = reach // fabric.gpus_per_node
-            if reach % fabric.gpus_per_node == 0 and 1 < count < places and count not in groups:
+            if reach % fabric.gpus_per_node == 0 and 1 < count < slots and count not in groups:
                 groups.append(count)
         for depth in range(len(groups) + 1):
             wanted = tuple(groups[:depth])
             if wanted not in seen:
                 seen.add(wanted)
-                yield _packed(fabric, shapes, wanted, places)
+                yield _packed(fabric, shapes, wanted, slots)
 
 
 def _packed(
-    fabric: Fabric, shapes: Mapping[tuple[int, int], int], groups: Sequence[int], places: int
+    fabric: Fabric, shapes: Mapping[tuple[int, int], int], groups: Sequence[int], slots: int
 ) -> tuple[int, ...]:
-    """Runs of nodes: of the largest group size first, each made of runs of the next smaller one."""
+    """Nodes in an order that keeps groups of all sizes in `groups` together, each made of groups of the size before."""
     block = fabric.block
     total = block.shape[1]
-    # outermost tier last in lexsort's keys = first in importance; fuller switches first, so that few are touched
+    # lexsort: the last key is the most important one. Fuller switches first, so that few are used
     keys: list[np.ndarray] = [np.arange(total)]
     for tier in range(block.shape[0]):
         count = np.bincount(block[tier])[block[tier]]
-        form = np.array([shapes[tier, int(name)] for name in block[tier]])
-        keys += [block[tier], form, -count]
+        shape = np.array([shapes[tier, int(name)] for name in block[tier]])
+        keys += [block[tier], shape, -count]
     order = np.lexsort(keys)
     runs = [(int(node),) for node in order]
     for size in groups:
         runs = _joined(block, runs, size // len(runs[0]) if runs else 1)
-    if len(runs) and len(runs[0]) * len(runs) < places:  # leftovers that fill no group
+    if len(runs) and len(runs[0]) * len(runs) < slots:  # leftovers that fill no group
         inside = {node for run in runs for node in run}
         runs += [(int(node),) for node in order if int(node) not in inside]
-    chosen = _tightest(block, runs, places)
-    return tuple(chosen[:places])
+    chosen = _tightest(block, runs, slots)
+    return tuple(chosen[:slots])
 
 
 def _joined(block: np.ndarray, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
-    """Runs of `width` runs each: first those of one domain, then of one switch, tier by tier."""
+    """Runs joined in sets of `width`: first inside one domain, then under one switch, tier by tier."""
     result: list[tuple[int, ...]] = []
     rest = list(runs)
     for tier in range(block.shape[0]):
-        waiting: dict[int, list[tuple[int, ...]]] = {}
+        by_block: dict[int, list[tuple[int, ...]]] = {}
         for run in rest:
-            waiting.setdefault(int(block[tier][run[0]]), []).append(run)
+            by_block.setdefault(int(block[tier][run[0]]), []).append(run)
         rest = []
-        for members in waiting.values():
+        for members in by_block.values():
             whole = len(members) // width * width
             for start in range(0, whole, width):
                 result.append(tuple(node for run in members[start : start + width] for node in run))
@@ -138,15 +138,15 @@ def _joined(block: np.ndarray, runs: Sequence[tuple[int, ...]], width: int) -> l
     return sorted(result, key=lambda run: first[run[0]])
 
 
-def _tightest(block: np.ndarray, runs: Sequence[tuple[int, ...]], places: int) -> list[int]:
-    """Of more runs than needed those under the smallest switch that has enough, fullest switches first."""
+def _tightest(block: np.ndarray, runs: Sequence[tuple[int, ...]], slots: int) -> list[int]:
+    """Nodes of the runs; where there are more than needed, of those under the smallest sufficient switch."""
     have = sum(map(len, runs))
-    if have > places:
+    if have > slots:
         for tier in range(block.shape[0]):
             under: dict[int, list[tuple[int, ...]]] = {}
             for run in runs:
                 under.setdefault(int(block[tier][run[0]]), []).append(run)
-            enough = [members for members in under.values() if sum(map(len, members)) >= places]
+            enough = [members for members in under.values() if sum(map(len, members)) >= slots]
             if enough:
                 runs = min(enough, key=lambda members: sum(map(len, members)))
                 break

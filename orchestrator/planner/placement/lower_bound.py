@@ -1,8 +1,8 @@
-"""The least that a step can take on a network, whoever sits where. Pure.
+"""Lower bound of a step on a network over all node placements. Pure.
 
-For every axis: its groups need so many nodes each; where not all of them can stand under switches of a tier at once,
-one must go higher, and pays that tier's rate and latency. Congestion is left out except at the nodes' own NICs, whose
-load does not depend on the seating.
+For every axis: its groups need a certain number of nodes each; where not all of them fit under switches of a tier, at
+least one crosses the next tier and pays its rate and latency. Congestion counts only at the nodes' own NICs, whose load
+does not depend on the placement.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 from orchestrator.plan.document import Axis, Parallel
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
-from orchestrator.planner.cost.fabric import NOWHERE, Fabric, Path, Pattern
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path, Pattern
 from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds
 from orchestrator.planner.cost.traffic import Traffic
 
 from .axis_order import group_members
 
 
-def step_bound(
-    fabric: Fabric, order: Sequence[Axis], parallel: Parallel, traffic: Sequence[Traffic], work: Work, places: int
+def placement_lower_bound(
+    fabric: Fabric, order: Sequence[Axis], parallel: Parallel, traffic: Sequence[Traffic], work: Work, slots: int
 ) -> float:
-    """Seconds of one step that no seating of this order can undercut."""
+    """Lower bound of the step in seconds, for this nesting order and any placement."""
     sizes = degrees(parallel)
     paths = {}
     for item in traffic:
@@ -32,25 +32,25 @@ def step_bound(
         if key not in paths:
             members = group_members(order, sizes, item.varying)
             wrap = key != (("pp",), "chain") or parallel.vpp > 1
-            paths[key] = path_bound(fabric, members, key[1], wrap)
+            paths[key] = path_lower_bound(fabric, members, key[1], wrap)
     exposed = exposed_seconds(traffic, paths, work, parallel.pp)
     return assemble(work, exposed, parallel)[0]
 
 
-def path_bound(fabric: Fabric, members: np.ndarray, pattern: Pattern, wrap: bool) -> Path:
-    """A path that is no dearer than `fabric.path` of the same groups under any seating."""
+def path_lower_bound(fabric: Fabric, members: np.ndarray, pattern: Pattern, wrap: bool) -> Path:
+    """A path that costs no more than `fabric.path` of the same groups under any placement."""
     n = members.shape[1]
     if n == 1:
-        return NOWHERE
-    place = members // fabric.gpus_per_node
-    row = np.sort(place, axis=1)
-    spans = 1 + (row[:, 1:] != row[:, :-1]).sum(axis=1)  # nodes that each group needs
+        return NO_PATH
+    slot = members // fabric.gpus_per_node
+    row = np.sort(slot, axis=1)
+    spans = 1 + (row[:, 1:] != row[:, :-1]).sum(axis=1)  # nodes of each group
     nodes = int(spans.min())
     if nodes == 1:
         hop = float(fabric.latency.min())
         turn = hop * (n if wrap and pattern != "exchange" else n - 1)
         return Path(1.0 / float(fabric.rate[0]), hop, turn, fabric.names[0], {})
-    # groups on nodes of their own: two that share a first node share all
+    # groups that share no nodes: two that share their first node share all
     count = int(np.count_nonzero(np.bincount(row[:, 0])))
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
     level = _least_level(fabric, nodes, count if even else 1)
@@ -62,9 +62,9 @@ def path_bound(fabric: Fabric, members: np.ndarray, pattern: Pattern, wrap: bool
     if pattern == "exchange":
         outside = max(0, n - domain) / (n - 1) / (float(fabric.rate[1:].max()) * nics)
         return Path(outside, latency, latency * (n - 1), fabric.names[level], {})
-    source, target = (place, np.roll(place, -1, axis=1)) if wrap else (place[:, :-1], place[:, 1:])
+    source, target = (slot, np.roll(slot, -1, axis=1)) if wrap else (slot[:, :-1], slot[:, 1:])
     crossing = source != target
-    least = int(crossing.sum(axis=1).min())  # hops between nodes; two of a ring's reach `level`
+    least = int(crossing.sum(axis=1).min())  # hops between nodes; two hops of a ring reach `level`
     far = min(2 if wrap else 1, least)
     near = float(fabric.latency[0 if domain > fabric.gpus_per_node else 1 :].min())
     hops = (crossing.shape[1] - least) * float(fabric.latency.min()) + (least - far) * near + far * latency

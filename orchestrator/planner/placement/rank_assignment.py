@@ -1,4 +1,4 @@
-"""Which GPU of which node each rank has. Pure, and without numpy: pods and submitters need no more of the planner."""
+"""Rank assignment of a plan and what schedulers ask of it. Pure, without numpy: pods and submitters import it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import prod
 from orchestrator.plan.document import Cluster, Coord, Plan, Rank
 
 
-def seat_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> list[Rank]:
-    """Ranks with their node, GPU and the NIC that serves that GPU."""
+def assign_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> list[Rank]:
+    """Ranks with node, GPU and the NIC that serves that GPU. all_coords: coordinates of each rank by axis."""
     gpus, nics = cluster.gpus_per_node, cluster.nics_per_node
     return [
         Rank(
@@ -34,7 +34,7 @@ def used_node_count(plan: Plan) -> int:
 
 
 def leaf_switches(plan: Plan) -> int:
-    """How many switches of the innermost level the plan's nodes stand under."""
+    """Number of innermost switches above the plan's nodes."""
     if not plan.cluster.levels:
         return 1
     index = {name: i for i, name in enumerate(plan.cluster.node_names)}
@@ -43,9 +43,9 @@ def leaf_switches(plan: Plan) -> int:
 
 
 def block_size(plan: Plan) -> int:
-    """Nodes of one block: the NVLink domain where it spans nodes, else the innermost switch.
+    """Nodes of a block: of an NVLink domain where domains span nodes, else of an innermost switch.
 
-    The largest counts: where some nodes of a block were taken, the plan shows it smaller than the scheduler does.
+    The largest block counts: a block of which some nodes are in use looks smaller in the plan than to the scheduler.
     """
     domain = max(len(nodes) for nodes in plan.cluster.nvlink_domains)
     if domain > 1 or not plan.cluster.levels:
@@ -54,11 +54,10 @@ def block_size(plan: Plan) -> int:
 
 
 def whole_unit(plan: Plan, block: int) -> int:
-    """Nodes of the largest part of the job that fits into a block and that the job is a multiple of.
+    """Nodes of the largest unit of the job that fits into a block of `block` nodes and divides the job.
 
-    Axes nest innermost first, so the first k of them make parts that should stay together: the tensor-parallel group,
-    then with its context, expert and pipeline neighbours, and so on. Slurm's --segment and Kueue's slices keep such a
-    part inside one block.
+    A unit spans the innermost k axes, whose ranks should stay together: the tensor-parallel group, then with its
+    context, expert and pipeline neighbours, and so on. Slurm's --segment and Kueue's slices keep it inside one block.
     """
     nodes, gpus, best = used_node_count(plan), plan.cluster.gpus_per_node, 1
     order = plan.parallel.order
@@ -71,10 +70,10 @@ def whole_unit(plan: Plan, block: int) -> int:
 
 
 def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:
-    """First-order time of a save after a notice: the step under way ends, then each node writes its ranks' states.
+    """Upper bound of the seconds of a save after a termination signal, for grace periods.
 
-    Parameters and optimizer states of the worst rank stand for all ranks; what data-parallel replicas share is written
-    once, so this is an upper bound.
+    The current step ends, then each node writes the states of its ranks. Every rank is counted like the fullest one,
+    and states that replicas share are counted on each.
     """
     ranks = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
     stored = (plan.memory.params + plan.memory.optimizer) * ranks

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from orchestrator.plan.document import AXES
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.placement.axis_order import Ground, solve
+from orchestrator.planner.placement.axis_order import CostContext, solve
 
 from .rows import Job, RowError, read_row
 
@@ -33,33 +33,33 @@ class Prediction(NamedTuple):
 
 def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
     """A prediction for each row, in order. Rows on the same hardware share what was computed for it."""
-    grounds: dict[tuple, Ground] = {}
+    contexts: dict[tuple, CostContext] = {}
     for number, cells in enumerate(rows, 1):
         name = (cells.get("id") or "").strip() or str(number)
         try:
             job = read_row(cells)
-            yield _one(name, job, grounds)
+            yield _one(name, job, contexts)
         except RowError as error:
             yield Prediction(name, None, None, None, f"error: {error}", "")
 
 
-def _one(name: str, job: Job, grounds: dict[tuple, Ground]) -> Prediction:
+def _one(name: str, job: Job, contexts: dict[tuple, CostContext]) -> Prediction:
     par = job.parallel
     key = id(job.cluster), job.train.precision, job.matmul
-    if key not in grounds:  # roads and rates are the cluster's; the model is set for each row
-        grounds[key] = Ground(job.cluster, job.model, job.train)
-        grounds[key].rate = _rate(grounds[key], job.matmul)
-    ground = grounds[key]
-    ground.model, ground.train = job.model, job.train
-    solution = solve(ground, par, AXES)
-    worst = max(account.total for account in memory.accounts(job.cluster, job.model, par, job.train))
+    if key not in contexts:  # path_cache and rates are the cluster's; the model is set for each row
+        contexts[key] = CostContext(job.cluster, job.model, job.train)
+        contexts[key].rate = _rate(contexts[key], job.matmul)
+    context = contexts[key]
+    context.model, context.train = job.model, job.train
+    solution = solve(context, par, AXES)
+    worst = max(account.total for account in memory.memory_by_pp_rank(job.cluster, job.model, par, job.train))
     tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
     status = "oom" if worst > job.cluster.gpu.memory_bytes else "ok"
     return Prediction(name, solution.time.step_s, tokens, worst / GIB, status, "; ".join(job.assumed))
 
 
-def _rate(ground: Ground, matmul: str):
+def _rate(context: CostContext, matmul: str):
     """Rates of the 16-bit precision, with matrix products at that of `matmul`."""
-    peak = ground.cluster.gpu.peak_flops[matmul]
-    reached = ground.profile.gemm.get(matmul, ground.profile.gemm_default)
-    return structs.replace(ground.rate, matmul=peak * reached)
+    peak = context.cluster.gpu.peak_flops[matmul]
+    reached = context.profile.gemm.get(matmul, context.profile.gemm_default)
+    return structs.replace(context.rate, matmul=peak * reached)

@@ -6,35 +6,35 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.placement.axis_order import Ground
+from orchestrator.planner.placement.axis_order import CostContext
 
-from .search import NEAR, Answer, Search
+from .search import NEAR, Search, SearchResult
 
 GIB = 1 << 30
 
 
-def search(config: Config, cluster: Cluster, near: float = NEAR, any_layout: bool = False) -> Answer:
-    """The fastest layout that fits, and smaller ones that are slower by up to `near`. OrchError (65): nothing fits.
+def search(config: Config, cluster: Cluster, near: float = NEAR, any_layout: bool = False) -> SearchResult:
+    """The fastest layout that fits, and slower ones (by up to `near`) that need less memory.
 
-    `any_layout`: also layouts that the bundled trainer does not run.
+    `any_layout`: also layouts that the bundled trainer does not run. Raises OrchError (65) when nothing fits.
     """
     return _run(Search(config, cluster, any_layout), near)
 
 
-def settle(config: Config, cluster: Cluster, any_layout: bool = False) -> tuple[Config, Ground | None]:
-    """A configuration with nothing left open; and where the search was, if there was one: it knows the roads there."""
+def resolve_auto(config: Config, cluster: Cluster, any_layout: bool = False) -> tuple[Config, CostContext | None]:
+    """(configuration with every degree filled in, cost context of the search or None when nothing was open)."""
     if not config.parallel.auto:
         return config, None
     seeker = Search(config, cluster, any_layout)
-    return _run(seeker, near=0.0).front[0].config, seeker.ground
+    return _run(seeker, near=0.0).front[0].config, seeker.context
 
 
 def settled(config: Config, cluster: Cluster, any_layout: bool = False) -> Config:
-    """A configuration with nothing left open."""
-    return settle(config, cluster, any_layout)[0]
+    """The configuration with every degree filled in."""
+    return resolve_auto(config, cluster, any_layout)[0]
 
 
-def _run(seeker: Search, near: float) -> Answer:
+def _run(seeker: Search, near: float) -> SearchResult:
     config = seeker.space.config
     answer = seeker.run(near)
     if answer.front:
@@ -45,14 +45,14 @@ def _run(seeker: Search, near: float) -> Answer:
         if getattr(config.parallel, name) is not None
     ]
     with_what = f" with {', '.join(given)}" if given else ""
-    if not answer.effort.legal:
+    if not answer.counts.legal:
         raise OrchError(
             f"parallel=auto: no layout of {seeker.space.gpus} GPUs{with_what} is legal for {config.model.name} and a"
             f" global batch of {seeker.space.samples} samples; change the batch, or give fewer degrees",
             Exit.CONFIG,
         )
     raise OrchError(
-        f"parallel=auto: none of the {answer.effort.legal:,} legal layouts of {seeker.space.gpus} GPUs{with_what} fits"
+        f"parallel=auto: none of the {answer.counts.legal:,} legal layouts of {seeker.space.gpus} GPUs{with_what} fits"
         f" {seeker.capacity / GIB:.1f} GiB a GPU for {config.model.name}; use more GPUs, shorter sequences"
         " (train.seq_len) or train.grad_dtype=bf16",
         Exit.CONFIG,

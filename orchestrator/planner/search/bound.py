@@ -1,12 +1,12 @@
-"""Lower bounds of step time and memory: the cost model with the best paths there are, in microseconds each.
+"""Lower bounds of a layout's step time and memory, a few microseconds each.
 
-Every term is the cost model's own (`pieces`) with two exchanges, both downwards: the cheapest path that an axis can
-have in any nesting order, and a pipeline span that no order of work can beat. So no choice costs less than its bound,
-and on a regular cluster most cost just that.
+Every term is the cost model's own (`layer_cost`), with two replacements that can only lower it: each axis gets the
+best path that any nesting order could give it (`best_paths`), and the pipeline a span that no schedule can beat. So no
+layout costs less than its bound, and on a regular cluster most cost exactly that.
 
-`SpotBound`: how ranks and batch are cut up, in one form or a family of forms. `BranchBound`: recomputation chosen too.
-`RowBound`: also the way stages lie on ranks; what is left is the schedule's name (what is in flight) and ZeRO, which
-bound a whole choice.
+`MeshBound`: a mesh in one or several variants. `RecomputeBound`: with a recomputation mode. `PipelineBound`: with an
+assignment of stages to ranks as well; what is left are the schedule's name (micro-batches in flight) and the ZeRO
+stage, with which `bytes_of` and `seconds_of` bound a complete layout.
 """
 
 from __future__ import annotations
@@ -19,122 +19,132 @@ from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.compute import optimizer_seconds
 from orchestrator.planner.cost.fabric import Path
-from orchestrator.planner.cost.pipeline import EQUAL, held_at_once
+from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank
 from orchestrator.planner.cost.traffic import gradient_operations
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.activations import heads_at_once
-from orchestrator.planner.memory.deferred_weight_gradients import full_at_once
+from orchestrator.planner.memory.activations import logits_in_flight
+from orchestrator.planner.memory.deferred_weight_gradients import in_flight_before_input_gradient
 
 from .best_paths import BestPaths
-from .layer_cost import Piece
-from .pipeline_shapes import Pipes, RankShape, Shape
-from .space import Spot
+from .layer_cost import LayerCost
+from .pipeline_shapes import PipelineShape, PipelineShapes, RankShape
+from .space import Mesh
 
 ROUNDING = 1 - 1e-9  # bounds add up in another order than the model
 ENDLESS = float("inf")
 
 
-class SpotBound:
+class MeshBound:
     def __init__(
-        self, spot: Spot, piece: Piece, pipes: Pipes, best: BestPaths, ways: Sequence[CpMethod], along: bool = False
+        self,
+        mesh: Mesh,
+        cost: LayerCost,
+        shapes: PipelineShapes,
+        best: BestPaths,
+        cp_methods: Sequence[CpMethod],
+        sp_open: bool = False,
     ):
-        """ways: of context parallelism that are open; along: sequence parallelism is open too."""
-        self.spot, self.piece, self.pipes, self.ways, self.along = spot, piece, pipes, ways, along
+        """cp_methods: those that are open; sp_open: sequence parallelism is open too, `mesh.sp` is one of two."""
+        self.mesh, self.cost, self.shapes, self.cp_methods, self.sp_open = mesh, cost, shapes, cp_methods, sp_open
         self.nestings = list(self._nestings(best))
-        self.sharded: list[Sharded] = []
+        self.sharded: list[ZeroStage] = []
         self._gradients: dict[str | None, float] = {}
 
-    def branches(self, recomputes: Iterable[str], zeros: Iterable[int], par: Parallel) -> Iterator[BranchBound]:
-        """`par`: any layout of the same job."""
+    def branches(self, recomputes: Iterable[str], zeros: Iterable[int], par: Parallel) -> Iterator[RecomputeBound]:
+        """One bound for each recomputation mode. `par`: the `parallel` of any layout of the same job."""
         if not self.sharded:
-            par = structs.replace(par, **self.spot._asdict())
-            self.sharded = [Sharded(self, structs.replace(par, zero=zero)) for zero in zeros]
-        return (BranchBound(self, recompute) for recompute in recomputes)
+            par = structs.replace(par, **self.mesh._asdict())
+            self.sharded = [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
+        return (RecomputeBound(self, recompute) for recompute in recomputes)
 
     def least_seconds(self, recompute: str | None = None) -> float:
-        """No choice takes less, whatever it recomputes or as this: work of the slowest rank, or of the last to start,
-        with transfers between stages, attention over other ranks' keys, and gradients that nothing can hide.
+        """Lower bound of the step in seconds, for one recomputation mode (None: for all of them).
+
+        The work of the slowest rank, or of the rank that starts last, plus transfers between stages, exposed
+        context-parallel communication, and gradient communication that nothing can hide.
         """
-        spot, piece, pipes, m = self.spot, self.piece, self.pipes, self.spot.micro_batches
-        mode = piece.mode(recompute or "none")
-        work = mode.work_s / spot.pp  # of the average rank; where layers are alike some rank has the rounded-up number
-        if not piece.mixed:
-            work = max(work, -(-(piece.dense + piece.moe) // spot.pp) * mode.slowest_s)
-        if self.along:
-            inner = pipes.least * min(*mode.tensor_s, piece.other_along[0])
+        mesh, cost, shapes, m = self.mesh, self.cost, self.shapes, self.mesh.micro_batches
+        mode = cost.recompute_cost(recompute or "none")
+        work = mode.work_s / mesh.pp  # of the average rank; of equal layers some rank has the rounded-up number
+        if not cost.mixed:
+            work = max(work, -(-(cost.dense + cost.moe) // mesh.pp) * mode.slowest_s)
+        if self.sp_open:
+            inner = shapes.least * min(*mode.tensor_s, cost.other_sp[0])
         else:
-            inner = pipes.least * min(mode.tensor_s) + (min(map(sum, piece.vocabulary_s)) if spot.pp == 1 else 0.0)
-        if spot.cp > 1:
-            window = 3 * pipes.most * piece.most_core
+            inner = shapes.least * min(mode.tensor_s) + (min(map(sum, cost.vocabulary_s)) if mesh.pp == 1 else 0.0)
+        if mesh.cp > 1:
+            window = 3 * shapes.most * cost.most_core
             shown = ENDLESS
-            for way in self.ways:
+            for method in self.cp_methods:
                 own = 0.0
-                for once, count, hides in piece.context(way, recompute or "none"):
-                    own += max(0.0, once * count * pipes.least - window * hides)
+                for once, count, hides in cost.cp_communication(method, recompute or "none"):
+                    own += max(0.0, once * count * shapes.least - window * hides)
                 shown = min(shown, own)
             inner += shown
         transfer, busy = self.nestings[0][0], m * (work + inner)
         span = min(
             max(
                 busy,
-                way.before * (piece.fastest_forward if way.split else mode.fastest_s)
-                + m * (way.own * mode.fastest_s + inner),
+                late.before * (cost.fastest_forward if late.split else mode.fastest_s)
+                + m * (late.own * mode.fastest_s + inner),
             )
-            + transfer * (m * way.sends + 2 * (spot.pp - 1))
-            for way in pipes.ways
+            + transfer * (m * late.sends + 2 * (mesh.pp - 1))
+            for late in shapes.latest_ranks
         )
         return (span + self.gradients(recompute)) * ROUNDING
 
     def gradients(self, recompute: str | None) -> float:
-        """Seconds of dense parameters that no ZeRO stage hides, at least."""
+        """Lower bound of exposed gradient communication of dense parameters, in seconds, for any ZeRO stage."""
         if recompute not in self._gradients:
             self._gradients[recompute] = self._shown(recompute)
         return self._gradients[recompute]
 
     def _shown(self, recompute: str | None) -> float:
-        piece, spot, m = self.piece, self.spot, self.spot.micro_batches
-        members = spot.cp * spot.ep * spot.dp
+        cost, mesh, m = self.cost, self.mesh, self.mesh.micro_batches
+        members = mesh.cp * mesh.ep * mesh.dp
         if members == 1:
             return 0.0
-        # what they hide behind, at most: a micro-batch forward and backward; what is repeated adds to that
-        slowest = piece.slowest(recompute) + (4 * piece.other_along[1] if self.along else 0.0)
-        both = self.pipes.most * slowest + 3 * piece.head_s
+        # at most one micro-batch's forward and backward, recomputation included, hides them
+        slowest = cost.slowest(recompute) + (4 * cost.other_sp[1] if self.sp_open else 0.0)
+        both = self.shapes.most * slowest + 3 * cost.head_s
         seconds = min(dense.seconds_per_byte for _, dense, _ in self.nestings) * (members - 1) / members
-        seconds *= piece.busiest_params(spot.pp, self.pipes.least)
-        weight, gradient = (width * seconds for width in piece.widths)
+        seconds *= cost.busiest_params(mesh.pp, self.shapes.least)
+        weight, gradient = (width * seconds for width in cost.widths)
         zero0, zero1 = max(0.0, 2 * gradient - both), max(0.0, gradient - both) + weight
         scatter = max(0.0, m * (gradient - both))
-        zero3 = scatter + (weight if spot.pp > 1 else max(0.0, m * (2 * weight - both)))
+        zero3 = scatter + (weight if mesh.pp > 1 else max(0.0, m * (2 * weight - both)))
         return min(zero0, zero1, scatter + weight, zero3)
 
     def _nestings(self, best: BestPaths) -> Iterator[tuple[float, Path, Path]]:
-        """(seconds of a transfer between stages, rings that sum dense and expert gradients): with stages inside an
-        NVLink domain, where they leave it fewer places for those rings, and with stages apart.
+        """(seconds of a transfer between stages, ring path of dense gradients, of expert gradients).
+
+        Once with stages inside an NVLink domain, where they leave fewer GPUs of it to those rings, once with stages on
+        different nodes.
         """
-        spot, boundary = self.spot, self.piece.boundary
-        dense, experts = spot.cp * spot.ep * spot.dp, spot.cp * spot.dp
+        mesh, boundary = self.mesh, self.cost.boundary
+        dense, experts = mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp
         for near in (True, False):
-            if near and spot.pp > best.mates(spot.tp):
+            if near and mesh.pp > best.members_in_block(mesh.tp):
                 continue
-            transfer = collective.seconds("p2p", boundary, spot.pp, best.chain(spot.pp, spot.tp, near))
-            beside = spot.pp if near else 1
-            yield transfer, best.ring(dense, spot.tp, beside), best.ring(experts, spot.tp, beside)
-            if spot.pp == 1:
+            transfer = collective.seconds("p2p", boundary, mesh.pp, best.chain(mesh.pp, mesh.tp, near))
+            sharing = mesh.pp if near else 1
+            yield transfer, best.ring(dense, mesh.tp, sharing), best.ring(experts, mesh.tp, sharing)
+            if mesh.pp == 1:
                 return
 
 
-class Sharded:
-    """A spot with its ZeRO stage."""
+class ZeroStage:
+    """State bytes and gradient communication of a mesh with one ZeRO stage."""
 
-    def __init__(self, base: SpotBound, par: Parallel):
-        ground, spot, self.widths = base.piece.ground, base.spot, base.piece.widths
-        self.par, self.replicas = par, (spot.cp * spot.ep * spot.dp, spot.cp * spot.dp)
-        states = [memory.state_bytes(replicas, par, ground.train) for replicas in self.replicas]
+    def __init__(self, base: MeshBound, par: Parallel):
+        context, mesh, self.widths = base.cost.context, base.mesh, base.cost.widths
+        self.par, self.replicas = par, (mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp)
+        states = [memory.param_state_bytes(replicas, par, context.train) for replicas in self.replicas]
         self.dense_bytes, self.expert_bytes = (one.params + one.grads + one.optimizer for one in states)
-        self.beside = memory.buffers(ground.model, par, ground.train, ground.profile)
+        self.buffer_bytes = memory.buffers(context.model, par, context.train, context.profile)
 
     def gradients(self, parameters: int, experts: bool, path: Path, windows: dict[str, float]) -> float:
-        """Exposed seconds, as `traffic._gradients` and `step_time.exposed_seconds`."""
+        """Exposed seconds of gradient communication, as `traffic` and `step_time.exposed_seconds` count them."""
         members = self.replicas[experts]
         if members == 1 or parameters == 0:
             return 0.0
@@ -144,73 +154,82 @@ class Sharded:
         return exposed
 
 
-class BranchBound:
-    def __init__(self, base: SpotBound, recompute: str):
-        self.base, self.spot, self.piece, self.sharded = base, base.spot, base.piece, base.sharded
-        self.recompute, self.mode = recompute, base.piece.mode(recompute)
+class RecomputeBound:
+    def __init__(self, base: MeshBound, recompute: str):
+        self.base, self.mesh, self.cost, self.sharded = base, base.mesh, base.cost, base.sharded
+        self.recompute, self.mode = recompute, base.cost.recompute_cost(recompute)
         self.gradients = base.gradients(recompute)
 
     def least_bytes(self) -> float:
-        """That every pipeline needs: an average rank's states and the micro-batches that some rank must hold."""
-        piece, pp = self.piece, self.spot.pp
-        plain, experts = piece.average_params(pp)
-        states = min(one.beside + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
-        kept = min(one.held for one in piece.kept(self.recompute) if one.held)
-        return (states + min(self.spot.micro_batches, pp) * self.base.pipes.least * kept) * ROUNDING
+        """Lower bound in bytes: states of an average rank and the micro-batches that some rank must hold."""
+        cost, pp = self.cost, self.mesh.pp
+        plain, experts = cost.average_params(pp)
+        states = min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
+        kept = min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
+        return (states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept) * ROUNDING
 
     def least_seconds(self) -> float:
         return self.base.least_seconds(self.recompute)
 
 
-class RowBound:
-    """A branch with stages on ranks (`shape`) and backward in one piece or two (`split`)."""
+class PipelineBound:
+    """A branch with stages on ranks (`shape`) and backward in one layer_cost or two (`split`)."""
 
-    def __init__(self, branch: BranchBound, shape: Shape, split: bool, vpp: int, ways: Sequence[CpMethod]):
-        self.branch, self.shape, self.split, self.vpp, self.ways = branch, shape, split, vpp, ways
+    def __init__(
+        self, branch: RecomputeBound, shape: PipelineShape, split: bool, vpp: int, cp_methods: Sequence[CpMethod]
+    ):
+        self.branch, self.shape, self.split, self.vpp, self.cp_methods = branch, shape, split, vpp, cp_methods
         self.held = vpp * shape.copies  # stages of a rank
-        piece, mode, spot, m = branch.piece, branch.mode, branch.spot, branch.spot.micro_batches
-        self.fill = fill = piece.fill(shape)
-        first, last = piece.vocabulary_s[split]
-        inner = fill.layers * mode.tensor_s[split] + fill.mixtures * piece.expert_s * 2 * (2 + mode.repeats.layer)
-        inner += min(first * passing + last * leaving for passing, leaving in fill.ends)
-        if spot.cp > 1:
-            core = max(rank.dense * piece.layer_s[0].core + rank.moe * piece.layer_s[1].core for rank in shape.ranks)
-            inner += min([self._context_s(way, core) for way in ways]) / m
-        self.backward = self.both = 0.0  # of the slowest rank: what gradients, and gathered weights, hide behind
+        cost, mode, mesh, m = branch.cost, branch.mode, branch.mesh, branch.mesh.micro_batches
+        self.params = params = cost.pipeline_params(shape)
+        first, last = cost.vocabulary_s[split]
+        inner = params.layers * mode.tensor_s[split] + params.moe_layers * cost.expert_s * 2 * (
+            2 + mode.recomputed.layer
+        )
+        inner += min(first * passing + last * leaving for passing, leaving in params.ends)
+        if mesh.cp > 1:
+            core = max(rank.dense * cost.layer_s[0].core + rank.moe * cost.layer_s[1].core for rank in shape.ranks)
+            inner += min([self._cp_seconds(method, core) for method in cp_methods]) / m
+        self.backward = self.both = 0.0  # seconds of the slowest rank: the windows that hide gradients and weights
         self.span = self._span(inner, split)
-        self.transfers = m * shape.sends + 2 * (spot.pp - 1)
-        #: with the nearer nesting, the ZeRO stage that shows least, and the optimizer still to come
+        self.transfers = m * shape.sends + 2 * (mesh.pp - 1)
+        #: with the cheaper nesting and the ZeRO stage that exposes least; the optimizer is not in it yet
         self.least_s = (self.span + branch.base.nestings[0][0] * self.transfers + branch.gradients) * ROUNDING
 
-    def _context_s(self, way: CpMethod, core: float) -> float:
-        """Exposed seconds of a step's attention over other ranks' keys; `core`: of a micro-batch's own attention."""
-        m, seconds = self.branch.spot.micro_batches, 0.0
-        times, window = self.fill.layers * m, 3 * m * core
-        for once, count, hides in self.branch.piece.context(way, self.branch.recompute):
+    def _cp_seconds(self, method: CpMethod, core: float) -> float:
+        """Exposed context-parallel seconds of a step. `core`: attention seconds of one micro-batch."""
+        m, seconds = self.branch.mesh.micro_batches, 0.0
+        times, window = self.params.layers * m, 3 * m * core
+        for once, count, hides in self.branch.cost.cp_communication(method, self.branch.recompute):
             seconds += _exposed(once, count * times, window) if hides else once * count * times
         return seconds
 
     def _span(self, inner: float, split: bool) -> float:
-        """First forward to last backward. A rank cannot start before a micro-batch has come through all stages ahead,
-        has all its work to do, and ends before the gradients have gone back through them.
+        """Lower bound of the seconds from the first forward to the last backward.
+
+        A rank starts only when a micro-batch has come through all stages ahead of it, does all of its work, and then
+        the gradients go back through those stages.
         """
-        branch, shape, piece = self.branch, self.shape, self.branch.piece
-        m, pp = branch.spot.micro_batches, branch.spot.pp
-        (dense_s, moe_s), (dense_again, moe_again) = (one.forward for one in piece.layer_s), branch.mode.again
+        branch, shape, cost = self.branch, self.shape, self.branch.cost
+        m, pp = branch.mesh.micro_batches, branch.mesh.pp
+        (dense_s, moe_s), (dense_recompute, moe_recompute) = (
+            (one.forward for one in cost.layer_s),
+            branch.mode.recompute_s,
+        )
         longest, least, most, each = 0.0, ENDLESS, 0.0, inner / self.vpp
         for rank in shape.ranks:
-            forward = rank.dense * dense_s + rank.moe * moe_s + rank.head * piece.head_s
-            backward = 2 * forward + rank.dense * dense_again + rank.moe * moe_again
+            forward = rank.dense * dense_s + rank.moe * moe_s + rank.head * cost.head_s
+            backward = 2 * forward + rank.dense * dense_recompute + rank.moe * moe_recompute
             self.backward, self.both = max(self.backward, backward), max(self.both, forward + backward)
             own = (forward + backward) / shape.copies + inner
             least, most = min(least, own), max(most, own)
             stages, dense, moe = rank.before
-            way = dense * dense_s + moe * moe_s
+            ahead = dense * dense_s + moe * moe_s
             if split:
-                way += stages * each / 3
+                ahead += stages * each / 3
             else:
-                way += 2 * way + dense * dense_again + moe * moe_again + stages * each
-            longest = max(longest, way + m * own)
+                ahead += 2 * ahead + dense * dense_recompute + moe * moe_recompute + stages * each
+            longest = max(longest, ahead + m * own)
         if pp == 1:
             return m * most
         if not split and most <= least * (1 + EQUAL):  # where the model's closed form holds
@@ -220,42 +239,46 @@ class RowBound:
     # ---------------------------------------------------------------------------------- of one schedule and ZeRO
 
     def kept(self, schedule: str) -> list[float]:
-        """Bytes that each rank of the shape keeps for backward, at least."""
+        """Lower bound of the activation bytes of each rank of the shape."""
         return [self._kept(rank, schedule) for rank in self.shape.ranks]
 
     def _kept(self, rank: RankShape, schedule: str) -> float:
-        branch, spot, piece = self.branch, self.branch.spot, self.branch.piece
-        (dense, dense_live), (moe, moe_live) = ((one.held, one.live) for one in piece.kept(branch.recompute))
-        inner, last = piece.stage_bytes
+        branch, mesh, cost = self.branch, self.branch.mesh, self.branch.cost
+        (dense, dense_live), (moe, moe_live) = (
+            (one.stored, one.recomputing) for one in cost.activation_bytes(branch.recompute)
+        )
+        inner, last = cost.stage_bytes
         held = rank.dense * dense + rank.moe * moe + (self.held - rank.head) * inner + rank.head * last
         live = max(dense_live if rank.dense else 0.0, moe_live if rank.moe else 0.0)
-        m = spot.micro_batches
-        flying = held_at_once(schedule, spot.pp, self.vpp, m, rank.rank)
-        flying = full_at_once(schedule, spot.pp, m, rank.rank, flying)  # what waits for weight gradients comes on top
+        m = mesh.micro_batches
+        in_flight = in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank.rank)
+        in_flight = in_flight_before_input_gradient(
+            schedule, mesh.pp, m, rank.rank, in_flight
+        )  # what waits for weight gradients comes on top
         if rank.head:
-            more = heads_at_once(schedule, m) - 1
-            live = max(live, piece.head_kept) + more * piece.head_kept + piece.loss_bytes
-        return held / self.held * flying + live + (2 * piece.boundary if spot.pp > 1 else 0.0)
+            more = logits_in_flight(schedule, m) - 1
+            live = max(live, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
+        return held / self.held * in_flight + live + (2 * cost.boundary if mesh.pp > 1 else 0.0)
 
-    def bytes_of(self, kept: list[float], sharded: Sharded) -> float:
-        """What the fullest rank holds, at least."""
+    def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
+        """Lower bound of the bytes on the fullest rank."""
         fullest = 0.0
-        for (plain, experts), keeps in zip(self.fill.held, kept, strict=True):
+        for (plain, experts), keeps in zip(self.params.held, kept, strict=True):
             fullest = max(fullest, plain * sharded.dense_bytes + experts * sharded.expert_bytes + keeps)
-        return (fullest + sharded.beside) * ROUNDING
+        return (fullest + sharded.buffer_bytes) * ROUNDING
 
-    def seconds_of(self, sharded: Sharded) -> float:
-        """No nesting order lets this choice's step take less."""
-        fill, m = self.fill, self.branch.spot.micro_batches
+    def seconds_of(self, sharded: ZeroStage) -> float:
+        """Lower bound of the step in seconds, for any nesting order."""
+        params, m = self.params, self.branch.mesh.micro_batches
         windows = {"none": 0.0, "backward": self.backward, "compute": m * self.both / self.shape.copies}
         talk = min(
             transfer * self.transfers
-            + sharded.gradients(fill.dense, False, dense, windows)
-            + sharded.gradients(fill.experts, True, experts, windows)
+            + sharded.gradients(params.dense, False, dense, windows)
+            + sharded.gradients(params.experts, True, experts, windows)
             for transfer, dense, experts in self.branch.base.nestings
         )
         shards = sharded.replicas[0] if sharded.par.zero else 1
-        optimizer = optimizer_seconds(fill.dense + fill.experts, shards, self.branch.piece.ground.rate)
+        optimizer = optimizer_seconds(params.dense + params.experts, shards, self.branch.cost.context.rate)
         return (self.span + talk + optimizer) * ROUNDING
 
 

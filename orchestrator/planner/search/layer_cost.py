@@ -1,7 +1,7 @@
-"""What a layer costs on one GPU: once for all spots that cut layers and micro-batches alike (tp, cp, ep, batch, form).
+"""Cost of one layer on one GPU, computed once for all meshes that give it equal shards and micro-batches.
 
 Every number is the cost model's own (`compute`, `traffic`, `memory`), with the cheapest path that an axis can have.
-Ways of context parallelism that share the work evenly differ in what they send alone: they share a piece.
+Methods of context parallelism that divide attention evenly differ only in communication: they share a `LayerCost`.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from msgspec import structs
 from orchestrator.plan.document import CpMethod, Model, Parallel
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.collective import Operation
-from orchestrator.planner.cost.compute import beside_seconds, kinds_seconds, loss_seconds
+from orchestrator.planner.cost.compute import layer_seconds_by_kind, loss_seconds, overlap_seconds
 from orchestrator.planner.cost.traffic import (
-    WIDTH,
-    Beside,
-    Repeats,
-    context_operations,
-    repeats,
+    Overlap,
+    RecomputedShare,
+    context_parallel_operations,
+    recomputed_share,
     tensor_operations,
     vocabulary_operations,
 )
 from orchestrator.planner.memory import activations
 from orchestrator.planner.model.layers import (
+    DTYPE_BYTES,
     dense_and_moe,
     dense_on_rank,
     embedding_params,
     layer_params,
     norm_params,
-    samples_of_kinds,
+    sample_layers,
 )
-from orchestrator.planner.placement.axis_order import Ground
+from orchestrator.planner.placement.axis_order import CostContext
 
 from .best_paths import BestPaths
-from .pipeline_shapes import RankShape, Shape
+from .pipeline_shapes import PipelineShape, RankShape
 
 
-class Mode(NamedTuple):
-    """A way to recompute. Of pairs the first number is of a dense layer, the second of a mixture."""
+class RecomputeCost(NamedTuple):
+    """One recomputation mode. Pairs are (dense layer, MoE layer)."""
 
-    again: tuple[float, float]  # seconds of forward that backward repeats
-    repeats: Repeats
-    tensor_s: tuple[float, float]  # tensor-parallel communication of a layer, forward and backward; backward is split
+    recompute_s: tuple[float, float]  # seconds of forward that backward recomputes
+    recomputed: RecomputedShare
+    tensor_s: tuple[float, float]  # exposed, of a layer, forward and backward: with whole backward, with split backward
     work_s: float  # all layers and the head, forward and backward
     fastest_s: float  # of a layer, forward and backward
     slowest_s: float
 
 
-NOTHING = activations.Kept(0.0, 0.0)
+NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
 
 
-class Params(NamedTuple):
-    """Parameters on one rank, as `traffic.rank_parameters`."""
+class ShardParams(NamedTuple):
+    """Parameters on one rank for given tp and ep, as `traffic.rank_parameters` counts them."""
 
-    dense: tuple[int, int]  # of a layer, by kind
-    experts: int  # of a mixture
-    first: int
-    last: int
-    single_last: int  # where the last stage is the first one
+    dense: tuple[int, int]  # of a dense layer, and of an MoE layer without its routed experts
+    experts: int  # of an MoE layer
+    first: int  # beside its layers, the first stage
+    last: int  # beside its layers, the last stage
+    single_last: int  # the last stage where it is the first one too
 
 
-def params_of(model: Model, tp: int, ep: int) -> Params:
-    dense, moe = samples_of_kinds(model)
+def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
+    dense, moe = sample_layers(model)
     table = -(-model.vocab // tp) * model.hidden
-    return Params(
+    return ShardParams(
         dense=tuple(0 if layer is None else dense_on_rank(model, layer, tp) for layer in (dense, moe)),
         experts=0 if moe is None else layer_params(model, moe).experts // (tp * ep),
         first=table + embedding_params(model)[1],
@@ -76,55 +76,55 @@ def params_of(model: Model, tp: int, ep: int) -> Params:
     )
 
 
-class Fill(NamedTuple):
-    """Parameters of the pipeline ranks of one shape."""
+class PipelineParams(NamedTuple):
+    """Parameters of the pipeline ranks of one pipeline shape."""
 
-    held: list[tuple[int, int]]  # (dense, experts) of each rank of `Shape.ranks`
+    held: list[tuple[int, int]]  # (dense, experts) of each rank of `PipelineShape.ranks`
     dense: int  # of the busiest rank, which sends the gradients
     experts: int
-    layers: float  # of the busiest rank, a copy of the model
-    mixtures: float
-    ends: set[tuple[float, float]]  # share of the micro-batches that pass first and last stage there; of equals all
+    layers: float  # of the busiest rank, per copy of the model
+    moe_layers: float
+    ends: set[tuple[float, float]]  # `traffic.end_shares` of the busiest rank; of all where several are equal
 
 
-class Piece:
-    """Seconds, parameters and bytes of one layer of either kind (dense, mixture) and micro-batch on one GPU."""
+class LayerCost:
+    """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
 
-    def __init__(self, par: Parallel, ground: Ground, best: BestPaths, params: Params):
-        """`par`: only its tp, cp, ep, sp, cp_method and micro-batch are read."""
-        model, train = ground.model, ground.train
-        par = structs.replace(par, schedule="1f1b")  # one that splits backward keeps no less
-        self.par, self.ground, self.best, self.params = par, ground, best, params
+    def __init__(self, par: Parallel, context: CostContext, best: BestPaths, params: ShardParams):
+        """`par`: only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
+        model, train = context.model, context.train
+        par = structs.replace(par, schedule="1f1b")  # a schedule that splits backward keeps no less
+        self.par, self.context, self.best, self.params = par, context, best, params
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
-        self.kinds = samples_of_kinds(model)
-        self.layer_s = kinds_seconds(model, par, train, ground.rate)
-        self.head_s = loss_seconds(model, par, train, ground.rate)
-        self.widths = WIDTH[train.precision], WIDTH[train.grad_dtype]
+        self.kinds = sample_layers(model)
+        self.layer_s = layer_seconds_by_kind(model, par, train, context.rate)
+        self.head_s = loss_seconds(model, par, train, context.rate)
+        self.widths = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
         there = [one for one, layer in zip(self.layer_s, self.kinds, strict=True) if layer is not None]
         self.fastest_forward, self.slowest_forward = (of(one.forward for one in there) for of in (min, max))
         self.most_core = max(one.core for one in there)
-        self.kernels = activations.kernels_of(ground.cluster, model, par)
+        self.kernels = activations.kernels_of(context.cluster, model, par)
         self.boundary = activations.boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
         self.loss_bytes = activations.loss_bytes(model, par, train)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
-        self._modes: dict[str, Mode] = {}
-        self._kept: dict[str, list[activations.Kept]] = {}
-        self._contexts: dict[tuple[CpMethod, str], list[tuple[float, float, bool]]] = {}
-        self._fills: dict[tuple[str, int, int], Fill] = {}
+        self._recompute_costs: dict[str, RecomputeCost] = {}
+        self._activation_bytes: dict[str, list[activations.ActivationBytes]] = {}
+        self._cp_communication: dict[tuple[CpMethod, str], list[tuple[float, float, bool]]] = {}
+        self._pipeline_params: dict[tuple[str, int, int], PipelineParams] = {}
         self._operations(best)
 
     def _operations(self, best: BestPaths) -> None:
-        par, model, width = self.par, self.ground.model, self.widths[0]
+        par, model, width = self.par, self.context.model, self.widths[0]
         hidden = self.tokens * model.hidden * width
         tensor, names = best.tensor(par.tp), ("all_reduce", "all_gather", "reduce_scatter")
         self.tensor_s = {name: collective.seconds(name, hidden, par.tp, tensor) for name in names}
-        self.beside = beside_seconds(model, par, self.ground.train, self.ground.rate, self.layer_s)
-        self.pars = par, structs.replace(par, schedule="zb_h1")  # backward in one piece, and in two
+        self.overlap_s = overlap_seconds(model, par, self.context.train, self.context.rate, self.layer_s)
+        self.pars = par, structs.replace(par, schedule="zb_h1")  # backward in one layer_cost, and in two
         loss = collective.seconds("all_gather", self.tokens * 2 * 4 * par.tp, par.tp, tensor)
-        #: of the first and of the last stage
+        #: by split of backward: exposed seconds of (first stage, last stage)
         self.vocabulary_s = [
             (self._exposed(vocabulary_operations(one, 1, 0)), self._exposed(vocabulary_operations(one, 0, 1)) + loss)
             for one in self.pars
@@ -134,61 +134,75 @@ class Piece:
         self.expert_s = collective.seconds("all_to_all", routed, par.ep, exchange) if routed else 0.0
 
     @cached_property
-    def other_along(self) -> tuple[float, float]:
-        """(least tensor-parallel communication of a layer, by how much its forward may take longer) if sequence
-        parallelism were the other way."""
-        model, train, par = self.ground.model, self.ground.train, structs.replace(self.par, sp=not self.par.sp)
-        moved = WIDTH[train.precision] * self.tokens / self.ground.rate.memory
-        nothing = repeats(par, structs.replace(train, recompute="none"))
-        return self._exposed(tensor_operations(par, nothing)), 10 * model.hidden * (1 - 1 / par.tp) * moved
+    def other_sp(self) -> tuple[float, float]:
+        """(exposed tensor-parallel seconds of a layer, most by which its forward may be slower) with `sp` inverted."""
+        model, train, par = self.context.model, self.context.train, structs.replace(self.par, sp=not self.par.sp)
+        moved = DTYPE_BYTES[train.precision] * self.tokens / self.context.rate.memory
+        no_recompute = recomputed_share(par, structs.replace(train, recompute="none"))
+        return self._exposed(tensor_operations(par, no_recompute)), 10 * model.hidden * (1 - 1 / par.tp) * moved
 
-    def _exposed(self, operations: Iterable[tuple[Operation, Beside, float]]) -> float:
-        return sum(count * max(0.0, self.tensor_s[name] - self.beside[beside]) for name, beside, count in operations)
+    def _exposed(self, operations: Iterable[tuple[Operation, Overlap, float]]) -> float:
+        return sum(
+            count * max(0.0, self.tensor_s[name] - self.overlap_s[overlap]) for name, overlap, count in operations
+        )
 
-    def context(self, way: CpMethod, recompute: str) -> list[tuple[float, float, bool]]:
-        """(seconds once, count, whether it hides beside attention) of a layer and micro-batch."""
-        if (way, recompute) not in self._contexts:
-            self._contexts[way, recompute] = self._context(way, self.mode(recompute).repeats)
-        return self._contexts[way, recompute]
+    def cp_communication(self, method: CpMethod, recompute: str) -> list[tuple[float, float, bool]]:
+        """Context-parallel operations per layer and micro-batch: (seconds, count, whether attention hides it)."""
+        if (method, recompute) not in self._cp_communication:
+            self._cp_communication[method, recompute] = self._cp_operations(
+                method, self.recompute_cost(recompute).recomputed
+            )
+        return self._cp_communication[method, recompute]
 
-    def _context(self, way: CpMethod, again: Repeats) -> list[tuple[float, float, bool]]:
-        par, best, cp = structs.replace(self.par, cp_method=way), self.best, self.par.cp
-        roads = {"p2p": best.chain, "all_to_all": best.exchange, "all_gather": best.ring, "reduce_scatter": best.ring}
+    def _cp_operations(self, method: CpMethod, recomputed: RecomputedShare) -> list[tuple[float, float, bool]]:
+        par, best, cp = structs.replace(self.par, cp_method=method), self.best, self.par.cp
+        path_of = {
+            "p2p": best.chain,
+            "all_to_all": best.exchange,
+            "all_gather": best.ring,
+            "reduce_scatter": best.ring,
+        }
         return [
-            (collective.seconds(name, size, cp, roads[name](cp, par.tp)), count, window == "attention")
-            for name, size, count, window in context_operations(self.ground.model, par, self.ground.train, again)
+            (collective.seconds(name, size, cp, path_of[name](cp, par.tp)), count, window == "attention")
+            for name, size, count, window in context_parallel_operations(
+                self.context.model, par, self.context.train, recomputed
+            )
         ]
 
-    def mode(self, recompute: str) -> Mode:
-        if recompute not in self._modes:
-            self._modes[recompute] = self._mode(recompute)
-        return self._modes[recompute]
+    def recompute_cost(self, recompute: str) -> RecomputeCost:
+        if recompute not in self._recompute_costs:
+            self._recompute_costs[recompute] = self._recompute_cost(recompute)
+        return self._recompute_costs[recompute]
 
-    def kept(self, recompute: str) -> list[activations.Kept]:
-        """Bytes of a layer, by kind."""
-        if recompute not in self._kept:
-            model, train = self.ground.model, structs.replace(self.ground.train, recompute=recompute)
-            self._kept[recompute] = [
-                NOTHING
+    def activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
+        """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
+        if recompute not in self._activation_bytes:
+            model, train = self.context.model, structs.replace(self.context.train, recompute=recompute)
+            self._activation_bytes[recompute] = [
+                NO_ACTIVATIONS
                 if layer is None
-                else activations.layer_kept(model, layer, self.tokens, self.par, train, self.kernels, recompute)
+                else activations.layer_activation_bytes(
+                    model, layer, self.tokens, self.par, train, self.kernels, recompute
+                )
                 for layer in self.kinds
             ]
-        return self._kept[recompute]
+        return self._activation_bytes[recompute]
 
     def slowest(self, recompute: str | None) -> float:
-        """Seconds of a layer, forward and backward; None: whatever is recomputed."""
-        return 4 * self.slowest_forward if recompute is None else self.mode(recompute).slowest_s
+        """Most seconds of a layer, forward and backward. `recompute` None: of all modes."""
+        return 4 * self.slowest_forward if recompute is None else self.recompute_cost(recompute).slowest_s
 
-    def _mode(self, recompute: str) -> Mode:
-        train = structs.replace(self.ground.train, recompute=recompute)
-        again = [{"none": 0.0, "selective": one.selective, "full": one.forward}[recompute] for one in self.layer_s]
-        work = [3 * one.forward + more for one, more in zip(self.layer_s, again, strict=True)]
+    def _recompute_cost(self, recompute: str) -> RecomputeCost:
+        train = structs.replace(self.context.train, recompute=recompute)
+        recompute_s = [
+            {"none": 0.0, "selective": one.selective, "full": one.forward}[recompute] for one in self.layer_s
+        ]
+        work = [3 * one.forward + more for one, more in zip(self.layer_s, recompute_s, strict=True)]
         there = [one for one, layer in zip(work, self.kinds, strict=True) if layer is not None]
-        times = repeats(self.par, train)
-        return Mode(
-            again=(again[0], again[1]),
-            repeats=times,
+        times = recomputed_share(self.par, train)
+        return RecomputeCost(
+            recompute_s=(recompute_s[0], recompute_s[1]),
+            recomputed=times,
             tensor_s=tuple(self._exposed(tensor_operations(one, times)) for one in self.pars),
             work_s=self.dense * work[0] + self.moe * work[1] + 3 * self.head_s,
             fastest_s=min(there),
@@ -211,24 +225,24 @@ class Piece:
             size for size, layer in zip(self.params.dense, self.kinds, strict=True) if layer is not None
         )
 
-    def fill(self, shape: Shape) -> Fill:
-        """Of all schedules, ZeRO stages and batches of a shape."""
-        found = self._fills.get(shape.key)
+    def pipeline_params(self, shape: PipelineShape) -> PipelineParams:
+        """Parameters of a pipeline shape, the same for all schedules, ZeRO stages and batches."""
+        found = self._pipeline_params.get(shape.key)
         if found is None:
             held = [self._held(rank, shape.single) for rank in shape.ranks]
             most = max(map(sum, held))
-            # of equally full ranks the one with fewest layers: it sends least
+            # of equally full ranks the one with the fewest layers, which sends least
             (dense, experts), busiest = min(
                 (one for one in zip(held, shape.ranks, strict=True) if sum(one[0]) == most),
                 key=lambda one: one[1].dense + one[1].moe,
             )
-            layers, mixtures = (busiest.dense + busiest.moe) / shape.copies, busiest.moe / shape.copies
+            layers, moe_layers = (busiest.dense + busiest.moe) / shape.copies, busiest.moe / shape.copies
             ends = {
                 (rank.table / shape.copies, rank.head / shape.copies)
                 for one, rank in zip(held, shape.ranks, strict=True)
                 if sum(one) == most
             }
-            found = self._fills[shape.key] = Fill(held, dense, experts, layers, mixtures, ends)
+            found = self._pipeline_params[shape.key] = PipelineParams(held, dense, experts, layers, moe_layers, ends)
         return found
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How layers lie on pipeline ranks: what bounds need of it, once for all spots that share it."""
+"""How many layers of each kind every pipeline rank holds, computed once for all meshes with the same pipeline."""
 
 from __future__ import annotations
 
@@ -6,55 +6,56 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from orchestrator.plan.document import Model, Parallel
-from orchestrator.planner.cost.traffic import sends_a_micro_batch
+from orchestrator.planner.cost.traffic import sends_per_micro_batch
 from orchestrator.planner.model.layers import dense_and_moe
 from orchestrator.planner.model.stages import rank_stages
 
 
 class RankShape(NamedTuple):
-    """What one pipeline rank holds (of both directions, where a schedule has two), by kind of layer."""
+    """What a pipeline rank holds, in both directions where a schedule has two."""
 
     dense: int
     moe: int
     head: int  # copies of the last stage
     table: int  # copies of the first stage
-    rank: int  # the first rank that holds this: it keeps the most micro-batches
-    before: tuple[int, int, int]  # stages, dense layers, mixtures ahead of the last rank that holds this
+    rank: int  # first of the ranks that hold the same: it has the most micro-batches in flight
+    before: tuple[int, int, int]  # stages, dense layers, MoE layers ahead of the last of these ranks
 
 
-class Shape(NamedTuple):
-    key: tuple[str, int, int]  # how stages are placed, pp, vpp
+class PipelineShape(NamedTuple):
+    key: tuple[str, int, int]  # stage placement, pp, vpp
     copies: int  # of the model on the pipeline
-    ranks: list[RankShape]  # one for all ranks that hold the same
-    sends: float  # messages a micro-batch of the rank that sends most
+    ranks: list[RankShape]  # one entry for all ranks that hold the same
+    sends: float  # `traffic.sends_per_micro_batch`
     single: bool  # the whole model is one stage
 
 
-class Way(NamedTuple):
-    """The rank with most layers ahead of it, in some shapes: what they have at least."""
+class LatestRank(NamedTuple):
+    """The rank that starts last, in several shapes: lower bounds over these shapes."""
 
-    before: int  # layers
-    own: float  # layers, a copy of the model
+    before: int  # layers ahead of it
+    own: float  # its layers, per copy of the model
     sends: float
-    split: bool  # backward is in two pieces: only forward must come through all stages ahead
+    split: bool  # backward is split: only forwards must come through all stages ahead
 
 
-class Pipes(NamedTuple):
-    """All shapes of a pipeline together."""
+class PipelineShapes(NamedTuple):
+    """Bounds over all shapes of a pipeline."""
 
-    least: float  # layers of any rank, a copy of the model
-    most: int  # layers of any rank, all its copies
-    ways: list[Way]
+    least: float  # fewest layers of any rank, per copy of the model
+    most: int  # most layers of any rank, all its copies
+    latest_ranks: list[LatestRank]
 
 
-def shape_of(place: str, model: Model, parallel: Parallel) -> Shape:
+def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShape:
+    """The shape of `parallel`'s pipeline. `place`: name of the stage placement, the first part of its key."""
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
     starts = [0]
     for count in parallel.stage_layers:
         starts.append(starts[-1] + count)
     kinds = [dense_and_moe(model, starts[s], starts[s + 1]) for s in range(stages)]
-    alike: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # what is held -> (first rank, latest first stage)
+    alike: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # held -> (first rank, latest first stage)
     for rank, own in enumerate(held):
         dense, moe = sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)
         key = dense, moe, own.count(stages - 1), own.count(0)
@@ -64,27 +65,29 @@ def shape_of(place: str, model: Model, parallel: Parallel) -> Shape:
         RankShape(*key, rank, (stage, *dense_and_moe(model, 0, starts[stage]))) for key, (rank, stage) in alike.items()
     ]
     copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
-    return Shape(key, copies, ranks, sends_a_micro_batch(parallel), stages == 1)
+    return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1)
 
 
-def pipes_of(shapes: Iterable[tuple[Shape, bool]]) -> Pipes:
-    """What holds for all of some shapes, each with whether backward is in two pieces."""
+def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
+    """Bounds that hold for all of `shapes`: (shape, whether backward is split)."""
     least, most = float("inf"), 0
-    groups: dict[tuple[bool, int], Way] = {}  # by size of vpp: more virtual stages wait less and send more
+    groups: dict[tuple[bool, int], LatestRank] = {}  # by magnitude of vpp: more virtual stages idle less and send more
     for shape, split in shapes:
         layers = [rank.dense + rank.moe for rank in shape.ranks]
         least, most = min(least, min(layers) / shape.copies), max(most, *layers)
         last = max(range(len(layers)), key=lambda index: shape.ranks[index].before)
         before = sum(shape.ranks[last].before[1:])
-        way = Way(before, layers[last] / shape.copies, shape.sends, split)
+        latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
         key = split, shape.key[2].bit_length()
-        other = groups.get(key, way)
-        groups[key] = Way(*(min(pair) for pair in zip(way[:3], other[:3], strict=True)), split)
-    ways = list(groups.values())
-    return Pipes(least, most, [way for way in ways if not any(_under(other, way) for other in ways)])
+        other = groups.get(key, latest)
+        groups[key] = LatestRank(*(min(pair) for pair in zip(latest[:3], other[:3], strict=True)), split)
+    latest_ranks = list(groups.values())
+    return PipelineShapes(
+        least, most, [latest for latest in latest_ranks if not any(_under(other, latest) for other in latest_ranks)]
+    )
 
 
-def _under(other: Way, way: Way) -> bool:
-    """Whether `other` bounds whatever `way` bounds, and lower."""
-    lower = all(a <= b for a, b in zip(other[:3], way[:3], strict=True))
-    return other != way and lower and other.split >= way.split
+def _under(other: LatestRank, latest: LatestRank) -> bool:
+    """Whether `other` is a lower bound of everything that `latest` bounds."""
+    lower = all(a <= b for a, b in zip(other[:3], latest[:3], strict=True))
+    return other != latest and lower and other.split >= latest.split

@@ -1,9 +1,9 @@
-"""Best first: every legal layout is either costed exactly or known to cost more than one that was.
+"""Best-first branch and bound over all legal layouts: the result is that of costing every layout exactly.
 
-Bounds (`bound`) come first, cheapest step first out of a heap; a spot opens into its choices, a choice is costed by the
-planner's own `solve`, and what is cheaper than every bound left is the answer. So the result is that of costing all
-layouts one by one (a test does), and the same on every run: equal times go to less memory, equal memory to the plainer
-layout.
+Nodes of the search tree wait in a heap, ordered by a lower bound of their step time (`bound`). A family opens into its
+meshes, a mesh into recomputation modes, then pipeline shapes, then layouts, and a layout is costed by `solve`. A costed
+layout that is cheaper than every bound left in the heap is the answer. Ties are the same on every run: equal times
+go to less memory, equal memory to the layout that `preference` puts first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
+from orchestrator.config.grammar import canonical
 from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
@@ -22,81 +23,104 @@ from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.job import make_train
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.model.layers import resolve
-from orchestrator.planner.placement.axis_order import Ground, Solution, solve
+from orchestrator.planner.placement.axis_order import CostContext, Solution, solve
 
 from .best_paths import BestPaths
-from .bound import BranchBound, RowBound, Sharded, SpotBound
-from .layer_cost import Params, Piece, params_of
-from .pipeline_shapes import Pipes, Shape, pipes_of, shape_of
-from .space import METHODS, RECOMPUTE, Choice, Form, Space, Spot
+from .bound import MeshBound, PipelineBound, RecomputeBound, ZeroStage
+from .layer_cost import LayerCost, ShardParams, shard_params
+from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
+from .space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh, Space, Variant
 
-FAMILY, SPOT, BRANCH, ROW, WAY, CHOICE, FOUND = range(7)  # kinds of nodes; of equal bounds the coarser is opened first
+#: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
+FAMILY, MESH, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(7)
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
-NEAR = 0.05  # layouts that take this much longer than the fastest are still worth a line when they need less memory
+#: Layouts that take up to this much longer than the fastest are reported too where they need less memory.
+NEAR = 0.05
 
 
-class Found(NamedTuple):
-    """One layout, costed exactly."""
+class CostedLayout(NamedTuple):
+    """One layout with its exact cost."""
 
-    choice: Choice
+    layout: Layout
     solution: Solution
     memory: doc.Memory  # of the fullest pipeline rank
-    config: Config  # with every open key filled in
+    config: Config  # with every key that the search chose filled in
 
     @property
     def step_s(self) -> float:
         return self.solution.time.step_s
 
+    @property
+    def overrides(self) -> list[str]:
+        """The command-line overrides that give this layout: a parallelism spec, and the keys that it cannot hold."""
+        par, mesh = self.config.parallel, self.layout.mesh
+        degrees: dict[str, int | bool] = {
+            name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1
+        }
+        degrees |= {"zero": par.zero} if par.zero else {}
+        degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
+        found = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
+        if par.schedule not in ("1f1b", "interleaved"):
+            found.append(f"parallel.schedule={par.schedule}")
+        if mesh.cp > 1 and mesh.cp_method != "zigzag":
+            found.append(f"parallel.cp_method={mesh.cp_method}")
+        return [*found, f"train.recompute={self.layout.recompute}"]
 
-class Effort(NamedTuple):
-    legal: int  # layouts of the space; each with every nesting order of its axes
-    costed: int  # of them exactly; all others are known to be slower, larger or both
+
+class SearchCounts(NamedTuple):
+    legal: int  # legal layouts; each stands for every nesting order of its axes
+    costed: int  # of them, how many were costed exactly; bounds ruled the others out
 
 
-class Answer(NamedTuple):
-    """`front`: the fastest layout, then each that is slower by up to `NEAR` and needs less memory than all before."""
+class SearchResult(NamedTuple):
+    """`front`: the fastest layout, then each slower one (by up to `NEAR`) that needs less memory than all before it."""
 
-    front: list[Found]
-    effort: Effort
+    front: list[CostedLayout]
+    counts: SearchCounts
 
 
-def preference(choice: Choice) -> tuple:
-    """Among equals the plainer layout."""
+def preference(layout: Layout) -> tuple:
+    """Sort key among layouts of equal time and memory: the one with fewer techniques comes first."""
     names = list(SCHEDULES)
-    rank = names.index(choice.schedule) if choice.schedule in names else len(names)
+    rank = names.index(layout.schedule) if layout.schedule in names else len(names)
     order = names.index("1f1b") if "1f1b" in names else 0
-    spot = choice.spot
+    mesh = layout.mesh
     return (
-        *(RECOMPUTE.index(choice.recompute) if choice.recompute in RECOMPUTE else 9, choice.zero),
-        *(rank != order, choice.vpp, rank, spot.ep, spot.cp, spot.tp, spot.pp, spot.micro_batch_size),
-        *(spot.tp > 1 and not spot.sp, METHODS.index(spot.cp_method)),
+        *(RECOMPUTE_MODES.index(layout.recompute) if layout.recompute in RECOMPUTE_MODES else 9, layout.zero),
+        *(rank != order, layout.vpp, rank, mesh.ep, mesh.cp, mesh.tp, mesh.pp, mesh.micro_batch_size),
+        *(mesh.tp > 1 and not mesh.sp, CP_METHODS.index(mesh.cp_method)),
     )
 
 
 class Search:
     def __init__(self, config: Config, cluster: doc.Cluster, any_layout: bool = False):
         """`any_layout`: also what the bundled trainer does not run. Raises OrchError (65) where nothing is left."""
-        self.ground = Ground(cluster, resolve(config.model), make_train(config))
-        self.space = Space(config, self.ground, any_layout)
-        self.best = BestPaths(self.ground.roads.fabric, confined=not config.parallel.allow_tp_across_nvlink)
+        self.context = CostContext(cluster, resolve(config.model), make_train(config))
+        self.space = Space(config, self.context, any_layout)
+        self.best = BestPaths(self.context.path_cache.fabric, confined=not config.parallel.allow_tp_across_nvlink)
         self.capacity = cluster.gpu.memory_bytes
-        self._shapes: dict[tuple[str, int, int], Shape] = {}
-        self._pieces: dict[tuple, Piece] = {}
-        self._params: dict[tuple[int, int], Params] = {}
-        self._forms: dict[tuple[int, int], tuple[int, list[list[Form]]]] = {}
-        self._all_pipes: dict[int, Pipes] = {}
+        self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
+        self._layer_costs: dict[tuple, LayerCost] = {}
+        self._params: dict[tuple[int, int], ShardParams] = {}
+        self._variants: dict[tuple[int, int], tuple[int, list[list[Variant]]]] = {}
+        self._summaries: dict[int, PipelineShapes] = {}
         self.legal = self.costed = 0
 
-    def run(self, near: float = NEAR) -> Answer:
-        """Raises OrchError where the configuration contradicts itself. An empty front: nothing legal fits."""
-        heap = [(base.least_seconds(), FAMILY, (n,), (base, forms)) for n, (base, forms) in enumerate(self.families())]
+    def run(self, near: float = NEAR) -> SearchResult:
+        """The Pareto front of time and memory; empty where nothing legal fits.
+
+        Raises OrchError (65) where the configuration contradicts itself.
+        """
+        heap = [
+            (base.least_seconds(), FAMILY, (n,), (base, variants)) for n, (base, variants) in enumerate(self.families())
+        ]
         heapq.heapify(heap)
         serial, front = len(heap), []
         while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
             _, state, _, item = heapq.heappop(heap)
-            if state == FOUND:  # costed, and nothing left can be faster
+            if state == COSTED:  # costed, and nothing left can be faster
                 if not front or item.memory.total < front[-1].memory.total:
                     front.append(item)
                 continue
@@ -104,168 +128,177 @@ class Search:
             for seconds, below, key, opened in self._open(state, item, most):
                 serial += 1
                 heapq.heappush(heap, (seconds, below, key or (serial,), opened))
-        return Answer(front, Effort(self.legal, self.costed))
+        return SearchResult(front, SearchCounts(self.legal, self.costed))
 
     # -------------------------------------------------------------------------------------- bounds
 
-    def families(self) -> Iterator[tuple[SpotBound, list[list[Form]]]]:
-        """What bounds each family of spots that has a choice, and the forms that differ in work; counts choices."""
+    def families(self) -> Iterator[tuple[MeshBound, list[list[Variant]]]]:
+        """(bound, variants that may be best) of each family that has a legal layout. Counts legal layouts."""
         for first in self.space.families():
             count = self.space.count(first)
             if count:
                 key = first.tp, first.cp
-                if key not in self._forms:
-                    found = self.space.forms(*key)
-                    self._forms[key] = len(found), worth(found)
-                many, forms = self._forms[key]
+                if key not in self._variants:
+                    found = self.space.variants(*key)
+                    self._variants[key] = len(found), worthwhile(found)
+                many, variants = self._variants[key]
                 self.legal += count * many
-                yield self.base(first, forms), forms
+                yield self.base(first, variants), variants
 
-    def base(self, spot: Spot, forms: list[list[Form]]) -> SpotBound:
-        """Of a spot in one of some forms: the first has the least work and the least to keep."""
-        sp, way = forms[0][0]
-        first = spot._replace(sp=sp, cp_method=way)
-        ways = forms[0] if len(forms) == 1 else dict.fromkeys((False, one) for form in forms for _, one in form)
-        along = any(form[0][0] != sp for form in forms)
-        return SpotBound(first, self._piece(first), self._pipes(first.pp), self.best, [one for _, one in ways], along)
+    def base(self, mesh: Mesh, variants: list[list[Variant]]) -> MeshBound:
+        """Bound of a mesh in any of `variants`, whose first has the least work and keeps the fewest bytes."""
+        sp, method = variants[0][0]
+        first = mesh._replace(sp=sp, cp_method=method)
+        cp_methods = (
+            variants[0]
+            if len(variants) == 1
+            else dict.fromkeys((False, one) for variant in variants for _, one in variant)
+        )
+        sp_open = any(variant[0][0] != sp for variant in variants)
+        return MeshBound(
+            first, self._layer_cost(first), self._summary(first.pp), self.best, [one for _, one in cp_methods], sp_open
+        )
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[tuple[float, int, tuple, Any]]:
-        """What lies below a node and may need no more than `most` bytes: (seconds at least, state, key, item)."""
+        """Children of a node that may need no more than `most` bytes: (lower bound in seconds, kind, key, item)."""
         if state == FAMILY:
-            base, forms = item
+            base, variants = item
             branches = self._branches(base, most)
-            if len(forms) == 1:
-                yield from ((branch.least_seconds(), BRANCH, (), branch) for branch in branches)
+            if len(variants) == 1:
+                yield from ((branch.least_seconds(), RECOMPUTE, (), branch) for branch in branches)
             elif next(branches, None):
-                for form in forms:
-                    own = self.base(base.spot, [form])
-                    own.sharded = base.sharded  # does not depend on the form
-                    yield own.least_seconds(), SPOT, (), own
-        elif state == SPOT:
-            yield from ((branch.least_seconds(), BRANCH, (), branch) for branch in self._branches(item, most))
-        elif state == BRANCH:
-            for row, names in self.rows(item):
-                yield row.least_s, ROW, (), (row, names)
-        elif state == ROW:
-            row, names = item
-            fitting = list(self._fitting(row, names, most))
-            if len(row.ways) == 1:
-                yield from self._choices(row, fitting, most)
-            elif fitting:  # whatever way attention goes: it needs the same memory
-                for way in row.ways:
-                    own = RowBound(row.branch, row.shape, row.split, row.vpp, [way])
-                    yield own.least_s, WAY, (), (own, fitting)
-        elif state == WAY:
-            yield from self._choices(*item, most)
+                for variant in variants:
+                    own = self.base(base.mesh, [variant])
+                    own.sharded = base.sharded  # the same for all variants
+                    yield own.least_seconds(), MESH, (), own
+        elif state == MESH:
+            yield from ((branch.least_seconds(), RECOMPUTE, (), branch) for branch in self._branches(item, most))
+        elif state == RECOMPUTE:
+            for pipeline, names in self.pipelines(item):
+                yield pipeline.least_s, PIPELINE, (), (pipeline, names)
+        elif state == PIPELINE:
+            pipeline, names = item
+            fitting = list(self._fitting(pipeline, names, most))
+            if len(pipeline.cp_methods) == 1:
+                yield from self._layouts(pipeline, fitting, most)
+            elif fitting:  # all methods of context parallelism need the same memory
+                for method in pipeline.cp_methods:
+                    own = PipelineBound(pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method])
+                    yield own.least_s, CP_METHOD, (), (own, fitting)
+        elif state == CP_METHOD:
+            yield from self._layouts(*item, most)
         else:
-            choice, size = item
-            found = self.cost(choice) if size <= most else None
+            layout, size = item
+            found = self.cost(layout) if size <= most else None
             if found is not None:
-                yield found.step_s, FOUND, (found.memory.total, preference(choice)), found
+                yield found.step_s, COSTED, (found.memory.total, preference(layout)), found
 
-    def _branches(self, base: SpotBound, most: int) -> Iterator[BranchBound]:
-        branches = base.branches(self.space.recompute, self.space.zeros(base.spot), self.par)
+    def _branches(self, base: MeshBound, most: int) -> Iterator[RecomputeBound]:
+        branches = base.branches(self.space.recompute, self.space.zeros(base.mesh), self.par)
         return (branch for branch in branches if branch.least_bytes() <= most)
 
-    def rows(self, branch: BranchBound) -> Iterator[tuple[RowBound, list[str]]]:
-        """Every way that stages lie on ranks, with the schedules that run it."""
-        pp = branch.spot.pp
-        for (place, split, vpp), names in _alike(self.space.schedules(pp, branch.spot.micro_batches)).items():
-            yield RowBound(branch, self._shape(place, names[0], pp, vpp), split, vpp, branch.base.ways), names
+    def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
+        """Every assignment of stages to ranks, with the schedules that use it."""
+        pp = branch.mesh.pp
+        for (place, split, vpp), names in _alike(self.space.schedules(pp, branch.mesh.micro_batches)).items():
+            yield (
+                PipelineBound(branch, self._shape(place, names[0], pp, vpp), split, vpp, branch.base.cp_methods),
+                names,
+            )
 
-    def _fitting(self, row: RowBound, names: list[str], most: int) -> Iterator[tuple[str, Sharded, float]]:
-        """(schedule, ZeRO stage, bytes at least) of what may need no more than `most`."""
+    def _fitting(self, pipeline: PipelineBound, names: list[str], most: int) -> Iterator[tuple[str, ZeroStage, float]]:
+        """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `most` bytes."""
         for schedule in names:
-            kept, shards = row.kept(schedule), self.space.shards(row.branch.spot, schedule)
-            for sharded in row.branch.sharded:
-                if shards(sharded.par.zero) and (size := row.bytes_of(kept, sharded)) <= most:
+            kept, shards = pipeline.kept(schedule), self.space.shards(pipeline.branch.mesh, schedule)
+            for sharded in pipeline.branch.sharded:
+                if shards(sharded.par.zero) and (size := pipeline.bytes_of(kept, sharded)) <= most:
                     yield schedule, sharded, size
 
-    def _choices(
-        self, row: RowBound, fitting: list[tuple[str, Sharded, float]], most: int
+    def _layouts(
+        self, pipeline: PipelineBound, fitting: list[tuple[str, ZeroStage, float]], most: int
     ) -> Iterator[tuple[float, int, tuple, Any]]:
-        spot = row.branch.spot._replace(cp_method=row.ways[0])
+        mesh = pipeline.branch.mesh._replace(cp_method=pipeline.cp_methods[0])
         for schedule, sharded, size in fitting:
             if size <= most:
-                choice = Choice(spot, row.branch.recompute, sharded.par.zero, schedule, row.vpp)
-                yield row.seconds_of(sharded), CHOICE, (), (choice, size)
+                layout = Layout(mesh, pipeline.branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
+                yield pipeline.seconds_of(sharded), LAYOUT, (), (layout, size)
 
-    def _pipes(self, pp: int) -> Pipes:
-        """Of all schedules, also those that some number of micro-batches cannot run."""
-        if pp not in self._all_pipes:
+    def _summary(self, pp: int) -> PipelineShapes:
+        """What holds for the shapes of all schedules, whatever the number of micro-batches."""
+        if pp not in self._summaries:
             alike = _alike(self.space.schedules(pp))
             shapes = ((self._shape(place, names[0], pp, vpp), split) for (place, split, vpp), names in alike.items())
-            self._all_pipes[pp] = pipes_of(shapes)
-        return self._all_pipes[pp]
+            self._summaries[pp] = summarize(shapes)
+        return self._summaries[pp]
 
     @cached_property
     def par(self) -> doc.Parallel:
-        """Of any layout: bounds read of it what all have in common."""
-        spot = next(spot for spot in self.space.spots() if self.space.count(spot))
-        config = self.space.fixed(next(iter(self.space.choices(spot))))
+        """The `parallel` of an arbitrary layout; bounds read from it only what all layouts share."""
+        mesh = next(mesh for mesh in self.space.meshes() if self.space.count(mesh))
+        config = self.space.fixed(next(iter(self.space.layouts(mesh))))
         return make_parallel(config, self._case(config))
 
     def _case(self, config: Config) -> Case:
-        return make_case(config, self.ground.cluster, self.ground.model)
+        return make_case(config, self.context.cluster, self.context.model)
 
-    def _piece(self, spot: Spot) -> Piece:
-        key = spot.tp, spot.cp, spot.ep, spot.sp, spot.micro_batch_size, spot.cp_method == "ring"
-        found = self._pieces.get(key)
+    def _layer_cost(self, mesh: Mesh) -> LayerCost:
+        key = mesh.tp, mesh.cp, mesh.ep, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
+        found = self._layer_costs.get(key)
         if found is None:
-            cut = spot.tp, spot.ep
+            cut = mesh.tp, mesh.ep
             if cut not in self._params:
-                self._params[cut] = params_of(self.ground.model, *cut)
+                self._params[cut] = shard_params(self.context.model, *cut)
             names = ("tp", "cp", "ep", "sp", "micro_batch_size", "cp_method")
-            par = structs.replace(self.par, **{name: getattr(spot, name) for name in names})
-            found = self._pieces[key] = Piece(par, self.ground, self.best, self._params[cut])
+            par = structs.replace(self.par, **{name: getattr(mesh, name) for name in names})
+            found = self._layer_costs[key] = LayerCost(par, self.context, self.best, self._params[cut])
         return found
 
-    def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> Shape:
+    def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
         key = place, pp, vpp
         if key not in self._shapes:
             layers = self.space.stage_layers(pp * vpp)
             piped = structs.replace(self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
-            self._shapes[key] = shape_of(place, self.ground.model, piped)
+            self._shapes[key] = pipeline_shape(place, self.context.model, piped)
         return self._shapes[key]
 
     # -------------------------------------------------------------------------------------- costs
 
-    def cost(self, choice: Choice) -> Found | None:
-        """A layout exactly as `build_plan` costs it; None when it breaks a rule or does not fit."""
+    def cost(self, layout: Layout) -> CostedLayout | None:
+        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit the memory."""
         self.costed += 1
-        config = self.space.fixed(choice)
+        config = self.space.fixed(layout)
         case = self._case(config)
         if broken(case, self.space.rules) is not None:
             return None
-        train = structs.replace(self.ground.train, recompute=choice.recompute)
+        train = structs.replace(self.context.train, recompute=layout.recompute)
         parallel = make_parallel(config, case)
-        accounts = memory.accounts(self.ground.cluster, self.ground.model, parallel, train)
+        accounts = memory.memory_by_pp_rank(self.context.cluster, self.context.model, parallel, train)
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > worst.capacity:
             return None
-        solution = solve(self.ground, parallel, config.parallel.order, train)
+        solution = solve(self.context, parallel, config.parallel.order, train)
         if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
-            return None  # an order that was given puts it there
-        return Found(choice, solution, worst, config)
+            return None  # `parallel.order` puts tensor-parallel groups across nodes
+        return CostedLayout(layout, solution, worst, config)
 
 
-def worth(forms: list[Form]) -> list[list[Form]]:
-    """Those that may be best, by what they compute: a contiguous ring (its last rank has most work) apart.
+def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
+    """Variants that may be best, grouped by equal work (a contiguous ring gives its last rank more than the others).
 
-    Where zig-zag can run, a contiguous ring never pays: it sends the same and takes longer.
+    Where zig-zag can run, a contiguous ring is left out: it sends the same bytes and takes longer.
     """
-    found: dict[tuple[bool, bool], list[Form]] = {}
-    for sp, way in forms:
-        found.setdefault((way == "ring", not sp), []).append((sp, way))
-    zigzag = any(way == "zigzag" for _, way in forms)
-    return [form for (ring, _), form in sorted(found.items()) if not (ring and zigzag)]
+    found: dict[tuple[bool, bool], list[Variant]] = {}
+    for sp, method in variants:
+        found.setdefault((method == "ring", not sp), []).append((sp, method))
+    zigzag = any(method == "zigzag" for _, method in variants)
+    return [variant for (ring, _), variant in sorted(found.items()) if not (ring and zigzag)]
 
 
 def _alike(schedules: dict[str, list[int]]) -> dict[tuple[str, bool, int], list[str]]:
-    """(how stages are placed, whether backward is in two pieces, virtual stages) -> schedules."""
+    """(stage placement, whether backward is split, virtual stages) -> schedules that have these in common."""
     found: dict[tuple[str, bool, int], list[str]] = {}
     for schedule, stages in schedules.items():
         for vpp in stages:
             place = "loop" if schedule in LOOPED else schedule
-            found.setdefault((place, schedule in SPLIT, vpp), []).append(schedule)
+            found.setdefault((place, schedule in SPLIT_BACKWARD, vpp), []).append(schedule)
     return found

@@ -1,8 +1,8 @@
-"""What `parallel=auto` may choose: every legal layout of a configuration, in two parts.
+"""The search space of `parallel=auto`: every legal layout of a configuration.
 
-A `Spot` is how the ranks are cut up: tp, cp, ep, pp, dp and the micro-batch. A `Choice` adds what each spot leaves
-open: recomputation, ZeRO, pipeline schedule and virtual stages. What the configuration gives is kept. Spots that differ
-only in form (sequence parallelism, the way of context parallelism) are a family.
+A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp and the micro-batch size. A `Layout` adds
+what a mesh leaves open: recomputation, ZeRO stage, pipeline schedule and virtual stages. Keys that the configuration
+gives are kept. Meshes that differ only in their `Variant` variant a family.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, MODELS, TRAINER, Ca
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.job import make_ramp
 from orchestrator.planner.model.stages import balance_stages
-from orchestrator.planner.placement.axis_order import Ground
+from orchestrator.planner.placement.axis_order import CostContext
 
-RECOMPUTE = ("none", "selective", "full")
-#: The plainer the earlier, where nothing else decides.
-METHODS: tuple[CpMethod, ...] = ("zigzag", "ring", "allgather", "ulysses")
-#: Rules about the form of a spot.
-_FORM = ("sequence", "ulysses")
-#: Rules that only a whole choice can break.
-_LATER = ("virtual_stages", "zero_group", "schedule", "sharding", *_FORM)
-#: Rules about tp alone: asked once for each.
-_TENSOR = ("heads", "kv_heads", "ffn", "nvlink")
-
-
-Form = tuple[bool, CpMethod]  # sequence parallelism, way of context parallelism
+RECOMPUTE_MODES = ("none", "selective", "full")
+#: Simplest first: the order of preference where nothing else decides.
+CP_METHODS: tuple[CpMethod, ...] = ("zigzag", "ring", "allgather", "ulysses")
+#: Rules that depend on the variant of a mesh.
+VARIANT_RULES = ("sequence", "ulysses")
+#: Rules that only a complete layout can break.
+LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
+#: Rules about tp alone, checked once for each tp.
+TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
 
 
-class Spot(NamedTuple):
+Variant = tuple[bool, CpMethod]  # (sequence parallelism, method of context parallelism)
+
+
+class Mesh(NamedTuple):
     tp: int
     cp: int
     ep: int
@@ -50,8 +50,8 @@ class Spot(NamedTuple):
     cp_method: CpMethod
 
 
-class Choice(NamedTuple):
-    spot: Spot
+class Layout(NamedTuple):
+    mesh: Mesh
     recompute: str
     zero: int
     schedule: str
@@ -64,25 +64,25 @@ class Space:
     `any_layout`: also those that the bundled trainer does not run.
     """
 
-    def __init__(self, config: Config, ground: Ground, any_layout: bool = False):
+    def __init__(self, config: Config, context: CostContext, any_layout: bool = False):
         par, ramp = config.parallel, config.train.batch_ramp
         if par.schedule_file is not None:
             raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
-        if config.train.recompute not in (None, *RECOMPUTE):
+        if config.train.recompute not in (None, *RECOMPUTE_MODES):
             raise OrchError(
                 f"train.recompute={config.train.recompute} is not searched; with parallel=auto leave it out, or give"
-                f" one of {', '.join(RECOMPUTE)}",
+                f" one of {', '.join(RECOMPUTE_MODES)}",
                 Exit.CONFIG,
             )
-        self.config, self.ground, self.par = config, ground, par
+        self.config, self.context, self.par = config, context, par
         self.samples = global_batch(config)
-        self.gpus = len(ground.cluster.node_names) * ground.cluster.gpus_per_node
-        self._known_forms: dict[tuple[int, int], list[Form]] = {}
+        self.gpus = len(context.cluster.node_names) * context.cluster.gpus_per_node
+        self._known_variants: dict[tuple[int, int], list[Variant]] = {}
         self._zeros: dict[tuple[str, int, int], int] = {}
         self._counts: dict[tuple[int, int, int], int] = {}
         self._schedules: dict[tuple[int, int | None], dict[str, list[int]]] = {}
         given = config.train.recompute
-        self.recompute = RECOMPUTE if given is None else (given,)
+        self.recompute = RECOMPUTE_MODES if given is None else (given,)
         self.base = Case(
             **{"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vpp": 1, "zero": 0, "sp": False, "schedule": None},
             zero_group=par.zero_group,
@@ -91,24 +91,24 @@ class Space:
             global_batch_samples=self.samples,
             batch_ramp=ramp and make_ramp(ramp, config.train.seq_len),
             seq_len=config.train.seq_len,
-            model=ground.model,
-            cluster=ground.cluster,
+            model=context.model,
+            cluster=context.cluster,
         )
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
         if not any_layout and (found := broken(self.base, MODELS)):
             raise OrchError(f"parallel=auto: {found[1]}; --any searches layouts for another program", Exit.CONFIG)
 
-    # -------------------------------------------------------------------------------------- spots
+    # -------------------------------------------------------------------------------------- meshes
 
-    def spots(self) -> Iterator[Spot]:
-        """Every way to cut up the ranks and the batch that keeps the rules, in a fixed order."""
+    def meshes(self) -> Iterator[Mesh]:
+        """Every legal mesh, in a fixed order."""
         for first in self.families():
-            yield from (first._replace(sp=sp, cp_method=way) for sp, way in self.forms(first.tp, first.cp))
+            yield from (first._replace(sp=sp, cp_method=method) for sp, method in self.variants(first.tp, first.cp))
 
-    def families(self) -> Iterator[Spot]:
-        """The first of each family."""
-        moe, layers = self.ground.model.moe, self.ground.model.layers
-        for tp in self._degrees("tp", self.gpus, self.ground.model.heads):
+    def families(self) -> Iterator[Mesh]:
+        """The first mesh of each family."""
+        moe, layers = self.context.model.moe, self.context.model.layers
+        for tp in self._degrees("tp", self.gpus, self.context.model.heads):
             for cp in self._degrees("cp", self.gpus // tp, self.config.train.seq_len):
                 for ep in self._degrees("ep", self.gpus // tp // cp, moe.experts if moe else 1):
                     rest = self.gpus // (tp * cp * ep)
@@ -118,19 +118,19 @@ class Space:
                             yield from self._batches(tp, cp, ep, pp, dp)
 
     def _degrees(self, axis: str, gpus: int, most: int) -> list[int]:
-        """Degrees of an axis that divide the GPUs which the axes before it leave, and that keep its rules."""
+        """Legal degrees of an axis that divide `gpus`, the GPUs that the axes before it leave."""
         given = getattr(self.par, axis)
         if given is not None:
             return [given] if gpus % given == 0 and (axis == "pp" or self._keeps({axis: given})) else []
         found = [degree for degree in _divisors(gpus) if degree <= most]
         return [degree for degree in found if axis == "pp" or self._keeps({axis: degree})]
 
-    def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Spot]:
+    def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Mesh]:
         share, rest = divmod(self.samples, dp * ep)
         if rest or not share:
             return
-        forms = self.forms(tp, cp)
-        if not forms:
+        variants = self.variants(tp, cp)
+        if not variants:
             return
         sizes = _divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
         case = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp}
@@ -138,40 +138,43 @@ class Space:
             return
         for size in sizes:
             if share % size == 0 and self._starts(case | {"micro_batch_size": size}):
-                yield Spot(tp, cp, ep, pp, dp, size, share // size, *forms[0])
+                yield Mesh(tp, cp, ep, pp, dp, size, share // size, *variants[0])
 
     def _starts(self, degrees: dict[str, int]) -> bool:
         """Whether the first step of a ramp has a micro-batch for every replica."""
         rule = self.rules.get("batch_ramp") if self.base.batch_ramp else None
         return rule is None or rule(structs.replace(self.base, **degrees)) is None
 
-    def forms(self, tp: int, cp: int) -> list[Form]:
+    def variants(self, tp: int, cp: int) -> list[Variant]:
         """Those that are open and keep their rules, plainest first."""
         key = tp, cp
-        if key not in self._known_forms:
+        if key not in self._known_variants:
             along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
-            ways = METHODS if self.par.cp_method is None and cp > 1 else [self.par.cp_method or "zigzag"]
-            self._known_forms[key] = [
+            methods = CP_METHODS if self.par.cp_method is None and cp > 1 else [self.par.cp_method or "zigzag"]
+            self._known_variants[key] = [
                 (sp, method)
-                for sp, method in product(along, ways)
+                for sp, method in product(along, methods)
                 if not any(
-                    LAYOUT[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method)) for rule in _FORM
+                    LAYOUT[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
+                    for rule in VARIANT_RULES
                 )
             ]
-        return self._known_forms[key]
+        return self._known_variants[key]
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
-        """Whether the degrees keep every rule that they can be judged by (alone, an axis cannot fill the cluster)."""
+        """Whether the degrees keep every rule that applies to them (one axis alone need not fill the cluster)."""
         case = structs.replace(self.base, **degrees)
-        skip = _LATER if "tp" in degrees and len(degrees) == 1 else (*_LATER, *_TENSOR)
+        skip = LAYOUT_RULES if "tp" in degrees and len(degrees) == 1 else (*LAYOUT_RULES, *TP_RULES)
         skip += ("gpus", "batch", "batch_ramp") if len(degrees) == 1 else ()
         return not any(rule(case) for name, rule in self.rules.items() if name not in skip)
 
-    # -------------------------------------------------------------------------------------- choices
+    # -------------------------------------------------------------------------------------- layouts
 
     def schedules(self, pp: int, micro_batches: int | None = None) -> dict[str, list[int]]:
-        """Schedule -> virtual stages that a pipeline can run; None: with some number of micro-batches. One stage
-        knows one schedule, 1f1b."""
+        """Schedule -> legal numbers of virtual stages. `micro_batches` None: legal for some number of micro-batches.
+
+        A single stage has one schedule, 1f1b.
+        """
         key = pp, micro_batches
         if key not in self._schedules:
             self._schedules[key] = self._runnable(*key)
@@ -187,10 +190,10 @@ class Space:
         found = {}
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
-            most = self.ground.model.layers // pp
+            most = self.context.model.layers // pp
             vpps = range(low, (most if high is None else min(high, most)) + 1)
             vpps = [vpp for vpp in vpps if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)]
-            # whether a schedule takes pp and the micro-batches does not depend on the virtual stages; even takes all
+            # legality of pp and micro-batches does not depend on the virtual stages; 2 * pp is legal for every schedule
             many = 2 * pp if micro_batches is None else micro_batches
             if vpps and illegal(name, pp, many, vpps[0]) is None:
                 found[name] = vpps
@@ -202,53 +205,53 @@ class Space:
     def stage_layers(self, stages: int) -> list[int]:
         if self.par.stage_layers is not None:
             return list(self.par.stage_layers)
-        return balance_stages(self.ground.model, stages, self.config.train.seq_len)
+        return balance_stages(self.context.model, stages, self.config.train.seq_len)
 
-    def zeros(self, spot: Spot) -> tuple[int, ...]:
-        """ZeRO stages. Without replicas there is nothing to shard."""
+    def zeros(self, mesh: Mesh) -> tuple[int, ...]:
+        """Possible ZeRO stages; without replicas there is nothing to shard."""
         if self.par.zero is not None:
             return (self.par.zero,)
-        return (0, 1, 2, 3) if spot.dp * spot.cp * spot.ep > 1 else (0,)
+        return (0, 1, 2, 3) if mesh.dp * mesh.cp * mesh.ep > 1 else (0,)
 
-    def choices(self, spot: Spot) -> Iterator[Choice]:
+    def layouts(self, mesh: Mesh) -> Iterator[Layout]:
         for recompute in self.recompute:
-            for schedule, vpps in self.schedules(spot.pp, spot.micro_batches).items():
-                for zero in filter(self.shards(spot, schedule), self.zeros(spot)):
-                    yield from (Choice(spot, recompute, zero, schedule, vpp) for vpp in vpps)
+            for schedule, vpps in self.schedules(mesh.pp, mesh.micro_batches).items():
+                for zero in filter(self.shards(mesh, schedule), self.zeros(mesh)):
+                    yield from (Layout(mesh, recompute, zero, schedule, vpp) for vpp in vpps)
 
-    def shards(self, spot: Spot, schedule: str) -> Callable[[int], bool]:
-        """Whether a ZeRO stage goes with a schedule."""
+    def shards(self, mesh: Mesh, schedule: str) -> Callable[[int], bool]:
+        """Predicate: whether a ZeRO stage is legal with a schedule."""
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
-        replicas, many = spot.dp * spot.cp * spot.ep, copies(schedule, spot.pp, fewest)
+        replicas, many = mesh.dp * mesh.cp * mesh.ep, copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
-        return lambda zero: not (zero_group(zero, group, replicas) or sharding(zero, spot.pp, schedule, many))
+        return lambda zero: not (zero_group(zero, group, replicas) or sharding(zero, mesh.pp, schedule, many))
 
-    def count(self, spot: Spot) -> int:
-        replicas = spot.dp * spot.cp * spot.ep
-        key = spot.pp, spot.micro_batches, replicas if self.par.zero_group else min(replicas, 2)
+    def count(self, mesh: Mesh) -> int:
+        replicas = mesh.dp * mesh.cp * mesh.ep
+        key = mesh.pp, mesh.micro_batches, replicas if self.par.zero_group else min(replicas, 2)
         if key not in self._counts:
             self._counts[key] = len(self.recompute) * sum(
-                len(vpps) * self._sharded(spot, schedule, key[2]) for schedule, vpps in self.schedules(*key[:2]).items()
+                len(vpps) * self._sharded(mesh, schedule, key[2]) for schedule, vpps in self.schedules(*key[:2]).items()
             )
         return self._counts[key]
 
-    def _sharded(self, spot: Spot, schedule: str, replicas: int) -> int:
-        """ZeRO stages that go with a schedule."""
-        key = schedule, spot.pp, replicas
+    def _sharded(self, mesh: Mesh, schedule: str, replicas: int) -> int:
+        """Number of ZeRO stages that are legal with a schedule."""
+        key = schedule, mesh.pp, replicas
         if key not in self._zeros:
-            self._zeros[key] = sum(map(self.shards(spot, schedule), self.zeros(spot)))
+            self._zeros[key] = sum(map(self.shards(mesh, schedule), self.zeros(mesh)))
         return self._zeros[key]
 
-    def fixed(self, choice: Choice) -> Config:
-        """The configuration with everything open filled in by a choice."""
-        spot = choice.spot
+    def fixed(self, layout: Layout) -> Config:
+        """The configuration with the keys of a layout filled in."""
+        mesh = layout.mesh
         parallel: ParallelSpec = structs.replace(
             self.par,
             auto=False,
-            **{name: getattr(spot, name) for name in Spot._fields if name != "micro_batches"},
-            **{name: getattr(choice, name) for name in ("zero", "schedule", "vpp")},
+            **{name: getattr(mesh, name) for name in Mesh._fields if name != "micro_batches"},
+            **{name: getattr(layout, name) for name in ("zero", "schedule", "vpp")},
         )
-        train = structs.replace(self.config.train, recompute=choice.recompute)
+        train = structs.replace(self.config.train, recompute=layout.recompute)
         return structs.replace(self.config, parallel=parallel, train=train)
 
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from orchestrator.cluster.model import Topology
 from orchestrator.plan import Plan, PlanError, from_json, to_json
 from orchestrator.plan.ranks import all_groups, coords, degrees
-from orchestrator.planner.placement.rank_assignment import seat_ranks
+from orchestrator.planner.placement.rank_assignment import assign_ranks
 from orchestrator.run.untrusted import UNREADABLE
 
 _MOST = 1 << 28  # bytes unpacked; no plan is that large
@@ -39,7 +39,7 @@ def unpack_plan(raw: bytes) -> Plan:
 
 def _derived(plan: Plan) -> Plan:
     places = coords(plan.parallel.order, degrees(plan.parallel))
-    return structs.replace(plan, ranks=seat_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp))
+    return structs.replace(plan, ranks=assign_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp))
 
 
 def pack_topology(topology: Topology) -> bytes:
