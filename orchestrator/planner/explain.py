@@ -30,7 +30,7 @@ class Term(NamedTuple):
 class Change(NamedTuple):
     """A change to a plan, everything else kept (dp takes the GPUs that are left)."""
 
-    overrides: list[str]
+    words: list[str]  # overrides to type
     step_s: float
     memory: doc.Memory
     saves_s: float  # against the plan; negative: costs
@@ -61,7 +61,7 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
                 found.append(_change(overrides, other, plan))
         if over and not found:  # no single change is enough: the fastest layout of all
             found += [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
-    found.sort(key=lambda change: (change.step_s, change.memory.total, change.overrides))
+    found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
     categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
     return Explanation(terms(plan), plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings))
 

@@ -35,7 +35,7 @@ def test_changes_are_faster_and_are_what_a_plan_of_them_says():
     assert [c.step_s for c in found.changes] == sorted(c.step_s for c in found.changes)
     for change in found.changes:
         changed = config
-        for word in change.overrides:
+        for word in change.words:
             group, key = word.split("=")[0].split(".")
             part = getattr(changed, group)
             text = word.split("=")[1]

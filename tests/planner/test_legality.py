@@ -151,9 +151,9 @@ def test_a_batch_that_does_not_split_names_the_batches_and_words_that_do():
 
 
 def test_the_word_says_all_that_differs_from_the_default():
-    assert case(tp=8, pp=4, zero=1).word == "tp8_pp4_dp2_zero1"
-    assert case(tp=8, pp=4, sp=False, vpp=2).word == "tp8_pp4_dp2_vpp2_sp0"
-    assert case(cluster=configs.cluster(1, 1, [])).word == "dp1"
+    assert case(tp=8, pp=4, zero=1).spec == "tp8_pp4_dp2_zero1"
+    assert case(tp=8, pp=4, sp=False, vpp=2).spec == "tp8_pp4_dp2_vpp2_sp0"
+    assert case(cluster=configs.cluster(1, 1, [])).spec == "dp1"
 
 
 def test_main_line_is_legal():

@@ -177,7 +177,7 @@ def explanation(found: Explanation, step_s: float) -> str:
     for change in found.changes:
         faster = f"{change.step_s:.4g} s a step ({-change.saves_s / step_s:+.1%})"
         memory = f"{change.memory.total / GIB:.1f} GiB ({-change.frees_bytes / GIB:+.1f})"
-        lines.append(f"  {' '.join(change.overrides):<48}  {faster:<24}  {memory}")
+        lines.append(f"  {' '.join(change.words):<48}  {faster:<24}  {memory}")
     if not found.changes:
         lines.append("  none: nothing fits these GPUs" if found.over_bytes else "  none: no single change is faster")
     if found.warnings:
