@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -25,10 +26,9 @@ from .comm.check import check_env, check_peers
 from .comm.connect import TIMEOUT, choose_device, connect
 from .comm.mesh import Mesh
 from .data.batch import MicroBatch
-from .data.build import open_tokens
+from .data.build import open_tokens, rate_limited
 from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
-from .data.progress import rate_limited
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped, check_supported
 from .metrics.profile import Profile
@@ -140,7 +140,7 @@ class Run:
     def loop(self) -> None:
         """Train to the plan's last step. Raises Stopped after a termination signal, with everything saved."""
         job = self.plan.job
-        every, copies = job.checkpoint.every_steps, job.checkpoint.memory_every_steps
+        every, replicate_every = job.checkpoint.every_steps, job.checkpoint.memory_every_steps
         self.training = True
         while self.step < job.train.steps:
             start = time.perf_counter()
@@ -151,12 +151,13 @@ class Run:
             if stop:
                 self._stop()
             self._train_step(batches, valid_tokens, start)
-            if every and self.step % every == 0 and self.step < job.train.steps:
-                self._start_save()
-            if copies and self.step % copies == 0 and self.step < job.train.steps:
-                self._replicate()
+            if self.step == job.train.steps:
+                break
+            if every and self.step % every == 0:
+                self._keep(self.checkpoints.start)
+            if self.checkpoints.replicas is not None and self.step % replicate_every == 0:
+                self._keep(self.checkpoints.replicas.replicate)
         self._save()
-        self._drop_replicas()
         self.reporter.event("done", self.step)
 
     def _agree(self, batches: list[MicroBatch]) -> tuple[int, bool]:
@@ -180,29 +181,18 @@ class Run:
         if self.step == 0:
             raise Stopped(f"{reason} before the first step: nothing to save yet")
         self._save(read_back=False)  # a termination signal may leave only seconds
-        self._drop_replicas()
         raise Stopped(f"{reason}: saved at step {self.step}")
 
-    def _start_save(self) -> None:
+    def _keep(self, write: Callable[..., object], *options: bool) -> None:
+        """Pass this rank's state to `write`; counted as time for checkpoints."""
         with self.engine.timer.phase("checkpoint"):
-            pieces = list(self.engine.pieces(own=True))
-            self.checkpoints.start(pieces, self.step, self.samples, self.engine.scalars())
-
-    def _replicate(self) -> None:
-        assert self.checkpoints.replicas is not None, "a plan that replicates has them"
-        with self.engine.timer.phase("checkpoint"):
-            pieces = list(self.engine.pieces(own=True))
-            self.checkpoints.replicas.replicate(pieces, self.step, self.samples, self.engine.scalars())
-
-    def _drop_replicas(self) -> None:
-        """Free in-memory replicas: their state is on disk."""
-        if self.checkpoints.replicas is not None:
-            self.checkpoints.replicas.remove()
+            write(list(self.engine.pieces(own=True)), self.step, self.samples, self.engine.scalars(), *options)
 
     def _save(self, read_back: bool = True) -> None:
-        with self.engine.timer.phase("checkpoint"):
-            pieces = list(self.engine.pieces(own=True))
-            self.checkpoints.save(pieces, self.step, self.samples, self.engine.scalars(), read_back)
+        """Save to disk now, and then free in-memory replicas."""
+        self._keep(self.checkpoints.save, read_back)
+        if self.checkpoints.replicas is not None:
+            self.checkpoints.replicas.remove()
 
     def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
         plan, engine, number = self.plan, self.engine, self.step + 1

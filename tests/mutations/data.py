@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import torch
 
@@ -193,7 +195,7 @@ def _(patch):
 @DATA("weight decay on norms")
 def _(patch):
     original = apply.shard
-    patch.setattr(apply, "shard", lambda *args: _replace(original(*args), decay=True))
+    patch.setattr(apply, "shard", lambda *args: replace(original(*args), decay=True))
 
 
 @DATA("gradients are not clipped", clip_grad_norm=0.05)
@@ -210,9 +212,3 @@ def _(patch):
         return lambda x, *rest: whole(x.detach().requires_grad_(), *rest)
 
     patch.setattr(recompute, "_checkpointed", again)
-
-
-def _replace(info, **changes):
-    from dataclasses import replace
-
-    return replace(info, **changes)

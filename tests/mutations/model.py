@@ -17,6 +17,7 @@ import trainer.parallel.context.ring as ring
 import trainer.parallel.tensor as tensor
 import trainer.parallel.vocab as vocab
 from tests.beds.plans import tiny_model
+from tests.trainer import samples
 from trainer.model.block import Block
 from trainer.model.dropout import Dropout
 from trainer.parallel.context.ulysses import UlyssesAttention
@@ -24,10 +25,7 @@ from trainer.parallel.context.ulysses import UlyssesAttention
 from .base import Mutations
 
 MODEL = Mutations()
-GPT = tiny_model(
-    **{"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True},
-    **{"kv_heads": 4, "tied_embeddings": True},
-)
+GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 
 
 def _registry(patch, change):

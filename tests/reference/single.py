@@ -5,8 +5,6 @@ Made of the naive twins (decoder, AdamW, clipping) and of nothing that is under 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,17 +14,8 @@ from trainer.data.batch import IGNORED
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 from trainer.optim.lr import learning_rate
+from trainer.verify.oracle import Outcome
 from trainer.verify.samples import micro_batch
-
-
-@dataclass
-class Outcome:
-    """Of one optimizer step: mean loss over valid tokens, gradient before clipping, its norm, weights after it."""
-
-    loss: float
-    norm: float
-    grads: dict[str, Tensor]
-    weights: dict[str, Tensor]
 
 
 def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:

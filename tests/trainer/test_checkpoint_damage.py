@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -27,35 +28,6 @@ def damage_flip(step: Path) -> None:
     file.write_bytes(raw)
 
 
-def damage_truncate(step: Path) -> None:
-    os.truncate(step / rank_file(0), 1000)
-
-
-def damage_empty(step: Path) -> None:
-    (step / rank_file(0)).write_bytes(b"")
-
-
-def damage_missing(step: Path) -> None:
-    (step / rank_file(0)).unlink()
-
-
-def damage_swap(step: Path) -> None:
-    """A good file of another step: readable, right size, wrong content."""
-    shutil.copy(step.parent / step_name(1) / rank_file(0), step / rank_file(0))
-
-
-def damage_manifest_missing(step: Path) -> None:
-    (step / MANIFEST).unlink()
-
-
-def damage_manifest_cut(step: Path) -> None:
-    os.truncate(step / MANIFEST, 100)
-
-
-def damage_manifest_schema(step: Path) -> None:
-    (step / MANIFEST).write_text('{"schema": "orch.checkpoint/99"}')
-
-
 def damage_manifest_digit(step: Path) -> None:
     """One digit: a manifest that decodes, and says something else."""
     text = (step / MANIFEST).read_text()
@@ -69,37 +41,46 @@ def damage_manifest_path(step: Path) -> None:
     (step / MANIFEST).write_bytes(encode(msgspec.structs.replace(manifest, files=files)))
 
 
-DAMAGE = {
-    damage_flip: "rank-00000.safetensors does not have the sha256",
-    damage_truncate: "rank-00000.safetensors has 1000 bytes",
-    damage_empty: "rank-00000.safetensors has 0 bytes",
-    damage_missing: "rank-00000.safetensors: No such file",
-    damage_swap: "rank-00000.safetensors does not have the sha256",
-    damage_manifest_missing: "manifest.json: No such file",
-    damage_manifest_cut: "manifest.json: ",
-    damage_manifest_schema: "schema is 'orch.checkpoint/99'",
-    damage_manifest_digit: "manifest.json: its content is not what was hashed",
-    damage_manifest_path: "is not a plain file name",
+#: A good file of another step: readable, right size, wrong content.
+SWAPPED = "swapped"
+#: What is done to the folder of a step, and what is then said of it.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (damage_flip, "rank-00000.safetensors does not have the sha256"),
+    "truncated": (lambda step: os.truncate(step / rank_file(0), 1000), "rank-00000.safetensors has 1000 bytes"),
+    "empty": (lambda step: (step / rank_file(0)).write_bytes(b""), "rank-00000.safetensors has 0 bytes"),
+    "missing": (lambda step: (step / rank_file(0)).unlink(), "rank-00000.safetensors: No such file"),
+    SWAPPED: (
+        lambda step: shutil.copy(step.parent / step_name(1) / rank_file(0), step / rank_file(0)),
+        "rank-00000.safetensors does not have the sha256",
+    ),
+    "no manifest": (lambda step: (step / MANIFEST).unlink(), "manifest.json: No such file"),
+    "cut manifest": (lambda step: os.truncate(step / MANIFEST, 100), "manifest.json: "),
+    "other schema": (
+        lambda step: (step / MANIFEST).write_text('{"schema": "orch.checkpoint/99"}'),
+        "schema is 'orch.checkpoint/99'",
+    ),
+    "changed digit": (damage_manifest_digit, "manifest.json: its content is not what was hashed"),
+    "file outside": (damage_manifest_path, "is not a plain file name"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_and_the_newest_good_checkpoint_is_taken(tmp_path, damage):
     saved(tmp_path, 1, 2, 3)
-    damage(tmp_path / step_name(3))
+    DAMAGE[damage][0](tmp_path / step_name(3))
     live, manager, manifest = resume(tmp_path)
     assert manifest.step == 2 and equal(live, state(2))
     (event,) = manager.reporter.named("checkpoint_rejected")
-    assert step_name(3) in event.fields["path"] and DAMAGE[damage] in event.fields["problem"]
+    assert step_name(3) in event.fields["path"] and DAMAGE[damage][1] in event.fields["problem"]
     assert [step for step, _ in committed(tmp_path)] == [2, 1], "the bad one is set aside"
     assert (tmp_path / f"{step_name(3)}.rejected-e1").is_dir()
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_when_nothing_can_be_trusted_the_run_does_not_start_over_silently(tmp_path, damage):
     saved(tmp_path, 1, 2)
-    damage(tmp_path / step_name(2))
-    (damage_flip if damage is damage_swap else damage)(tmp_path / step_name(1))
+    DAMAGE[damage][0](tmp_path / step_name(2))
+    DAMAGE["flipped bit" if damage == SWAPPED else damage][0](tmp_path / step_name(1))
     with pytest.raises(CheckpointError) as caught:
         resume(tmp_path)
     assert caught.value.exit == Exit.CONFIG

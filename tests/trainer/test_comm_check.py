@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.plan import Exit, Plan
-from orchestrator.plan.worker import WorkerEnv
 from tests.beds.plans import make_plan
+from tests.trainer.workers import worker_env
 from trainer.comm.check import WorkerIdentity, check_env, check_peers, find_mismatch, identity_of
 from trainer.errors import PlanMismatch
 from trainer.verify.ranks import run_ranks
@@ -15,19 +15,8 @@ from trainer.verify.ranks import run_ranks
 PLAN = make_plan(tp=2, dp=2, nodes=2)
 
 
-def env(plan: Plan, rank: int, **changes: object) -> WorkerEnv:
-    place = plan.ranks[rank]
-    values = {
-        **{"rank": rank, "local_rank": place.gpu, "world_size": plan.parallel.world_size},
-        **{"local_world_size": plan.cluster.gpus_per_node, "node_rank": plan.cluster.node_names.index(place.node)},
-        **{"master_addr": "127.0.0.1", "master_port": 1, "run_id": "test", "epoch": 0, "node": place.node},
-        **{"plan": "plan.json", "plan_hash": plan.hash, "run_dir": ".", "report_fd": None},
-    }
-    return WorkerEnv(**(values | changes))
-
-
 def seats(plan: Plan = PLAN) -> list[WorkerIdentity]:
-    return [identity_of(plan, env(plan, rank)) for rank in range(plan.parallel.world_size)]
+    return [identity_of(plan, worker_env(plan, rank)) for rank in range(plan.parallel.world_size)]
 
 
 def test_the_plans_own_seats_agree():
@@ -69,9 +58,9 @@ def test_any_permutation_of_ranks_over_places_is_found(order):
 
 def test_a_rank_that_cannot_join_says_so_alone():
     with pytest.raises(PlanMismatch, match="started for 8 workers, the plan has 4"):
-        check_env(PLAN, env(PLAN, 0, world_size=8))
+        check_env(PLAN, worker_env(PLAN, 0, world_size=8))
     with pytest.raises(PlanMismatch, match=r"rank 4 .* outside the plan's ranks 0\.\.3"):
-        check_env(PLAN, msgspec.structs.replace(env(PLAN, 0), rank=4))
+        check_env(PLAN, msgspec.structs.replace(worker_env(PLAN, 0), rank=4))
 
 
 @pytest.mark.process
@@ -91,7 +80,7 @@ def test_a_rank_that_cannot_join_says_so_alone():
 def test_all_ranks_reach_the_same_verdict(changes, words):
     def worker(rank: int) -> list:
         try:
-            check_peers(PLAN, env(PLAN, rank, **changes.get(rank, {})))
+            check_peers(PLAN, worker_env(PLAN, rank, **changes.get(rank, {})))
         except PlanMismatch as error:
             return [str(error), int(error.exit)]
         return [None, 0]
@@ -111,7 +100,7 @@ def test_one_rank_with_another_plan_file_is_found_by_all():
     def worker(rank: int) -> str:
         plan = other if rank == 3 else PLAN
         try:
-            check_peers(plan, env(plan, rank))
+            check_peers(plan, worker_env(plan, rank))
         except PlanMismatch as error:
             return str(error)
         return ""

@@ -14,8 +14,7 @@ import pytest
 from orchestrator.plan.document import Data
 from tests.trainer.test_data_tokenizer import word_level
 from trainer.data import build
-from trainer.data.build import open_tokens
-from trainer.data.progress import bar, rate_limited
+from trainer.data.build import open_tokens, rate_limited
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
 
@@ -245,29 +244,7 @@ def test_the_waiting_process_says_so(text):
 # ------------------------------------------------------------------------------------------- progress
 
 
-class Terminal:
-    def __init__(self, tty: bool):
-        self.tty, self.text = tty, ""
-
-    def isatty(self) -> bool:
-        return self.tty
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-def test_bar_draws_on_a_terminal_only():
-    screen, file = Terminal(True), Terminal(False)
-    for progress in (bar(screen), bar(file)):
-        for done in range(0, 101, 10):
-            progress("tokenise", done * 10**6, 100 * 10**6)
-    assert file.text == "" and "100% of 100.0 MB\n" in screen.text and screen.text.count("\n") == 1
-
-
-def test_thinned_keeps_the_first_and_last_of_each_phase():
+def test_rate_limited_progress_keeps_the_first_and_last_of_each_phase():
     now, log = [0.0], Log()
     call = rate_limited(log, 1.0, clock=lambda: now[0])
     for phase in ("hash", "tokenise"):

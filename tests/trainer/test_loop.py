@@ -29,11 +29,6 @@ ALONE = {"micro_batches": 2}
 EIGHT = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "nodes": 2, "bucket_bytes": 1 << 13}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("tokens"))
-
-
 def job(cache: str, steps: int = 6, every: int = 0, **layout: object) -> Plan:
     model = layout.pop("model", tiny_model(tied_embeddings=True))
     return make_plan(
@@ -248,7 +243,7 @@ def test_an_epoch_fenced_while_it_trains_writes_nothing_more(cache, tmp_path):
     [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.full) for other in (signal.SIGUSR1, signal.SIGINT))],
     ids=lambda number: number.name,
 )
-def test_a_notice_to_any_one_rank_saves_the_same_step_on_all_and_ends_with_75(cache, tmp_path, number):
+def test_a_termination_signal_to_any_rank_saves_the_same_step_on_all_and_ends_with_75(cache, tmp_path, number):
     plan = job(cache, steps=10_000, **EIGHT)
     told = {signal.SIGTERM: 7, signal.SIGUSR1: 0, signal.SIGINT: 3}[number]
     with running(plan, tmp_path) as workers:
@@ -266,7 +261,7 @@ def test_a_notice_to_any_one_rank_saves_the_same_step_on_all_and_ends_with_75(ca
         assert again.events("resumed")[0].step == saved.step
 
 
-def test_a_notice_before_the_first_step_is_honoured(cache, tmp_path):
+def test_a_termination_signal_before_the_first_step_ends_with_75(cache, tmp_path):
     plan = job(cache, steps=10_000)
     with running(plan, tmp_path) as workers:
         workers.until(0, "ranks_checked")
@@ -276,7 +271,7 @@ def test_a_notice_before_the_first_step_is_honoured(cache, tmp_path):
         assert "nothing to save yet" in workers.log(0) and not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_a_notice_during_the_imports_is_honoured(cache, tmp_path):
+def test_a_termination_signal_during_the_imports_ends_with_75(cache, tmp_path):
     """The first second of a real process, when torch is not even loaded."""
     with worker_process(job(cache, steps=10_000), tmp_path) as worker:
         time.sleep(0.5)
@@ -310,22 +305,19 @@ def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | N
         assert workers.events("failed", rank)[0].fields["exit"] == code
 
 
-def test_a_worker_with_another_plan_stops_all(cache, tmp_path):
-    refused(job(cache, dp=2), tmp_path, Exit.CONFIG, "was told plan 000000000000", {1: {"plan_hash": "0" * 64}})
-
-
-def test_workers_on_swapped_nodes_stop_all(cache, tmp_path):
-    swapped = {0: {"node": "node1"}, 1: {"node": "node0"}}
-    refused(job(cache, dp=2, nodes=2), tmp_path, Exit.CONFIG, "rank 0 runs on 'node1'", swapped)
-
-
-def test_missing_text_is_refused(cache, tmp_path):
-    plan = changed(job(cache), "data", paths=["/nowhere/at/all"])
-    refused(plan, tmp_path, Exit.CONFIG, "'/nowhere/at/all' does not exist")
-
-
-def test_a_layout_that_the_trainer_does_not_run_is_refused(cache, tmp_path):
-    refused(job(cache, ep=2), tmp_path, Exit.CONFIG, "ep=2 needs a mixture of experts")
+@pytest.mark.parametrize(
+    ("layout", "paths", "words", "changes"),
+    [
+        ({"dp": 2}, None, "was told plan 000000000000", {1: {"plan_hash": "0" * 64}}),
+        ({"dp": 2, "nodes": 2}, None, "rank 0 runs on 'node1'", {0: {"node": "node1"}, 1: {"node": "node0"}}),
+        ({}, ["/nowhere/at/all"], "'/nowhere/at/all' does not exist", None),
+        ({"ep": 2}, None, "ep=2, but test has no experts", None),
+    ],
+    ids=["another plan", "swapped nodes", "missing text", "unsupported layout"],
+)
+def test_what_cannot_run_stops_all_workers_with_65(cache, tmp_path, layout, paths, words, changes):
+    plan = job(cache, **layout)
+    refused(changed(plan, "data", paths=paths) if paths else plan, tmp_path, Exit.CONFIG, words, changes)
 
 
 def test_a_gpu_that_is_not_there_is_the_nodes_fault(cache, tmp_path):

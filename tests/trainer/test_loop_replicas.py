@@ -19,11 +19,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("tokens"))
-
-
 @pytest.fixture
 def run(tmp_path: Path):
     """A run folder; no copies of it are left in memory."""

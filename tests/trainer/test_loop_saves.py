@@ -1,4 +1,4 @@
-"""Whole workers and their checkpoints: saved beside training, carried on by any other layout."""
+"""Whole workers and their checkpoints: saved in the background, resumed by any other layout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ from trainer.checkpoint import save as save_module
 from trainer.checkpoint.retention import committed
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture
@@ -65,7 +60,7 @@ def test_training_goes_on_while_a_save_is_written_until_the_next_is_due(cache, t
     assert [event.step for event in saved(workers)][:2] == [3, 6] and not workers.events("checkpoint_failed")
 
 
-def test_a_notice_waits_for_the_save_under_way_and_then_saves(cache, tmp_path, gate):
+def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(cache, tmp_path, gate):
     with running(job(cache, steps=10_000, every=20, dp=2), tmp_path) as workers:
         workers.until(1, 21)
         os.kill(workers.pids[1], signal.SIGTERM)
@@ -75,7 +70,7 @@ def test_a_notice_waits_for_the_save_under_way_and_then_saves(cache, tmp_path, g
         assert workers.wait() == [Exit.RESTART] * 2
     first, last = saved(workers)
     assert first.step == 20 and last.step == max(step.step for step in workers.steps()) > 20
-    assert first.fields["verified"] and not last.fields["verified"], "a notice leaves no time to read back"
+    assert first.fields["verified"] and not last.fields["verified"], "a termination signal leaves no time to read back"
     assert [step for step, _ in committed(tmp_path / "checkpoints")] == [last.step, 20]
 
 
@@ -112,7 +107,7 @@ def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, t
     assert list(losses.values()) == pytest.approx(list(whole.losses().values()), rel=1e-5)
 
 
-def test_nothing_is_left_of_a_save_under_way(cache, tmp_path, gate):
+def test_nothing_is_left_of_a_save_in_progress(cache, tmp_path, gate):
     """A rank dies before its file is written: the next epoch finds the save before, and sweeps up."""
     left = tmp_path / "checkpoints"
     gate.touch()

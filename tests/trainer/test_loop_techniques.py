@@ -19,11 +19,6 @@ TIED = tiny_model(tied_embeddings=True)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("tokens"))
-
-
-@pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory):
     """Losses of one process on batches of 4 samples."""
     plan = job(cache, micro_batches=4)

@@ -17,6 +17,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
+from tests.trainer import samples
 from tests.trainer.together import run_together, told
 from trainer.precision import FP64, Recipe, recipe
 from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
@@ -24,10 +25,7 @@ from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
 #: 257 tokens: no tp divides them. Every layer kind appears in some case.
 GQA = tiny_model()
 TIED = tiny_model(tied_embeddings=True)
-GPT = tiny_model(
-    **{"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True},
-    **{"kv_heads": 4, "tied_embeddings": True},
-)
+GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 ONE_KV_HEAD = tiny_model(kv_heads=1)
 THREE_LAYERS = tiny_model(layers=3, tied_embeddings=True)
 

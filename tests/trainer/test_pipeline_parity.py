@@ -217,30 +217,3 @@ def test_bytes_sent():
     sizes = [result["sent"].get("pp", 0) for result in compare(plan)]
     message = 5 * B * S * plan.model.hidden * 8
     assert sizes == [message, 2 * message, 2 * message, message]
-
-
-def test_dualpipe_equals_one_process():
-    """Both copies' gradients, summed over the two ranks that hold the same stages, are those of one process."""
-    plan = plan_of("dualpipe", 4, many=10)
-
-    def rank_main(rank):
-        mesh = Mesh.from_plan(plan, rank)
-        part = build(plan, mesh, CommCounter(), dtype=torch.float64, indices=stage_indices(plan, rank))
-        pipeline = Pipeline.from_plan(plan, part.stages, part.loss, mesh, CommCounter(), dtype=torch.float64)
-        items = data(plan)
-        loss = pipeline.run(items, 1.0 / valid(items))
-        dist.all_reduce(loss)
-        low = min(rank, 3 - rank)
-        # Like the mesh's groups: a group that all ranks create would be named by a counter on which they differ.
-        pair = dist.new_group([low, 3 - low], use_local_synchronization=True)
-        for _, param, _ in sorted(part.parameters(), key=lambda item: item[0]):
-            dist.all_reduce(param.grad, group=pair)
-        return {"loss": loss, "grads": {name: param.grad for name, param, _ in part.parameters()}}
-
-    expected, seen = one_process(plan, torch.float64), set()
-    for result in run_ranks(rank_main, 4):
-        assert result["loss"].item() == pytest.approx(expected["loss"], rel=1e-10)
-        for name, grad in result["grads"].items():
-            seen.add(name)
-            torch.testing.assert_close(grad, expected["grads"][name], rtol=1e-10, atol=1e-12)
-    assert seen == expected["grads"].keys()

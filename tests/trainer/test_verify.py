@@ -16,16 +16,14 @@ from orchestrator.plan.exits import Exit
 from orchestrator.plan.parity import HOPELESS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
+from tests.trainer import samples
 from trainer.engine import Engine
 from trainer.verify import oracle
 from trainer.verify.__main__ import main as program
 from trainer.verify.compare import STEPS
 from trainer.verify.judge import judge, summary
 
-GPT = tiny_model(
-    **{"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True},
-    **{"kv_heads": 4, "tied_embeddings": True},
-)
+GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 
 
 @pytest.mark.parametrize("model", [tiny_model(), GPT], ids=["gqa", "gpt"])

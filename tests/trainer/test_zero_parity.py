@@ -163,25 +163,6 @@ def test_bf16_follows_an_fp32_master(zero):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("dp", [2, 4])
-def test_zero1_sends_two_psi_and_holds_one_share_of_the_state(dp):
-    """ZeRO, section 7.2: a reduce-scatter and an all-gather, each (n-1)/n of the parameters' bytes, whatever the
-    accumulation; section 5.1: optimizer state divided by n."""
-    plan = make_plan(dp=dp, zero=1, micro_batches=4, bucket_bytes=3000)
-    for result in run_ranks(rank_main, dp, plan, Recipe(torch.float32, torch.float32, torch.float32)):
-        psi = result["elements"] * 4
-        assert {record["sent"]["dp"] for record in result["record"]} == {2 * psi * (dp - 1) // dp}
-        assert result["state"] == 2 * result["elements"] // dp  # fp32: the parameters are their own master
-
-
-@pytest.mark.process
-def test_zero0_sends_two_psi_and_holds_all():
-    for result in run_ranks(rank_main, 2, make_plan(dp=2, zero=0), Recipe(torch.float32, torch.float32, torch.float32)):
-        assert {record["sent"]["dp"] for record in result["record"]} == {result["elements"] * 4}
-        assert result["state"] == 2 * result["elements"]
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("zero", [0, 1])
 def test_reduction_starts_inside_backward(zero):
     """When the step's last backward reaches the first matrix, the reductions of later layers are under way; in its

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -185,7 +185,3 @@ def decode(raw: bytes) -> Manifest:
 
 def _hash_line(digest: str) -> bytes:
     return b'"hash": "%s"' % digest.encode()
-
-
-def parameter_shapes(pieces: Iterable[StatePiece]) -> dict[str, list[int]]:
-    return {piece.info.name: list(piece.info.global_shape) for piece in pieces}

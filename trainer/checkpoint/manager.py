@@ -114,12 +114,8 @@ class Checkpoints:
             self.saved_step = self.verified_step = found.manifest.step
         else:  # that checkpoint is not verified, but retention must not delete it either
             self.verified_step = newest_committed(self.target.folder, rank)[1]
-        self._resumed(found, start, source)
-        return found.manifest
-
-    def _resumed(self, found: VerifiedCheckpoint, start: float, source: str) -> None:
-        manifest, plan = found.manifest, self.target.plan
-        if self.target.rank == 0:
+        manifest = found.manifest
+        if rank == 0:
             self.reporter.event(
                 "resumed",
                 manifest.step,
@@ -132,6 +128,7 @@ class Checkpoints:
                 layout=str(manifest.layout),
                 same_data=manifest.data == self.target.data,
             )
+        return manifest
 
     # ------------------------------------------------------------------------------------------- in the background
 

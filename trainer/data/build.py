@@ -40,6 +40,20 @@ class _Seen(msgspec.Struct, frozen=True):
     key: str
 
 
+def rate_limited(progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """At most one call in `every_s` seconds, but the first and the last of every phase always."""
+    last_phase, last_time = "", 0.0
+
+    def call(phase: str, done: int, total: int) -> None:
+        nonlocal last_phase, last_time
+        finished = phase != "wait" and done >= total
+        if phase != last_phase or finished or clock() - last_time >= every_s:
+            last_phase, last_time = phase, clock()
+            progress(phase, done, total)
+
+    return call
+
+
 def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
     """The token store of the corpus; builds it when there is none. Processes may call this at the same time.
 

@@ -35,7 +35,7 @@ VOCABULARY = ("embed.weight", "head.weight")
 
 
 def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool) -> ParamInfo:
-    """The slice of a parameter that tp rank `index` of `tp` holds. Pure; degrees are checked by `legal.check`."""
+    """The slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported` has checked the degrees."""
     dim, replicas, partial = None, tuple(range(tp)), sp and tp > 1
     part, parts = index, tp
     if tp == 1:
