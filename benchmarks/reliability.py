@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import reliability_page  # noqa: E402
 from benchmarks.torchrun_trials import torchrun_trial  # noqa: E402
 from orchestrator.backends.base import get_backend  # noqa: E402
-from orchestrator.drill.faults import KINDS, Shot  # noqa: E402
-from orchestrator.drill.local import LocalTargets  # noqa: E402
-from orchestrator.drill.trial import Range, Trial  # noqa: E402
+from orchestrator.drill.faults import KINDS, Injection  # noqa: E402
+from orchestrator.drill.targets import LocalTargets  # noqa: E402
+from orchestrator.drill.trial import DrilledRun, Trial  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
 from orchestrator.observe.goodput.ledger import ledger  # noqa: E402
 from orchestrator.observe.timeline import read_events  # noqa: E402
@@ -82,7 +82,7 @@ class OrchRun:
         self.orch(*words, "--run-id", self.run_id, *([] if trains else command))
         folder = RunFolder(home / "runs" / self.run_id)
         request = from_bytes(folder.request.read_bytes())
-        self.range = Range(folder, get_backend("local"), request, LIMIT_S)
+        self.range = DrilledRun(folder, get_backend("local"), request, LIMIT_S)
         self.targets = LocalTargets(folder, request)
 
     def orch(self, *words: str, check: bool = True) -> None:
@@ -99,15 +99,15 @@ class OrchRun:
         if fault == "bit_flip":
             self._wait_saves(end)
         for_s = SLOW_S if self.kind == "trainer" and fault in SLOW else FOR_S.get(fault, LASTS_S)
-        return self.range.shoot(Shot(fault, position, pick), self.targets, for_s)
+        return self.range.run_trial(Injection(fault, position, pick), self.targets, for_s)
 
     def _whole(self) -> bool:
         state = self.range.state()
         if state.is_final:
             raise OrchError(f"the run has ended: {state.state}, {state.reason}")
-        seated = [node for node in state.nodes.values() if node.state == "running" and node.ranks]
+        with_ranks = [node for node in state.nodes.values() if node.state == "running" and node.ranks]
         spares = [node for node in state.nodes.values() if node.state in ("running", "joined") and not node.ranks]
-        if state.state != "running" or len(seated) < NODES or not (spares or self.kind == "cable"):
+        if state.state != "running" or len(with_ranks) < NODES or not (spares or self.kind == "cable"):
             return False
         if self.kind not in ("trainer", "buddy"):
             return True

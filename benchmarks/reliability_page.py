@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from orchestrator.drill.score import quantile
+from orchestrator.drill.trial import quantile
 
 BEGIN, END = "<!-- trials -->", "<!-- /trials -->"
 

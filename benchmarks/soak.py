@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.backends.base import get_backend  # noqa: E402
-from orchestrator.drill.faults import Shot  # noqa: E402
-from orchestrator.drill.local import LocalTargets  # noqa: E402
-from orchestrator.drill.trial import Range  # noqa: E402
+from orchestrator.drill.faults import Injection  # noqa: E402
+from orchestrator.drill.targets import LocalTargets  # noqa: E402
+from orchestrator.drill.trial import DrilledRun  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
 from orchestrator.run.folder import RunFolder  # noqa: E402
 from orchestrator.run.request import from_bytes  # noqa: E402
@@ -57,23 +57,23 @@ def soak(
 ) -> tuple[int, list[str]]:
     """(faults that were injected, what did not go on)."""
     request = from_bytes(folder.request.read_bytes())
-    place, targets = Range(folder, get_backend("local"), request, 120.0), LocalTargets(folder, request)
-    draw, end, shot, problems = random.Random(seed), time.monotonic() + seconds, 0, []
+    drilled, targets = DrilledRun(folder, get_backend("local"), request, 120.0), LocalTargets(folder, request)
+    draw, end, injection, problems = random.Random(seed), time.monotonic() + seconds, 0, []
     while time.monotonic() + every_s < end:
         time.sleep(every_s - time.monotonic() % every_s)
         fault = draw.choice(faults)
         try:
-            trial = place.shoot(Shot(fault, "any", draw.random()), targets, 5.0)
+            trial = drilled.run_trial(Injection(fault, "any", draw.random()), targets, 5.0)
         except OrchError as error:
             if fault == "bit_flip" and "two yet" in error.message:
                 continue
-            return shot, [*problems, error.message]
-        shot += 1
+            return injection, [*problems, error.message]
+        injection += 1
         problems += [f"{fault}: {trial.problem}"] if not trial.ok else []
         left = f"{(end - time.monotonic()) / 60:.0f} min left"
-        print(f"{shot:>4} {fault:<12} rank {trial.rank} on {trial.node:<9} ok={trial.ok} {left}", flush=True)
+        print(f"{injection:>4} {fault:<12} rank {trial.rank} on {trial.node:<9} ok={trial.ok} {left}", flush=True)
     time.sleep(max(0.0, end - time.monotonic()))
-    return shot, problems
+    return injection, problems
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
         home = Path(temporary)
         folder = submit(home, args.trainer)
         faults = WITH_CHECKPOINTS if args.trainer else FAULTS
-        shot, problems = soak(folder, args.minutes * 60, args.fault_every_s, args.seed, faults)
+        injection, problems = soak(folder, args.minutes * 60, args.fault_every_s, args.seed, faults)
         load.append(os.getloadavg()[0])
         orch(home, "cancel", "soak")
         print(orch(home, "report", "soak").partition("Speed")[0])
@@ -104,7 +104,7 @@ def main() -> None:
         "commit": commit.stdout.strip(),
         "machine": f"{os.cpu_count()} CPUs {platform.machine()}, Linux {platform.release()}",
         "load_average": [round(value, 1) for value in load],
-        "injected": shot,
+        "injected": injection,
         "not_recovered": problems,
         "ettr": report["goodput"]["ettr"],
         "seconds": report["goodput"]["seconds"],

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed import run
 
 from orchestrator.backends.local.namespaces import Network, Wiring, cut, heal
-from orchestrator.drill.node import DUTY_S
+from orchestrator.drill.node_faults import DUTY_S
 from orchestrator.run.processes import descendants
 
 TOGETHER = Path(__file__).with_name("together.py")

@@ -14,10 +14,10 @@ and is chosen with `backend.name=mine`, its options with `backend.options.<name>
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -186,6 +186,47 @@ class TopologySource(ABC):
 
         OrchError: 65 for an unknown `which`, 76 when the cluster does not answer.
         """
+
+
+class RemoteCommand(Protocol):
+    """A command that runs on a node, until it ends by itself or its standard input is closed."""
+
+    def line(self, timeout_s: float) -> bytes:
+        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes too long."""
+
+    def failure(self) -> OrchError:
+        """Why it ended without a line."""
+
+    def close(self) -> None:
+        """Close its standard input, and wait for its end. May be called again."""
+
+
+class NodeExec(ABC):
+    """A command can be run on a node of a run, beside its agent."""
+
+    #: The agent is process 1 there, which no signal of another process can kill or stop.
+    agent_is_init: ClassVar[bool] = False
+
+    @abstractmethod
+    def exec_on_node(
+        self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
+    ) -> RemoteCommand:
+        """Start Python there. `argv`: its arguments, of the run folder as the node sees it and the agent's pid.
+
+        OrchError: 64 for a run without nodes, 76 for a node without an agent now, 78 without the right.
+        """
+
+
+class NodeRemoval(ABC):
+    """The cluster can take a node from a run, which gets another one."""
+
+    @abstractmethod
+    def why_not_removed(self, request: LaunchRequest) -> str:
+        """Why the run could not go on after it, "" when it can."""
+
+    @abstractmethod
+    def remove_node(self, folder: RunFolder, node: str, grace_s: int | None) -> None:
+        """Take it: at once, or after a notice of `grace_s` seconds. OrchError: 64 and 76 as `exec_on_node`."""
 
 
 # ------------------------------------------------------------------------------------------ lookup

@@ -1,1 +1,1 @@
-"""Faults on purpose: what a run survives is known before something breaks by itself."""
+"""Fault injection into running jobs: what a run survives is known before something breaks by itself."""

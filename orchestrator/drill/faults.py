@@ -16,8 +16,8 @@ POSITIONS: tuple[str, ...] = get_args(Position)
 class Kind(NamedTuple):
     help: str
     takes: Literal["restart", "node", "nothing"]  # what it may cost the run: one of its restarts, a node, or time only
-    lasts: bool = False  # for some seconds, then it is taken back
-    restarts: bool = True  # steps go on in another life; without it, also in the same one
+    lasts: bool = False  # for some seconds, then it is undone
+    restarts: bool = True  # steps go on in another attempt; without it, also in the same one
     slows: bool = False  # noticed by how long its steps take: that must have been as usual before
 
 
@@ -44,35 +44,35 @@ def check_kinds(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-class Shot(NamedTuple):
-    """One fault to be: `pick` (0 to 1) chooses among the victims that fit when its time has come."""
+class Injection(NamedTuple):
+    """A planned injection. `pick` (0 to 1) chooses among the victims that fit when its time has come."""
 
     fault: str
     position: str
     pick: float
 
 
-def shots(faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool) -> list[Shot]:
+def plan_injections(faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool) -> list[Injection]:
     """`trials` of each fault in turn; at random: `trials` altogether, drawn by the seed."""
     draw = random.Random(seed)
     if at_random:
-        return [Shot(draw.choice(list(faults)), position, draw.random()) for _ in range(trials)]
-    return [Shot(fault, position, draw.random()) for _ in range(trials) for fault in faults]
+        return [Injection(draw.choice(list(faults)), position, draw.random()) for _ in range(trials)]
+    return [Injection(fault, position, draw.random()) for _ in range(trials) for fault in faults]
 
 
-def victim(shot: Shot, ranks: Mapping[str, Sequence[int]], coordinator: str) -> tuple[str, int] | None:
+def victim(injection: Injection, ranks: Mapping[str, Sequence[int]], coordinator: str) -> tuple[str, int] | None:
     """(node, rank) to be hit, of nodes with the ranks they hold; None where no node fits the position."""
-    seated = {node: sorted(held) for node, held in sorted(ranks.items()) if held}
+    with_ranks = {node: sorted(held) for node, held in sorted(ranks.items()) if held}
     fits = {
-        "rank0": [node for node, held in seated.items() if held[0] == 0],
-        "coordinator": [node for node in seated if node == coordinator],
-        "other": [node for node, held in seated.items() if node != coordinator and held[0] != 0],
-        "any": list(seated),
-    }.get(shot.position, [node for node in seated if node == shot.position])
-    places = [(node, rank) for node in fits for rank in seated[node]]
-    if shot.position == "rank0":
+        "rank0": [node for node, held in with_ranks.items() if held[0] == 0],
+        "coordinator": [node for node in with_ranks if node == coordinator],
+        "other": [node for node, held in with_ranks.items() if node != coordinator and held[0] != 0],
+        "any": list(with_ranks),
+    }.get(injection.position, [node for node in with_ranks if node == injection.position])
+    places = [(node, rank) for node in fits for rank in with_ranks[node]]
+    if injection.position == "rank0":
         places = [(node, rank) for node, rank in places if rank == 0]
-    return places[min(int(shot.pick * len(places)), len(places) - 1)] if places else None
+    return places[min(int(injection.pick * len(places)), len(places) - 1)] if places else None
 
 
 def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) -> str:

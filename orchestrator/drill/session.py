@@ -1,4 +1,4 @@
-"""A drill from its first shot to its last: whose run it is, where its processes are, what is written down."""
+"""A drill: whether the run may be drilled, one trial after the other, and the lines that record them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from orchestrator.run.request import LaunchRequest, from_bytes
 from orchestrator.run.state import read_state
 from orchestrator.style import GRAY, GREEN, RED, Style, seconds
 
-from .faults import KINDS, POSITIONS, Shot, refusal, restarts_left
-from .trial import Range, Targets, Trial
+from .faults import KINDS, POSITIONS, Injection, refusal, restarts_left
+from .targets import Targets, targets_of
+from .trial import DrilledRun, Trial
 
 
-def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s: float) -> tuple[Range, Targets]:
-    """Refuses what can be known before the first shot: OrchError 64 or 76; 78 where the run is somebody else's."""
+def open_drill(folder: RunFolder, faults: Sequence[str], position: str, limit_s: float) -> tuple[DrilledRun, Targets]:
+    """Refuses what can be known before the first injection: OrchError 64 or 76; 78 where the run is somebody else's."""
     owner = folder.path.stat().st_uid
     if owner != os.geteuid():
         text = f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner may drill it"
@@ -36,15 +37,15 @@ def open_range(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     request = from_bytes(folder.request.read_bytes())
     check_allowed(request, backend)
     targets = targets_of(backend, folder, request, limit_s)
-    place = Range(folder, backend, request, limit_s)
+    drilled = DrilledRun(folder, backend, request, limit_s)
     for fault in faults:
         budget = restarts_left(fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {})
-        never = refusal(fault, restarts_left=budget, elastic=place.bears_losses, spare_nodes=1)
-        if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node" and not place.pods_come_back):
+        never = refusal(fault, restarts_left=budget, elastic=drilled.survives_lost_nodes, spare_nodes=1)
+        if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node" and not drilled.replaces_lost_nodes):
             raise OrchError(never or f"{fault} takes a node, and this run has one size", Exit.USAGE)
         if fault != "bit_flip":  # there may be checkpoints by then
             targets.check(fault)
-    return place, targets
+    return drilled, targets
 
 
 def check_allowed(request: LaunchRequest, backend: Backend) -> None:
@@ -57,30 +58,10 @@ def check_allowed(request: LaunchRequest, backend: Backend) -> None:
     raise OrchError(text, Exit.SECURITY)
 
 
-def targets_of(backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float) -> Targets:
-    """What can be hit of a run. OrchError (64) for a backend whose runs nobody knows how to hit."""
-    from orchestrator.backends.kubernetes.backend import KubernetesBackend
-    from orchestrator.backends.local.backend import LocalBackend
-    from orchestrator.backends.slurm.backend import SlurmBackend
-
-    from .kubernetes import KubernetesTargets
-    from .local import LocalTargets
-    from .slurm import SlurmTargets
-
-    match backend:
-        case KubernetesBackend():
-            return KubernetesTargets(folder, request, limit_s, backend)
-        case SlurmBackend():
-            return SlurmTargets(folder, request, limit_s)
-        case LocalBackend():
-            return LocalTargets(folder, request)
-    raise OrchError(f"runs of the backend {backend.name} cannot be drilled", Exit.USAGE)
-
-
 def session(
-    place: Range,
+    drilled: DrilledRun,
     targets: Targets,
-    plan: Sequence[Shot],
+    plan: Sequence[Injection],
     for_s: float,
     every_s: float,
     say: Callable[[str], None],
@@ -90,18 +71,18 @@ def session(
     in the run folder as soon as it is over.
     """
     trials: list[Trial] = []
-    for index, shot in enumerate(plan):
+    for index, injection in enumerate(plan):
         if trials and every_s:
             time.sleep(max(0.0, trials[-1].at + every_s - time.time()))
         try:
-            trial = place.shoot(shot, targets, for_s)
+            trial = drilled.run_trial(injection, targets, for_s)
         except OrchError as error:
-            say(style.paint(f"{index + 1:>4} of {len(plan)}  {shot.fault}: {error.message}", RED))
+            say(style.paint(f"{index + 1:>4} of {len(plan)}  {injection.fault}: {error.message}", RED))
             return trials, error.message
         trials.append(trial)
-        _write_down(place.folder, trial)
+        _record(drilled.folder, trial)
         say(f"{style.paint(f'{index + 1:>4} of {len(plan)}', GRAY)}  {_line(trial, style)}")
-        if place.state().is_final:
+        if drilled.state().is_final:
             return trials, trial.problem
     return trials, ""
 
@@ -112,12 +93,12 @@ def _line(trial: Trial, style: Style) -> str:
         return f"{where}  {style.paint(trial.problem, RED)}"
     parts = [style.paint("goes on", GREEN)]
     parts += [f"noticed after {seconds(trial.noticed_s)}"] if trial.noticed_s is not None else ["not noticed"]
-    parts += [f"steps after {seconds(trial.stepping_s)}"] if trial.stepping_s is not None else ["in the same life"]
+    parts += [f"steps after {seconds(trial.stepping_s)}"] if trial.stepping_s is not None else ["in the same attempt"]
     parts += [f"{trial.lost_steps} done again"] if trial.lost_steps is not None else []
     return f"{where}  {', '.join(parts)}"
 
 
-def _write_down(folder: RunFolder, trial: Trial) -> None:
+def _record(folder: RunFolder, trial: Trial) -> None:
     path = folder.path / "drills.jsonl"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "wb") as file:

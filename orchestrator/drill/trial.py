@@ -1,11 +1,11 @@
-"""One fault in one run: do it, and watch until steps follow each other again, or the run has ended."""
+"""One trial: inject a fault into a run, and watch until it steps again or has ended; and the score of many trials."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,17 +18,18 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import RunState
 
-from .faults import KINDS, Shot, refusal, restarts_left, victim
+from .faults import KINDS, Injection, refusal, restarts_left, victim
+from .targets import Targets
 
-_LOOK_S = 0.05
-_STEADY_STEPS = 2  # of a life, before it is hit
+_POLL_S = 0.05
+_STEADY_STEPS = 2  # of an attempt, before a fault is injected
 _USUAL_STEPS = 16  # before one of its workers is made slow: slower than what?
 #: Events that tell of a fault that need not end an epoch, beside those that tell of its end.
-_TOLD = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "straggler")
+_SIGNS = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "straggler")
 
 
 class Trial(msgspec.Struct, kw_only=True):
-    """What came of one shot. Seconds from the injection; None: it did not happen."""
+    """The outcome of one injection. Seconds count from it; None: it did not happen."""
 
     fault: str
     position: str
@@ -43,25 +44,8 @@ class Trial(msgspec.Struct, kw_only=True):
     problem: str = ""
 
 
-class Done(NamedTuple):
-    """A fault that was injected."""
-
-    at: float  # Unix seconds just before, by the clock of where it was done
-    take_back: Callable[[], None]  # may be called again
-
-
-class Targets(Protocol):
-    """What can be hit: on this machine, or inside a job."""
-
-    def check(self, fault: str) -> None:
-        """OrchError (64, 76) for a fault that this run cannot have."""
-
-    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> Done:
-        """Do it."""
-
-
-class Range:
-    """The run as the one who shoots sees it."""
+class DrilledRun:
+    """A run that faults are injected into."""
 
     def __init__(self, folder: RunFolder, backend: Backend, request: LaunchRequest, limit_s: float):
         self.folder, self.request, self.limit_s = folder, request, limit_s
@@ -69,13 +53,12 @@ class Range:
         self._lead = StepFollower(folder)
 
     @property
-    def pods_come_back(self) -> bool:
-        """A node that is lost costs a life of the run, and is there again."""
+    def replaces_lost_nodes(self) -> bool:
         return self._backend.replaces_lost_nodes
 
     @property
-    def bears_losses(self) -> bool:
-        return bool(self.request.sizes) or self.pods_come_back
+    def survives_lost_nodes(self) -> bool:
+        return bool(self.request.sizes) or self.replaces_lost_nodes
 
     def state(self) -> RunState:
         return self._backend.state(self.folder)
@@ -88,7 +71,7 @@ class Range:
     def steps(self, state: RunState) -> list[Step]:
         return self._lead.read(state.nodes)
 
-    def wait_steady(self, shot: Shot) -> tuple[RunState, Step, tuple[str, int]]:
+    def wait_steady(self, injection: Injection) -> tuple[RunState, Step, tuple[str, int]]:
         """Until the run steps and has a victim that it can spare; its state, last step, and that (node, rank).
 
         OrchError (76) when it has none in time, or has ended.
@@ -100,75 +83,76 @@ class Range:
                 raise OrchError(f"run {state.run_id} has ended: {state.state}, {state.reason}", Exit.CAPACITY)
             ranks = {name: node.ranks for name, node in state.nodes.items() if node.state == "running"}
             mine = [step for step in self.steps(state) if step.epoch == state.epoch]
-            chosen = victim(shot, ranks, state.writer)
-            why = self._why_not(state, shot.fault)
+            chosen = victim(injection, ranks, state.writer)
+            why = self._why_not(state, injection.fault)
             if chosen is None:
-                why = why or f"no node is {shot.position!r}: {', '.join(ranks) or 'none runs'}"
-            slows = KINDS[shot.fault].slows
+                why = why or f"no node is {injection.position!r}: {', '.join(ranks) or 'none runs'}"
+            slows = KINDS[injection.fault].slows
             steady = len(mine) >= (_USUAL_STEPS if slows else _STEADY_STEPS)
             if slows and state.slow:  # what is slow already cannot be noticed anew
                 why = why or f"{', '.join(state.slow)} is slow without it"
-            if state.state == "running" and steady and not why:
+            if chosen is not None and state.state == "running" and steady and not why:
                 return state, mine[-1], chosen
             if time.monotonic() > end or "used up" in why:
                 text = why or f"no steps, it is {state.state}"
                 raise OrchError(f"run {state.run_id}: {text}", Exit.CAPACITY)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def shoot(self, shot: Shot, targets: Targets, for_s: float) -> Trial:
-        """OrchError (76) when the run cannot take the shot; a run that does not get over it is no error."""
-        state, last, (node, rank) = self.wait_steady(shot)
-        targets.check(shot.fault)
-        about = {"fault": shot.fault, "position": shot.position, "node": node, "rank": rank}
-        trial = Trial(**about, at=time.time(), epoch=state.epoch)
-        done = targets.inject(shot.fault, node, rank, for_s, shot.pick)
-        trial.at = done.at
+    def run_trial(self, injection: Injection, targets: Targets, for_s: float) -> Trial:
+        """OrchError (76) when the run cannot spare what the fault takes. A run that ends of it is a failed trial."""
+        state, last, (node, rank) = self.wait_steady(injection)
+        targets.check(injection.fault)
+        trial = Trial(
+            fault=injection.fault, position=injection.position, node=node, rank=rank, at=time.time(), epoch=state.epoch
+        )
+        injected = targets.inject(injection.fault, node, rank, for_s, injection.pick)
+        trial.at = injected.at
         try:
-            self._watch(trial, last.step, for_s if KINDS[shot.fault].lasts else 0.0, done.take_back)
+            self._watch(trial, last.step, for_s if KINDS[injection.fault].lasts else 0.0, injected.undo)
         finally:
-            done.take_back()
+            injected.undo()
         return trial
 
-    def _watch(self, trial: Trial, before: int, for_s: float, take_back: Callable[[], None]) -> None:
-        """Until it is over. What the run says is held against its clocks; on ours only spans are counted."""
-        began, taken_back, lifted = time.monotonic(), False, trial.at + for_s
+    def _watch(self, trial: Trial, before: int, for_s: float, undo: Callable[[], None]) -> None:
+        """Wait for the end of the trial. Times of the run are compared with its own clocks; ours counts spans alone."""
+        began, undone, ended = time.monotonic(), False, trial.at + for_s
         kind, silence_s = KINDS[trial.fault], self.request.policy.heartbeat_timeout_s
         # a fault that is over may have been too short to be noticed: later than that, nobody will
-        same_life = lifted if not kind.restarts else lifted + silence_s if kind.lasts else math.inf
+        same_attempt = ended if not kind.restarts else ended + silence_s if kind.lasts else math.inf
         while True:
             state = self.state()
-            if kind.lasts and time.monotonic() >= began + for_s and not taken_back:
-                take_back()
-                taken_back = True
+            if kind.lasts and time.monotonic() >= began + for_s and not undone:
+                undo()
+                undone = True
             steps = self.steps(state)
-            fill(trial, steps, self.marks(state))
+            measure(trial, steps, self.marks(state))
             if state.is_final:
                 trial.problem = f"the run has ended: {state.state}, {state.reason}"
                 return
-            anew = [step for step in steps if step.epoch > trial.epoch and step.at > lifted]
-            if len(anew) >= _STEADY_STEPS or any(step.at > same_life and step.step > before for step in steps):
+            anew = [step for step in steps if step.epoch > trial.epoch and step.at > ended]
+            if len(anew) >= _STEADY_STEPS or any(step.at > same_attempt and step.step > before for step in steps):
                 trial.ok = True
                 return
             if time.monotonic() > began + self.limit_s:
                 trial.problem = f"no steps within {self.limit_s:g} s; the run is {state.state}"
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _why_not(self, state: RunState, fault: str) -> str:
         limits = self.request.policy.max_restarts_by_cause
-        seated = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
+        with_ranks = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
         here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
         return refusal(
             fault,
             restarts_left=restarts_left(fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause),
-            elastic=self.bears_losses,
-            spare_nodes=1 if self.pods_come_back else max(here, seated) - min(self.request.sizes, default=0),
+            elastic=self.survives_lost_nodes,
+            spare_nodes=1 if self.replaces_lost_nodes else max(here, with_ranks) - min(self.request.sizes, default=0),
         )
 
 
-def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None:
-    """What the run's own records say about it by now."""
-    after = [mark for mark in marks if mark.name in _TOLD and mark.at >= trial.at and not _by_wish(mark)]
+def measure(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None:
+    """Fill in when the fault was noticed, when steps went on and how many were lost, from the run's own records."""
+    after = [mark for mark in marks if mark.name in _SIGNS and mark.at >= trial.at and not _by_wish(mark)]
     signs = [mark.at for mark in after if mark.name != "straggler" or mark.on == trial.node]
     trial.noticed_s = min(signs) - trial.at if signs else None
     later = [step for step in steps if step.epoch > trial.epoch]
@@ -182,5 +166,33 @@ def fill(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None:
 
 
 def _by_wish(mark: Event) -> bool:
-    """A worker that ends well, or because it was told to, is no sign of trouble."""
+    """A worker that ended well, or because it was told to, is no sign of a fault."""
     return mark.name == "worker_ended" and (mark.asked or not mark.code)
+
+
+# ------------------------------------------------------------------------------------------ score
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * share) - 1)] if values else None
+
+
+def score(trials: Iterable[Trial]) -> list[dict[str, Any]]:
+    """A row for each fault and position, in the order in which they first came."""
+    rows: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        rows.setdefault((trial.fault, trial.position), []).append(trial)
+    return [{"fault": fault, "position": position, **_row(mine)} for (fault, position), mine in rows.items()]
+
+
+def _row(trials: list[Trial]) -> dict[str, Any]:
+    good = [trial for trial in trials if trial.ok]
+    row: dict[str, Any] = {"trials": len(trials), "recovered": len(good), "rate": len(good) / len(trials)}
+    for name in ("noticed_s", "stepping_s"):
+        values = [value for trial in good if (value := getattr(trial, name)) is not None]
+        row[name] = {"p50": quantile(values, 0.5), "p95": quantile(values, 0.95), "max": max(values, default=None)}
+    lost = [trial.lost_steps for trial in good if trial.lost_steps is not None]
+    row["lost_steps"] = {"p50": quantile(lost, 0.5), "max": max(lost, default=None)}
+    row["problems"] = [trial.problem for trial in trials if trial.problem]
+    return row

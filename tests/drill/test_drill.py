@@ -13,7 +13,7 @@ import pytest
 from orchestrator.backends.base import get_backend
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.cli.main import main
-from orchestrator.drill.session import check_allowed, open_range
+from orchestrator.drill.session import check_allowed, open_drill
 from orchestrator.errors import OrchError
 from orchestrator.observe.goodput.ledger import ledger, uneven
 from orchestrator.observe.timeline import StepFollower
@@ -75,18 +75,18 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
     before = running(folder, "node0")
     for fault, why in (("kill_agent", "not elastic"), ("kill_worker", "used up"), ("partition", "not elastic")):
         with pytest.raises(OrchError, match=why) as refused:
-            open_range(folder, [fault], "any", 5.0)
+            open_drill(folder, [fault], "any", 5.0)
         assert refused.value.exit == 64
     with pytest.raises(OrchError, match="did you mean 'node0'"):
-        open_range(folder, ["slow_worker"], "node9", 5.0)
+        open_drill(folder, ["slow_worker"], "node9", 5.0)
     assert main(["drill", "--faults", "slow_worker,disk_full", "--for-s", "0.5"]) == 0, "these cost time only"
-    assert capsys.readouterr().out.count("in the same life") == 2
+    assert capsys.readouterr().out.count("in the same attempt") == 2
     pid = int((folder.path / "pid-0").read_text().split()[0])
     assert resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY, "there is room again"
     assert read_state(folder).epoch == before.epoch
     assert cancel(folder).state == "cancelled"
     with pytest.raises(OrchError, match="has ended"):
-        open_range(folder, ["slow_worker"], "any", 5.0)
+        open_drill(folder, ["slow_worker"], "any", 5.0)
 
 
 def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
@@ -107,5 +107,5 @@ def test_a_run_of_somebody_else_is_refused(home, monkeypatch):
     folder.create()
     monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
     with pytest.raises(OrchError, match="only its owner") as refused:
-        open_range(folder, ["kill_worker"], "any", 5.0)
+        open_drill(folder, ["kill_worker"], "any", 5.0)
     assert refused.value.exit == 78

@@ -12,10 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.drill import node
-from orchestrator.drill.faults import KINDS, POSITIONS, Shot, check_kinds, refusal, restarts_left, shots, victim
-from orchestrator.drill.score import score
-from orchestrator.drill.trial import Trial, fill
+from orchestrator.drill import node_faults
+from orchestrator.drill.faults import (
+    KINDS,
+    POSITIONS,
+    Injection,
+    check_kinds,
+    plan_injections,
+    refusal,
+    restarts_left,
+    victim,
+)
+from orchestrator.drill.trial import Trial, measure, score
 from orchestrator.errors import OrchError
 from orchestrator.observe.timeline import Event, Step
 
@@ -23,8 +31,8 @@ nodes = st.dictionaries(st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30)
 
 
 @given(nodes, st.sampled_from(POSITIONS), st.floats(0, 1), st.sampled_from("abcz"))
-def test_a_victim_is_seated_and_where_it_was_wished(ranks, position, pick, coordinator):
-    found = victim(Shot("kill_worker", position, pick), ranks, coordinator)
+def test_a_victim_holds_a_rank_and_has_the_position(ranks, position, pick, coordinator):
+    found = victim(Injection("kill_worker", position, pick), ranks, coordinator)
     if found is None:
         assert position != "any" or not any(ranks.values())
         return
@@ -40,9 +48,13 @@ def test_a_victim_is_seated_and_where_it_was_wished(ranks, position, pick, coord
 
 def test_a_seed_gives_the_same_drill_and_another_one_another():
     faults = list(KINDS)
-    assert shots(faults, "any", 30, 7, True) == shots(faults, "any", 30, 7, True) != shots(faults, "any", 30, 8, True)
-    in_turn = shots(["kill_agent", "notice"], "other", 2, 0, False)
-    assert [shot.fault for shot in in_turn] == ["kill_agent", "notice"] * 2
+    assert (
+        plan_injections(faults, "any", 30, 7, True)
+        == plan_injections(faults, "any", 30, 7, True)
+        != plan_injections(faults, "any", 30, 8, True)
+    )
+    in_turn = plan_injections(["kill_agent", "notice"], "other", 2, 0, False)
+    assert [injection.fault for injection in in_turn] == ["kill_agent", "notice"] * 2
 
 
 def test_a_fault_that_is_none_is_refused_with_the_nearest():
@@ -76,9 +88,9 @@ def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():
     trial = a_trial()
     steps = [Step(1, n, 95.0 + n, 1.0) for n in (1, 2, 3, 4)] + [Step(2, n, 103.0 + n, 1.0) for n in (3, 4)]
     marks = [Event("worker_ended", 99.0, code=-9), Event("worker_ended", 100.1, code=-15, asked=True)]
-    fill(trial, steps, [*marks, Event("worker_ended", 100.25, code=-9)])
+    measure(trial, steps, [*marks, Event("worker_ended", 100.25, code=-9)])
     assert (trial.noticed_s, trial.stepping_s, trial.lost_steps) == (0.25, 5.0, 2)
-    fill(trial, steps, [Event("straggler", 100.1, on="b"), Event("straggler", 102.5, on="a")])
+    measure(trial, steps, [Event("straggler", 100.1, on="b"), Event("straggler", 102.5, on="a")])
     assert trial.noticed_s == 2.5, "another node's slowness is not this one's"
 
 
@@ -93,7 +105,7 @@ def test_a_score_counts_what_did_not_go_on():
 def test_a_flipped_bit_is_one(tmp_path_factory, content, seed):
     folder = tmp_path_factory.mktemp("step-00000001")
     (folder / "rank-00000.safetensors").write_bytes(content)
-    path, _ = node.flip_bit(folder, random.Random(seed))
+    path, _ = node_faults.flip_bit(folder, random.Random(seed))
     changed = int.from_bytes(path.read_bytes()) ^ int.from_bytes(content)
     assert changed.bit_count() == 1 and len(path.read_bytes()) == len(content)
 
@@ -112,7 +124,7 @@ def test_a_full_disk_is_one_where_checkpoints_have_a_small_one_of_their_own(tmp_
 def on_a_small_disk(folder: Path) -> int:
     libc, disk = ctypes.CDLL(None, use_errno=True), folder / "checkpoints"
     disk.mkdir()
-    if node.is_small_disk(disk, folder):
+    if node_faults.is_small_disk(disk, folder):
         return 1  # the run's own disk is nobody's to fill
     private, new_namespace = 0x44000, 0x20000
     if libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None):
@@ -120,7 +132,7 @@ def on_a_small_disk(folder: Path) -> int:
     if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", 0, b"size=1m"):
         return 77
     (disk / "before").write_bytes(b"x" * 100_000)
-    make_room = node.fill(disk)
+    make_room = node_faults.fill(disk)
     try:
         (disk / "save").write_bytes(b"x" * 8192)
         return 2
@@ -131,4 +143,4 @@ def on_a_small_disk(folder: Path) -> int:
     make_room()  # may be said twice
     (disk / "save").write_bytes(b"x" * 500_000)
     left = sorted(path.name for path in disk.iterdir())
-    return 0 if left == ["before", "save"] and node.is_small_disk(disk, folder) else 4
+    return 0 if left == ["before", "save"] and node_faults.is_small_disk(disk, folder) else 4

@@ -20,9 +20,9 @@ import pytest
 from msgspec import structs
 
 from orchestrator.backends.local.backend import LocalBackend
-from orchestrator.drill.faults import Shot
-from orchestrator.drill.local import LocalTargets
-from orchestrator.drill.trial import Range
+from orchestrator.drill.faults import Injection
+from orchestrator.drill.targets import LocalTargets
+from orchestrator.drill.trial import DrilledRun
 from orchestrator.observe.goodput.ledger import Ledger, ledger, uneven
 from orchestrator.observe.timeline import StepFollower
 from orchestrator.plan import Plan, load_plan
@@ -64,19 +64,19 @@ def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool =
     `down`: nodes are lost first, until a single one is left.
     """
     request = from_bytes(folder.request.read_bytes())
-    place, targets, draw = (
-        Range(folder, LocalBackend(), request, 600.0),
+    drilled, targets, draw = (
+        DrilledRun(folder, LocalBackend(), request, 600.0),
         LocalTargets(folder, request),
         random.Random(seed),
     )
     done = []
     for _ in range(faults):
         # a single node is only hit where the run gets over it by itself
-        seated = seats(folder)
-        down = down and seated > 1
+        with_ranks = seats(folder)
+        down = down and with_ranks > 1
         fault = draw.choice(["kill_agent", "kill_node"] + ["kill_agent", "kill_worker", "stop_worker"] * (not down))
-        fault = "kill_worker" if seated < 2 else fault
-        trial = place.shoot(Shot(fault, "any", draw.random()), targets, 4.0)
+        fault = "kill_worker" if with_ranks < 2 else fault
+        trial = drilled.run_trial(Injection(fault, "any", draw.random()), targets, 4.0)
         assert trial.ok, trial
         done.append(fault)
         time.sleep(draw.uniform(0, pause_s))
@@ -123,8 +123,8 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
         after = read_state(folder).epoch
         LocalBackend().resume(folder, request, os.environ)
         running(folder, "node0", "node1", "node2", after=after)
-        place, targets = Range(folder, LocalBackend(), request, 60.0), LocalTargets(folder, request)
-        assert all(place.shoot(Shot("kill_node", node, 0.0), targets, 0.0).ok for node in lost)
+        drilled, targets = DrilledRun(folder, LocalBackend(), request, 60.0), LocalTargets(folder, request)
+        assert all(drilled.run_trial(Injection("kill_node", node, 0.0), targets, 0.0).ok for node in lost)
         assert load_plan(folder.plan).parallel.dp == 3 - len(lost)
     assert cancel(folder).state == "cancelled"
     found = ledger_of(folder)

@@ -12,9 +12,9 @@ from contextlib import closing, suppress
 
 import pytest
 
+from orchestrator.backends.base import get_backend
 from orchestrator.backends.kubernetes.api.exec import PodCommand
-from orchestrator.drill import inside
-from orchestrator.drill.kubernetes import KubernetesTargets
+from orchestrator.drill.targets import Targets, targets_of
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import make_bundle
@@ -108,13 +108,10 @@ def test_why_a_command_could_not_be_run():
 
 
 class Pods:
-    """Stands in for backend and cluster: which calls a fault becomes."""
+    """Stands in for the cluster: which calls a fault becomes."""
 
     def __init__(self):
-        self.calls, self.said = [], inside.Answer(at=5.0)
-
-    def pods(self, folder):
-        return self, {"node-0.pod-0": "p0", "node-0.pod-1": "p1"}
+        self.calls, self.reply = [], {"at": 5.0}
 
     def delete(self, kind, name, grace_s):
         self.calls.append(("delete", name, grace_s))
@@ -127,43 +124,45 @@ class Pods:
         return self
 
     def line(self, timeout_s):
-        return json.dumps({"at": 5.0} if not self.said.problem else {"exit": 76, "problem": self.said.problem}).encode()
+        return json.dumps(self.reply).encode()
 
     def close(self):
         self.calls.append("closed")
 
 
-def targets(tmp_path, **options) -> tuple[KubernetesTargets, Pods]:
-    backend = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
-    request, pods = make_bundle(make_plan(dp=2, nodes=2), tmp_path, backend=backend).request, Pods()
-    return KubernetesTargets(RunFolder(tmp_path / "r"), request, 60.0, pods), pods
+def targets(tmp_path, monkeypatch, **options) -> tuple[Targets, Pods]:
+    given = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
+    request = make_bundle(make_plan(dp=2, nodes=2), tmp_path, backend=given).request
+    pods, backend = Pods(), get_backend("kubernetes")
+    names = {"node-0.pod-0": "p0", "node-0.pod-1": "p1"}
+    monkeypatch.setattr(backend, "_pod_of", lambda folder, node: (pods, names[node]))
+    return targets_of(backend, RunFolder(tmp_path / "r"), request, 60.0), pods
 
 
-def test_what_a_fault_becomes_on_kubernetes(tmp_path):
-    drill, pods = targets(tmp_path, claim="runs")
+def test_what_a_fault_becomes_on_kubernetes(tmp_path, monkeypatch):
+    drill, pods = targets(tmp_path, monkeypatch, claim="runs")
     drill.inject("kill_node", "node-0.pod-1", 3, 5.0, 0.0)
     drill.inject("notice", "node-0.pod-0", 0, 20.0, 0.0)
     assert pods.calls == [("delete", "p1", 0), ("evict", "p0", 20)]
-    done = drill.inject("stop_worker", "node-0.pod-1", 3, 5.0, 0.0)
-    done.take_back()
+    injected = drill.inject("stop_worker", "node-0.pod-1", 3, 5.0, 0.0)
+    injected.undo()
     (pod, container, argv), closed = pods.calls[2:]
-    assert done.at == 5.0 and (pod, container, closed) == ("p1", "agent", "closed")
-    assert argv[:4] == ["python3", "-P", "-m", "orchestrator.drill.inside"]
+    assert injected.at == 5.0 and (pod, container, closed) == ("p1", "agent", "closed")
+    assert argv[:4] == ["python3", "-P", "-m", "orchestrator.drill.node_command"]
     assert {"--run-dir=/orch/runs/r", "--agent=1", "--fault=stop_worker", "--rank=3"} <= set(argv)
-    pods.said = inside.Answer(exit=76, problem="rank 3 does not run on its node now")
+    pods.reply = {"exit": 76, "problem": "rank 3 does not run on its node now"}
     with pytest.raises(OrchError, match="does not run on its node"):
         drill.inject("kill_worker", "node-0.pod-1", 3, 5.0, 0.0)
     assert pods.calls[-1] == "closed"
-    with pytest.raises(OrchError, match="has no pod now"):
-        drill.inject("kill_node", "node-9", 3, 5.0, 0.0)
 
 
-def test_what_kubernetes_cannot_have_is_refused(tmp_path):
-    drill, pods = targets(tmp_path)
+def test_what_kubernetes_cannot_have_is_refused(tmp_path, monkeypatch):
+    drill, pods = targets(tmp_path, monkeypatch)
     for fault, why in (
         ("partition", "rights on the node"),
         ("stop_agent", "process 1"),
         ("kill_node", "options.claim"),
+        ("bit_flip", "options.claim"),
     ):
         with pytest.raises(OrchError, match=why) as refused:
             drill.check(fault)

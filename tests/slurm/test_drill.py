@@ -21,7 +21,7 @@ def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
     run = orch.submit(*JOB, *ALLOWED, program=(sys.executable, TOGETHER))
     run.step(3)
     refused = orch("drill", run.id, "--faults", "partition", code=64)
-    assert "not its job's to cut; what can be done: bit_flip, disk_full, kill_agent" in refused.stderr
+    assert "rights on the node; what can be: kill_worker, stop_worker, slow_worker, kill_agent" in refused.stderr
     words = ("--victim", "other", "--for-s", "1", "--limit-s", "300", "--json")
     said = json.loads(orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout)
     slow, stop, kill = said["trials"]

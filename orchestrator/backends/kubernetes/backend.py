@@ -9,14 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from orchestrator.backends.base import Backend, LogMirroring, Prefetching, Rendering, Resizing, TopologySource
+from orchestrator.backends.base import (
+    Backend,
+    LogMirroring,
+    NodeExec,
+    NodeRemoval,
+    Prefetching,
+    Rendering,
+    Resizing,
+    TopologySource,
+)
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
@@ -27,6 +36,7 @@ from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster, in_background
 from .cluster_view import ClusterSnapshot, read_snapshot
+from .names import CONTAINER, RUNS
 from .options import read_options
 from .record import KubernetesRecord, read_record, verdict, write_record
 
@@ -34,13 +44,15 @@ if TYPE_CHECKING:
     from orchestrator.cluster.model import Topology
     from orchestrator.config.schema import Config
 
+    from .api.exec import PodCommand
     from .observer import RunObserver
 
 _FRESH_S = 15.0  # an older snapshot is read again
 
 
-class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring, TopologySource):
+class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring, TopologySource, NodeExec, NodeRemoval):
     name = "kubernetes"
+    agent_is_init = True
     replaces_lost_nodes = True
 
     def __init__(self) -> None:
@@ -175,17 +187,26 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
             write_state(folder, state)  # the cluster forgets; this folder does not
         return state
 
-    def pods(self, folder: RunFolder) -> tuple[Cluster, dict[str, str]]:
-        """The run's cluster, and the name of the pod that is each of its nodes now."""
-        record = read_record(folder)
-        if record is None:
-            raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
-        from .log_mirror import pod_node_names
-        from .phases import index_of
+    def exec_on_node(
+        self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
+    ) -> PodCommand:
+        """`pods/exec` into the node's pod."""
+        cluster, pod = self._pod_of(folder, node)
+        python = [read_options(request.backend_options).python, "-P"]
+        return cluster.command(pod, CONTAINER, [*python, *argv(f"{RUNS}/{folder.run_id}", 1)])
 
-        found = self._observer.observe(record, folder.run_id).pods
-        names = pod_node_names(found)
-        return self._cluster_of(record), {names[index_of(pod)]: pod["metadata"]["name"] for pod in found}
+    def why_not_removed(self, request: LaunchRequest) -> str:
+        if read_options(request.backend_options).claim is None:
+            return "without backend.options.claim no checkpoint outlives its pods, so nothing could be resumed"
+        return ""
+
+    def remove_node(self, folder: RunFolder, node: str, grace_s: int | None) -> None:
+        """Delete the node's pod, or evict it as a drain does."""
+        cluster, pod = self._pod_of(folder, node)
+        if grace_s is None:
+            cluster.delete("Pod", pod, grace_s=0)
+        else:
+            cluster.evict(pod, grace_s)
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
@@ -212,6 +233,21 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         return live_topology(Cluster(), profile_named(which or "auto"))
 
     # ---------------------------------------------------------------------------------- parts
+
+    def _pod_of(self, folder: RunFolder, node: str) -> tuple[Cluster, str]:
+        """The run's cluster, and the name of the pod that is this node of the run now."""
+        from .log_mirror import pod_node_names
+        from .phases import index_of
+
+        record = read_record(folder)
+        if record is None:
+            raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
+        pods = self._observer.observe(record, folder.run_id).pods
+        names = pod_node_names(pods)
+        found = next((pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node), None)
+        if found is None:
+            raise OrchError(f"node {node} of run {folder.run_id} has no pod now", Exit.CAPACITY)
+        return self._cluster_of(record), found
 
     def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
         return self._clusters.setdefault((context, namespace), Cluster(context, namespace))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
 
@@ -39,7 +39,7 @@ class NoNodes(OrchError):
 class ClusterSnapshot(Struct, frozen=True):
     """The nodes, and which of them hold pods with GPUs."""
 
-    nodes: list[Node]
+    nodes: Sequence[Node]
     used: dict[str, str] = {}
 
 
@@ -144,7 +144,7 @@ def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology
 
 
 def _topology(view: ClusterSnapshot, profile: str | Profile) -> Topology:
-    return _without_used(structs.replace(from_nodes(view.nodes, profile), name="kubernetes"), view.used)
+    return _without_used(structs.replace(from_nodes(list(view.nodes), profile), name="kubernetes"), view.used)
 
 
 def _tier_labels(options: KubernetesOptions, topology: Topology) -> dict[str, str]:
@@ -197,7 +197,7 @@ def _used(cluster: Cluster) -> dict[str, str]:
 
 def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
     """Node -> living run of this namespace that was given it, whether or not its pods are there yet."""
-    found = {}
+    found: dict[str, str] = {}
     kinds = (lambda: cluster.list("Job", selector()), lambda: cluster.list("JobSet", selector(), absent_ok=True))
     for jobs in gather(kinds):
         for job in jobs:

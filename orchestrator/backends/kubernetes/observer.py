@@ -68,7 +68,8 @@ class RunObserver:
         newest = {}
         for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]):
             newest[index_of(pod)] = pod
-        events, workload = (), None
+        events: list[dict[str, Any]] = []
+        workload = None
         if main is not None and (len(newest) < _completions(main) or _any_pending(newest.values())):
             cluster = self._cluster(record.context, record.namespace)
             events = cluster.list("Event", fields="type=Warning", absent_ok=True)

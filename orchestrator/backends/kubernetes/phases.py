@@ -54,7 +54,7 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
     """The status of the run. One without a Job is over; its own state says how it ended."""
     if run.main is None:
         return RunStatus(phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True)
-    facts = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
+    facts: dict[str, Any] = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
     bodies = [body for body in (run.job, run.main) if body]
     if any(_condition(body, "Complete", "Completed") for body in bodies):
         return RunStatus(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
@@ -110,7 +110,7 @@ def _alive(run: ObservedRun, now: float, facts: dict) -> RunStatus:
         return RunStatus(phase="running", text="running", **facts)
     if why := waiting_reason(pods, run.events):
         return RunStatus(phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts)
-    phase = "restarting" if facts["restarts"] else "starting"
+    phase: Phase = "restarting" if facts["restarts"] else "starting"
     return RunStatus(phase=phase, text=f"{len(running)} of {wanted} pods run", **facts)
 
 
@@ -125,9 +125,9 @@ def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[s
                 return f"{_WAITING[waiting['reason']]} ({waiting['reason']}{': ' + message if message else ''})"
     for pod in pods:
         if _phase(pod) == "Pending":
-            found = next((c for c in pod["status"].get("conditions") or [] if c.get("type") == "PodScheduled"), {})
-            if found.get("reason") == "Unschedulable":
-                return f"no node for {_index(pod)}: {with_hint(_short(found.get('message', '')))}"
+            for found in pod["status"].get("conditions") or []:
+                if found.get("type") == "PodScheduled" and found.get("reason") == "Unschedulable":
+                    return f"no node for {_index(pod)}: {with_hint(_short(found.get('message', '')))}"
     for event in sorted(events, key=_event_time, reverse=True):
         if event.get("reason") in ("FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
             return f"{event['reason']}: {with_hint(_short(event.get('message', '')))}"

@@ -68,7 +68,7 @@ def _ended(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool) -> 
 
 
 def _final(state: RunState, phase: str, exit: Exit, text: str) -> RunState:
-    cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=int(exit))
+    cause: Cause | None = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=int(exit))
     cause = None if exit == Exit.DONE or phase == "cancelled" else cause
     return _replace(state, state=phase, exit_code=int(exit), reason=text, cause=cause)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from orchestrator.backends.base import (
     Backend,
     Choice,
     NodeExclusion,
+    NodeExec,
     Queueing,
     Rendering,
     TopologySource,
@@ -55,11 +57,15 @@ from .script.render import JobScript, render
 from .starts import Start, choose
 from .states import meaning
 
+if TYPE_CHECKING:
+    from .job.step import JobStep
+
 _GLANCE_S = 3.0  # for a question that nobody has asked for
+_STEP_S = 120.0  # for a further step to start; a busy controller takes its time
 _ASKED = 16  # sizes, in `orch plan`
 
 
-class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource):
+class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec):
     name = "slurm"
 
     @cached_property
@@ -220,6 +226,24 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             return unheard(read_state(folder), (folder.path / "slurm" / "over").exists(), error.message)
         sent = read_record(folder) is not None
         return verdict(read_state(folder), job, folder.cancel.exists(), sent)  # the file after the scheduler
+
+    def exec_on_node(
+        self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
+    ) -> JobStep:
+        """A step of the run's job, in the container of its agents where they have one."""
+        from .job.step import JobStep
+        from .job.task import environment
+        from .script.render import beside_agents
+
+        record = read_record(folder)
+        if record is None:
+            raise OrchError(f"run {folder.run_id} has no job", Exit.USAGE)
+        known = read_state(folder).nodes.get(node)
+        if known is None or known.pid is None:
+            raise OrchError(f"node {node} of run {folder.run_id} has no agent", Exit.CAPACITY)
+        flags, python = beside_agents(self.job_of(request, load_plan(folder.plan)))
+        slurm = Slurm({**os.environ, **environment(request, os.environ)}, timeout_s=_STEP_S)
+        return JobStep(slurm, record.job_id, node, [*flags, *python, *argv(str(folder.path), known.pid)])
 
     def live_topology(self, which: str) -> Topology:
         """`which`: a partition, "" for all of them."""

@@ -32,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
     import sys
+    from functools import partial
 
     from orchestrator.cli.terminal import style
-    from orchestrator.drill.faults import check_kinds, shots
-    from orchestrator.drill.session import open_range, session
+    from orchestrator.drill.faults import check_kinds, plan_injections
+    from orchestrator.drill.session import open_drill, session
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
 
@@ -45,11 +46,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not faults:
         raise OrchError("`orch drill --faults` names no fault", Exit.USAGE)
     folder = find_run(home_folder(os.environ), args.run)
-    place, targets = open_range(folder, faults, args.victim, args.limit_s)
-    plan = shots(faults, args.victim, args.trials, args.seed, args.random)
-    out, look = (sys.stderr if args.json else sys.stdout), style()
-    trials, stopped = session(place, targets, plan, args.for_s, args.every_s, lambda line: print(line, file=out), look)
-    from orchestrator.drill.score import score
+    drilled, targets = open_drill(folder, faults, args.victim, args.limit_s)
+    plan = plan_injections(faults, args.victim, args.trials, args.seed, args.random)
+    say, look = partial(print, file=sys.stderr if args.json else sys.stdout), style()
+    trials, stopped = session(drilled, targets, plan, args.for_s, args.every_s, say, look)
+    from orchestrator.drill.trial import score
 
     rows = score(trials)
     if args.json:

@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -29,7 +29,12 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_S = 60.0  # a pod's token is renewed; it is read anew after this long
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
-T = TypeVar("T")
+
+class _HasName(Protocol):
+    name: str
+
+
+T = TypeVar("T", bound=_HasName)
 
 
 class Access(Struct, frozen=True):
@@ -180,7 +185,9 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
 
     host = cluster.server.rstrip("/")
     tls = _tls(named, owner, user) if host.startswith("https") else None
-    token = user.token or (_file(owner.folder, user.token_file).read_text().strip() if user.token_file else "")
+    token = user.token
+    if owner and user.token_file and not token:
+        token = _file(owner.folder, user.token_file).read_text().strip()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     transport = connect(host, tls, cluster.tls_server_name)
     return Access(host, space, transport, lambda: headers, lambda: _package_settings(chosen.name, environ))
@@ -209,6 +216,8 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
     with tempfile.TemporaryDirectory() as kept:  # ssl reads certificates from files alone
         certificate = _part(folder, user.client_certificate_data, user.client_certificate, Path(kept, "certificate"))
         key = _part(folder, user.client_key_data, user.client_key, Path(kept, "key"))
+        if certificate is None:
+            raise Unusable("a client key without its certificate")
         tls.load_cert_chain(certificate, key)
     return tls
 

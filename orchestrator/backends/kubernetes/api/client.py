@@ -54,6 +54,7 @@ PATHS: dict[str, str] = {
 }
 
 T = TypeVar("T")
+Objects = list[dict[str, Any]]
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
@@ -146,20 +147,21 @@ class Cluster:
             answer.value = self._json("GET", self._path(kind, name))
         return answer.value
 
-    def list(self, kind: str, labels: str = "", fields: str = "", absent_ok: bool = False) -> list[dict]:
+    def list(self, kind: str, labels: str = "", fields: str = "", absent_ok: bool = False) -> Objects:
         """`absent_ok`: no such kind in this cluster, or no right to read it, is an empty list."""
         with _answer(*((404, 403) if absent_ok else ())) as answer:
             answer.value = self.read(kind, dict[str, Any], labels, fields)
         return answer.value or []
 
-    def read(self, kind: str, type: type[T], labels: str = "", fields: str = "", cached: bool = False) -> list[T]:
-        """As `list`, of each object what `type` has fields for. `cached`: as the API server remembers them, which may
+    def read(self, kind: str, of: type[T], labels: str = "", fields: str = "", cached: bool = False) -> Sequence[T]:
+        """As `list`, of each object what `of` has fields for. `cached`: as the API server remembers them, which may
         be a moment old but asks nobody."""
         query = {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
         query |= {"resourceVersion": "0"} if cached else {"limit": str(_PAGE)}
         found: list[T] = []
+        page_of: Any = _Page
         while True:
-            page = msgspec.json.decode(self._raw("GET", self._path(kind), query), type=_Page[type])
+            page = msgspec.json.decode(self._raw("GET", self._path(kind), query), type=page_of[of])
             found += page.items or ()
             if not page.metadata.more:
                 return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import urllib3
 from urllib3.exceptions import HTTPError, InsecureRequestWarning, SSLError
@@ -67,7 +68,7 @@ class Transport:
 
 def connect(host: str, tls: ssl.SSLContext | None, server_name: str = "") -> Transport:
     """`server_name`: the one in the server's certificate where that is not the host."""
-    named = {"server_hostname": server_name} if server_name else {}
+    named: dict[str, Any] = {"server_hostname": server_name} if server_name else {}
     return Transport(host, urllib3.PoolManager(maxsize=_KEPT, ssl_context=tls, **named))
 
 

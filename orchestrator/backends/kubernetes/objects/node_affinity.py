@@ -103,8 +103,8 @@ def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> ChosenN
         raise OrchError(f"the plan needs {wanted} nodes, {have}: submit it later, or through a queue", Exit.CAPACITY)
     sizes = [len(members) for members in topology.tiers[0].switches.values()] if topology.tiers else []
     unit = whole_unit(plan, max(sizes, default=block_size(plan)))
-    whole = in_whole_units(fitting, topology, unit)
-    nodes = choose_nodes(whole if len(whole) >= wanted else fitting, topology, wanted)
+    units = in_whole_units(fitting, topology, unit)
+    nodes = choose_nodes(units if len(units) >= wanted else fitting, topology, wanted)
     label, values = _common(nodes, topology, labels)
     if label:
         return ChosenNodes(tuple(nodes), label, values)
@@ -207,7 +207,8 @@ def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
         places: dict[str, list[str]] = {}
         for label, values in (*first, *second):
             places.setdefault(label, []).extend(values)
-        within, wishes = list(places.items()), [[_is(*place, "NotIn") for place in second]] if second else []
+        within = [(label, tuple(values)) for label, values in places.items()]
+        wishes = [[_is(*place, "NotIn") for place in second]] if second else []
     found: dict[str, Any] = {}
     if wishes:
         found["preferredDuringSchedulingIgnoredDuringExecution"] = [

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -294,7 +295,7 @@ def _fresh_state(folder: RunFolder, given: Input, mapping: RankMapping) -> RunSt
         before = read_state(folder)
     except OrchError:
         before = accepted(given.request, given.request.backend)
-    again = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
+    again: dict[str, Any] = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
     now = time.time()
     placed = {"reason": mapping.difference.text, "plan_hash": mapping.plan.hash, "pauses": paused(before, now)}
     return structs.replace(before, **again, **placed, updated_at=now, writer="backend")

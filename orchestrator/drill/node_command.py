@@ -1,8 +1,8 @@
-"""`python -m orchestrator.drill.inside`: one fault on the node where it runs, beside the agent, on a cluster.
+"""`python -m orchestrator.drill.node_command`: inject one fault on the node where it runs, beside the agent.
 
-Whoever drills starts it there by the means that the cluster gives the run's owner: a step of the job (Slurm), exec into
-the pod (Kubernetes). It says one line, when it did it or what was wrong, then waits until its standard input ends or
-`--limit-s` have passed, and takes the fault back. So nothing stays broken when whoever started it is gone.
+`orch drill` starts it there by the means that a cluster gives the run's owner: a step of the job (Slurm), exec into the
+pod (Kubernetes). It prints one line, the time of the injection or why there was none, waits until its standard input is
+closed or `--limit-s` have passed, and undoes the fault. So nothing stays broken when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from orchestrator.run.request import from_bytes
 from orchestrator.run.untrusted import UNREADABLE
 
 from .faults import KINDS
-from .node import Node, nothing
+from .node_faults import NodeProcesses, no_undo
 
 
-class Answer(Frozen):
-    """The one line."""
+class Reply(Frozen):
+    """The line that it prints."""
 
     exit: int = 0
     problem: str = ""
-    at: float = 0.0  # just before it was done, by this node's clock
+    at: float = 0.0  # just before the injection, by this node's clock
 
 
-def words(folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float) -> list[str]:
-    """What comes after `python -P`."""
+def arguments(folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float) -> list[str]:
+    """Its command line after `python -P`."""
     about = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
     about |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
-    return ["-m", "orchestrator.drill.inside", *(f"--{name}={value}" for name, value in about.items())]
+    return ["-m", "orchestrator.drill.node_command", *(f"--{name}={value}" for name, value in about.items())]
 
 
-def heard(line: bytes) -> float:
-    """When it was done, from the one line. OrchError when it was not."""
+def injected_at(line: bytes) -> float:
+    """Unix seconds of the injection, from the line that it prints. OrchError when there was none."""
     try:
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=Reply)
     except UNREADABLE:
         raise OrchError(f"the node's answer cannot be read: {line[:200]!r}", Exit.CAPACITY) from None
     if answer.problem:
@@ -60,17 +60,17 @@ def main(argv: list[str] | None = None) -> int:
     at = time.time()
     try:
         check_allowed(folder)
-        take_back = Node(folder, agent_of(folder, args.agent)).inject(args.fault, args.rank, args.for_s, args.pick)
+        undo = NodeProcesses(folder, agent_of(folder, args.agent)).inject(args.fault, args.rank, args.for_s, args.pick)
     except OrchError as error:
-        return _say(Answer(exit=int(error.exit), problem=error.message))
+        return _print(Reply(exit=int(error.exit), problem=error.message))
     except (OSError, PlanError) as error:
-        return _say(Answer(exit=int(Exit.CAPACITY), problem=f"{args.fault}: {error}"))
+        return _print(Reply(exit=int(Exit.CAPACITY), problem=f"{args.fault}: {error}"))
     try:
-        _say(Answer(at=at))
-        if take_back is not nothing:
+        _print(Reply(at=at))
+        if undo is not no_undo:
             _wait(args.limit_s)
     finally:
-        take_back()
+        undo()
     return Exit.DONE
 
 
@@ -93,7 +93,7 @@ def agent_of(folder: RunFolder, pid: int) -> Identity:
     return found
 
 
-def _say(answer: Answer) -> int:
+def _print(answer: Reply) -> int:
     print(msgspec.json.encode(answer).decode(), flush=True)
     return answer.exit
 
@@ -107,14 +107,14 @@ def _wait(limit_s: float) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchestrator.drill.inside")
+    parser = argparse.ArgumentParser(prog="orchestrator.drill.node_command")
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--agent", required=True, type=int, help="its pid on this node")
     parser.add_argument("--fault", required=True, choices=sorted(KINDS.keys() - {"partition"}))
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--for-s", type=float, default=5.0)
     parser.add_argument("--pick", type=float, default=0.0)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="after which the fault is taken back in any case")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="after which the fault is undone in any case")
     return parser.parse_args(argv)
 
 

@@ -26,14 +26,14 @@ DUTY_S = 0.02, 0.01  # a slow worker's period, and how much of it it is stopped:
 _SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
 
 
-class Node:
+class NodeProcesses:
     """The agent of a node, and everything below it, as it is now."""
 
     def __init__(self, folder: RunFolder, agent: Identity):
         self._folder, self._agent = folder, agent
 
     def inject(self, fault: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Do it; what takes it back. A process that is gone already is no error: something was faster."""
+        """Inject it; returns what undoes it. A process that has ended meanwhile is no error."""
         return getattr(self, f"_{fault}")(rank, for_s, pick)
 
     def _everything(self) -> list[Identity]:
@@ -53,12 +53,12 @@ class Node:
 
     def _kill_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         send_signal(self._worker(rank), signal.SIGKILL)
-        return nothing
+        return no_undo
 
     def _stop_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         worker = self._worker(rank)
         send_signal(worker, signal.SIGSTOP)
-        return lambda: _wake([worker])
+        return lambda: _continue([worker])
 
     def _slow_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         worker, end = self._worker(rank), time.monotonic() + for_s
@@ -69,37 +69,37 @@ class Node:
                 send_signal(worker, signal.SIGCONT)
                 time.sleep(period - stopped)
         finally:
-            _wake([worker])
-        return nothing
+            _continue([worker])
+        return no_undo
 
     def _kill_agent(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         send_signal(self._agent, signal.SIGKILL)
-        return nothing
+        return no_undo
 
     def _stop_agent(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         send_signal(self._agent, signal.SIGSTOP)
-        return lambda: _wake([self._agent])
+        return lambda: _continue([self._agent])
 
     def _kill_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         for one in self._everything():
             send_signal(one, signal.SIGKILL)
-        return nothing
+        return no_undo
 
     def _stop_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         everything = self._everything()
         for one in everything:
             send_signal(one, signal.SIGSTOP)
-        return lambda: _wake(everything)
+        return lambda: _continue(everything)
 
     def _notice(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         everything = self._everything()
         send_signal(self._agent, signal.SIGTERM)
 
-        def pull_the_plug() -> None:
+        def kill_rest() -> None:
             for one in everything:
                 send_signal(one, signal.SIGKILL)
 
-        return pull_the_plug
+        return kill_rest
 
     def _disk_full(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         """Checkpoints on a small filesystem of their own: it is filled, for all that write there (ENOSPC). Else no file
@@ -112,11 +112,11 @@ class Node:
         for one, (_, most) in before.items():
             _limit_files(one, (0, most))
 
-        def make_room() -> None:
+        def free() -> None:
             for one, limits in before.items():
                 _limit_files(one, limits)
 
-        return make_room
+        return free
 
     def _bit_flip(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         check_two_saves(self._folder)
@@ -182,11 +182,11 @@ def fill(folder: Path) -> Callable[[], None]:
             piece //= 2
     left = [held]
 
-    def make_room() -> None:
+    def free() -> None:
         while left:
             os.close(left.pop())
 
-    return make_room
+    return free
 
 
 # ------------------------------------------------------------------------------------------ who is who
@@ -218,10 +218,10 @@ def _limit_files(process: Identity, limits: tuple[int, int]) -> None:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
 
 
-def _wake(processes: list[Identity]) -> None:
+def _continue(processes: list[Identity]) -> None:
     for one in processes:
         send_signal(one, signal.SIGCONT)
 
 
-def nothing() -> None:
-    """There is nothing to take back."""
+def no_undo() -> None:
+    """There is nothing to undo."""

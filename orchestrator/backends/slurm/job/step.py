@@ -1,0 +1,64 @@
+"""A further step of a run's job: a command on one node, beside the agent.
+
+`srun --overlap` starts it as the job's user: Slurm allows that to the owner of the job alone, and no other way into the
+node is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+
+from orchestrator.backends.slurm.commands import Slurm
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+_END_S = 30.0  # for it to end
+
+
+class JobStep:
+    """One that runs until it ends by itself, or `close` closes its standard input."""
+
+    def __init__(self, slurm: Slurm, job_id: str, node: str, argv: Sequence[str]):
+        self._slurm = slurm
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the step
+        where = [f"--jobid={job_id}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--unbuffered"]
+        self._process = slurm.step(["srun", *where, *argv], self._errors)
+        assert self._process.stdin and self._process.stdout
+        self._input, self._output = self._process.stdin, self._process.stdout
+
+    def line(self, timeout_s: float) -> bytes:
+        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes too long."""
+        end, said = time.monotonic() + timeout_s, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            while b"\n" not in said:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    raise OrchError(f"srun: no step within {timeout_s:g} s; look at `squeue --steps`", Exit.CAPACITY)
+                chunk = os.read(self._output.fileno(), 4096)
+                if not chunk:
+                    return b""
+                said += chunk
+        return said
+
+    def failure(self) -> OrchError:
+        """Why it ended without a line: what srun wrote."""
+        self._errors.seek(0)
+        return self._slurm.complaint("srun", self._errors.read().decode(errors="replace"))
+
+    def close(self) -> None:
+        """Close its standard input, and wait for its end. May be called again."""
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # what is left of it on the node ends by itself
+            self._process.wait()
+        self._output.close()
+        self._errors.close()
