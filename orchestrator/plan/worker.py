@@ -119,11 +119,10 @@ def trace_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def replica_dir(run_dir: str | Path, node: str) -> Path:
-    """Where a node keeps copies of a run's state in its memory. Whoever ends a run removes it.
+    """Folder of a node's in-memory replicas of a run's state. Whoever ends a run deletes it.
 
-    By the run folder itself and not by its name: what a run left that was killed is not for the next of that name,
-    elsewhere or in a folder made anew. By the node's name too, because several nodes of the local backend share one
-    machine.
+    Named by the run folder's path and inode, so that a later run of the same name does not find what a killed one left;
+    and by the node, because several nodes of the local backend share one machine.
     """
     folder = Path(run_dir).resolve()
     parts = (f"{folder}\0{folder.stat().st_ino}", node)
@@ -168,16 +167,16 @@ class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defa
 
 
 class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
-    """What a rank does now, about twice a second. Who sends some is watched: a rank whose pulse shows no move, or has
-    stopped, while the run stands still, is ended and its run restarted.
-    """
+    """What a rank does now, about twice a second. While the run makes no step, a rank whose reports show no advance, or
+    have stopped, is ended and its run restarted; ranks that never sent one are not judged. Users' programs may send it
+    too, so its kind keeps its name."""
 
     rank: int
     epoch: int
-    step: int  # that it makes; 0 before the first
+    step: int  # in progress; 0 before the first
     phase: str  # start, data, forward, backward, optimizer, comm, checkpoint, or a word of the program's own
-    waiting: str | None = None  # the exchange with other ranks that it stands still in
-    moves: int = 0  # grows whenever the rank gets on
+    waiting: str | None = None  # the collective that it waits in
+    moves: int = 0  # grows with every advance
 
 
 Report = StepReport | EventReport | ProgressReport

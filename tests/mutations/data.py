@@ -57,7 +57,7 @@ def _(patch):
     patch.setattr(buckets.GradBuckets, "_launch", launch)
 
 
-@DATA("a bucket leaves before its last gradient: the late one is refused", caught="failed", dp=2)
+@DATA("a bucket is reduced before its last gradient: the late one is refused", caught="failed", dp=2)
 def _(patch):
     def early(self, passes):
         for bucket in self.buckets:

@@ -10,8 +10,8 @@ import torch
 import trainer.comm.mesh as mesh
 import trainer.engine as engine
 import trainer.parallel.apply as apply
-import trainer.parallel.column_parallel as columns
-import trainer.parallel.context.apply as place
+import trainer.parallel.column_parallel as column_parallel
+import trainer.parallel.context.apply as context
 import trainer.parallel.context.block as block
 import trainer.parallel.context.ring as ring
 import trainer.parallel.tensor as tensor
@@ -51,7 +51,7 @@ def _(patch):
 
 @MODEL("tensor parallel: no all-reduce in backward", tp=2, sp=False)
 def _(patch):
-    patch.setattr(columns.OverlappedColumnLinears, "start_sum", lambda self, grad: lambda: grad)
+    patch.setattr(column_parallel.OverlappedColumnLinears, "start_sum", lambda self, grad: lambda: grad)
 
 
 @MODEL("sequence parallel: backward keeps its slice and drops the others' parts", tp=2)
@@ -59,19 +59,19 @@ def _(patch):
     def start_sum(self, grad):
         return lambda: grad.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
-    patch.setattr(columns.OverlappedColumnLinears, "start_sum", start_sum)
+    patch.setattr(column_parallel.OverlappedColumnLinears, "start_sum", start_sum)
 
 
 @MODEL("sequence parallel: the input gathered again in backward is of the wrong order", tp=2)
 def _(patch):
-    original = columns._OverlappedColumnLinears.backward
+    original = column_parallel._OverlappedColumnLinears.backward
 
     def backward(ctx, *grads):
         right, ctx.columns = ctx.columns, copy(ctx.columns)
         ctx.columns.start_gather = lambda x: lambda: right.start_gather(x)().roll(x.shape[1], dims=1)
         return original(ctx, *grads)
 
-    patch.setattr(columns._OverlappedColumnLinears, "backward", staticmethod(backward))
+    patch.setattr(column_parallel._OverlappedColumnLinears, "backward", staticmethod(backward))
 
 
 @MODEL("output biases are added on every tp rank", tp=2, sp=False, model=GPT)
@@ -129,8 +129,8 @@ def _(patch):
 
 @MODEL("contiguous shards under zig-zag attention", cp=2)
 def _(patch):
-    original = place.positions
-    patch.setattr(place, "positions", lambda method, *shape: original("ring", *shape))
+    original = context.positions
+    patch.setattr(context, "positions", lambda method, *shape: original("ring", *shape))
 
 
 @MODEL("gradients are summed over dp and not over cp", cp=2)

@@ -1,4 +1,4 @@
-"""Column-parallel matrices with their communication inside: equal to matrices behind a boundary, and overlapped."""
+"""Column-parallel linears with their communication inside: equal to linears behind a region, and overlapped."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def backward(read, x: torch.Tensor, linears: list[Linear]) -> dict:
 @pytest.mark.process
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_equal_to_a_boundary_before_the_matrices_and_overlapped_in_backward(sp, keep):
+def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, keep):
     def work(rank):
         group, counter, linears = dist.group.WORLD, CommCounter(), matrices(rank)
         torch.manual_seed(9 if not sp else 10 + rank)
         x = torch.randn(B, S // 2 if sp else S, HIDDEN, dtype=torch.float64)
-        boundary = Region(Gather if sp else Copy, group, counter)
-        plain = backward(lambda x, linears: apply_linears(boundary(x), linears), x, linears)
+        region = Region(Gather if sp else Copy, group, counter)
+        plain = backward(lambda x, linears: apply_linears(region(x), linears), x, linears)
         ours = backward(OverlappedColumnLinears(group, counter, sp, keep), x, linears)
         return {"plain": plain, "ours": ours}
 

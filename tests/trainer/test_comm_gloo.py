@@ -1,4 +1,4 @@
-"""Our gloo collectives against gloo's own: small and large, several under way at once, in place, in bf16."""
+"""Our gloo collectives against gloo's own: small and large, several in progress at once, in place, in bf16."""
 
 from __future__ import annotations
 

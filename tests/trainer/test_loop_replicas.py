@@ -47,7 +47,7 @@ def lose(workers: Workers, node: str) -> int:
 
 
 def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, tmp_path: Path, run):
-    """No save on disk before the end. Node 0 is lost, a spare takes its place; then node 1, and nobody does."""
+    """No save on disk before the end. Node 0 is lost and a spare replaces it; then node 1 is, without a spare."""
     layout = {"dp": 2, "tp": 2, "zero": 1, "bucket_bytes": 1 << 13}
     whole_plan = plan_of(cache, ["node0", "node1"], **layout)
     _, whole = finish(whole_plan, tmp_path / "whole")
@@ -93,7 +93,7 @@ def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run):
     assert_same_state(saved_state(tmp_path / "whole", plan, STEPS), saved_state(run, plan, STEPS))
 
 
-def test_a_notice_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run):
+def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run):
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
     with running(plan, run, 0) as workers:
         workers.until(0, 3)

@@ -1,4 +1,4 @@
-"""Copies in the memory of two nodes: whole or not at all, good without any one node, and never older than the disk."""
+"""In-memory replicas: complete or absent, restored without any one node, and never older than the disk."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from trainer.checkpoint.replicas.peers import assign_peers, nodes_of, ring_dista
 from trainer.checkpoint.replicas.store import DEAD_AFTER_S, ReplicaStore, replica_name
 from trainer.verify.ranks import RankError, run_ranks
 
-# ---------------------------------------------------------------------------------------------- who keeps for whom
+# ---------------------------------------------------------------------------------------------- peer assignment
 
 
 @given(st.integers(1, 6), st.integers(1, 4))
-def test_every_rank_is_kept_on_another_node_and_every_node_keeps_for_one(nodes, gpus):
+def test_every_rank_has_a_peer_on_another_node_and_every_node_one_peer_node(nodes, gpus):
     plan = make_plan(dp=nodes * gpus, nodes=nodes)
     peer_of = assign_peers(plan)
     node_of = {place.rank: place.node for place in plan.ranks}
@@ -52,11 +52,11 @@ def under(plan: Plan, switches: list[list[int]]) -> Plan:
     ("switches", "distance"),
     [([[0, 1, 2, 3]], 1), ([[0, 1], [2, 3]], 2), ([[0, 2], [1, 3]], 1), ([[0], [1, 2, 3]], 1)],
 )
-def test_copies_leave_the_switch_where_all_can(switches, distance):
+def test_peers_are_under_other_switches_where_possible(switches, distance):
     assert ring_distance(under(make_plan(dp=4, nodes=4), switches)) == distance
 
 
-# ---------------------------------------------------------------------------------------------- a node's folder
+# ---------------------------------------------------------------------------------------------- a node's store
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path):
@@ -87,7 +87,7 @@ def test_what_dead_runs_left_is_swept_and_living_ones_are_not(tmp_path):
     assert not (home / "living").exists()
 
 
-# ---------------------------------------------------------------------------------------------- copies of ranks
+# ---------------------------------------------------------------------------------------------- replicas of ranks
 
 
 def shard(rank: int, world: int, seed: int) -> list[StatePiece]:
@@ -128,7 +128,7 @@ def manager(home: Path, plan: Plan, rank: int, epoch: int) -> Checkpoints:
     return Checkpoints(home / "disk", plan, Fence("run", epoch), rank, Recorder(), memory=memory)
 
 
-def keep(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)) -> None:
+def replicate(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)) -> None:
     """Save step `disk`, then copies of steps."""
     mine, world = manager(home, plan, rank, 0), plan.parallel.world_size
     mine.resume(lambda: [])
@@ -139,7 +139,7 @@ def keep(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[i
         assert mine.replicas.replicate(shard(rank, world, step), step, 10 * step, {"x": 1.5})
 
 
-def recalled(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
+def restored(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
     """[step, where from, whether all of it is right]."""
     mine, world = manager(home, plan, rank, epoch), plan.parallel.world_size
     live = shard(rank, world, 99)
@@ -159,26 +159,26 @@ def one_answer(answers: list[list]) -> tuple:
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_any_one_node_may_be_lost_with_its_memory(tmp_path, lost):
     """The newest replica comes back to the bit: with an empty node in the place of the lost one, and on fewer nodes."""
-    run_ranks(keep, 4, tmp_path)
+    run_ranks(replicate, 4, tmp_path)
     shutil.rmtree(folder_of(tmp_path, f"node{lost}"))
-    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
+    assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
     survivors = [name for name in FOUR.cluster.node_names if name != f"node{lost}"]
     shutil.rmtree(folder_of(tmp_path, f"node{lost}"))
     fewer = make_plan(dp=3, zero=1, node_names=survivors, micro_batches=4, copy_every_steps=1)
-    assert one_answer(run_ranks(recalled, 3, tmp_path, fewer, 2)) == (6, "memory")
+    assert one_answer(run_ranks(restored, 3, tmp_path, fewer, 2)) == (6, "memory")
 
 
 @pytest.mark.process
-def test_two_buddies_lost_is_the_newest_checkpoint_on_disk(tmp_path):
-    run_ranks(keep, 4, tmp_path, FOUR, 3)
+def test_two_peers_lost_is_the_newest_checkpoint_on_disk(tmp_path):
+    run_ranks(replicate, 4, tmp_path, FOUR, 3)
     for node in ("node1", "node2"):
         shutil.rmtree(folder_of(tmp_path, node))
-    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (3, "disk")
+    assert one_answer(run_ranks(restored, 4, tmp_path)) == (3, "disk")
 
 
 @pytest.mark.process
-def test_a_damaged_copy_is_read_from_its_buddy_and_two_damaged_ones_are_not_used(tmp_path):
-    run_ranks(keep, 4, tmp_path, FOUR, 3)
+def test_a_damaged_replica_is_read_from_its_peer_and_two_damaged_ones_are_not_used(tmp_path):
+    run_ranks(replicate, 4, tmp_path, FOUR, 3)
 
     def damage(node: int, file: int) -> None:
         path = folder_of(tmp_path, f"node{node}") / replica_name(6, 0) / rank_file(file)
@@ -187,21 +187,21 @@ def test_a_damaged_copy_is_read_from_its_buddy_and_two_damaged_ones_are_not_used
         path.write_bytes(raw)
 
     damage(1, 1)
-    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
+    assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
     damage(1, 1), damage(2, 1)
-    assert one_answer(run_ranks(recalled, 4, tmp_path, FOUR, 2)) == (3, "disk")
+    assert one_answer(run_ranks(restored, 4, tmp_path, FOUR, 2)) == (3, "disk")
 
 
 @pytest.mark.process
 def test_a_checkpoint_on_disk_that_is_newer_is_used(tmp_path):
-    run_ranks(keep, 4, tmp_path, FOUR, 7)
-    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (7, "disk")
+    run_ranks(replicate, 4, tmp_path, FOUR, 7)
+    assert one_answer(run_ranks(restored, 4, tmp_path)) == (7, "disk")
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("older", [0, 3])
-def test_a_copy_is_better_than_what_is_on_disk_and_damaged(tmp_path, older):
-    def keep_both(rank: int) -> None:
+def test_a_replica_is_better_than_a_damaged_checkpoint(tmp_path, older):
+    def save_and_replicate(rank: int) -> None:
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
         for step in (older, 7):
@@ -209,9 +209,9 @@ def test_a_copy_is_better_than_what_is_on_disk_and_damaged(tmp_path, older):
                 mine.save(shard(rank, 4, step), step, 10 * step)
         assert mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
 
-    run_ranks(keep_both, 4)
+    run_ranks(save_and_replicate, 4)
     os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
-    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (6, "memory")
+    assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
 
     def go_on(rank: int) -> None:
         mine = manager(tmp_path, FOUR, rank, 2)
@@ -219,13 +219,13 @@ def test_a_copy_is_better_than_what_is_on_disk_and_damaged(tmp_path, older):
         mine.save(shard(rank, 4, 7), 7, 70)
 
     run_ranks(go_on, 4)
-    assert one_answer(run_ranks(recalled, 4, tmp_path, FOUR, 3)) == (7, "disk"), "step 7 was made and saved again"
+    assert one_answer(run_ranks(restored, 4, tmp_path, FOUR, 3)) == (7, "disk"), "step 7 was made and saved again"
 
 
 @pytest.mark.process
-def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_copies_it_could_not_see(tmp_path):
-    """Two buddies were away, so epoch 1 went on from step 3. When they are back, their step 6 is of another past."""
-    run_ranks(keep, 4, tmp_path, FOUR, 3)
+def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_replicas_it_could_not_see(tmp_path):
+    """Two peers were away, so epoch 1 continued from step 3. When they return, their step 6 is of another past."""
+    run_ranks(replicate, 4, tmp_path, FOUR, 3)
     for node in ("node1", "node2"):
         folder_of(tmp_path, node).rename(tmp_path / node)
 
@@ -238,13 +238,13 @@ def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_copies_it_could_n
     for node in ("node1", "node2"):
         shutil.rmtree(folder_of(tmp_path, node))
         (tmp_path / node).rename(folder_of(tmp_path, node))
-    assert one_answer(run_ranks(recalled, 4, tmp_path, FOUR, 2)) == (4, "disk")
+    assert one_answer(run_ranks(restored, 4, tmp_path, FOUR, 2)) == (4, "disk")
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("where", ["write", "receive", "manifest"])
-def test_a_copy_that_one_node_has_no_room_for_is_no_copy_and_the_one_before_stays(tmp_path, where):
-    def keep_two(rank: int) -> list[str]:
+def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_stays(tmp_path, where):
+    def replicate_two(rank: int) -> list[str]:
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
         assert mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
@@ -262,13 +262,13 @@ def test_a_copy_that_one_node_has_no_room_for_is_no_copy_and_the_one_before_stay
         assert not mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
         return [event.fields["error"] for event in mine.reporter.named("replica_failed")]
 
-    said = run_ranks(keep_two, 4)
+    said = run_ranks(replicate_two, 4)
     assert "rank 2" in said[0][0] and "No space left on device" in said[0][0] and said[1:] == [[]] * 3
-    assert one_answer(run_ranks(recalled, 4, tmp_path)) == (5, "memory")
+    assert one_answer(run_ranks(restored, 4, tmp_path)) == (5, "memory")
 
 
 @pytest.mark.process
-def test_a_node_without_memory_means_no_copies_and_the_run_goes_on(tmp_path):
+def test_a_node_without_memory_means_no_replicas_and_the_run_goes_on(tmp_path):
     (tmp_path / "memory" / "run").mkdir(parents=True, mode=0o700)
     (tmp_path / "memory").chmod(0o700)
     folder_of(tmp_path, "node3").touch()
@@ -284,36 +284,36 @@ def test_a_node_without_memory_means_no_copies_and_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.process
-def test_one_node_keeps_its_own_for_workers_that_die(tmp_path):
+def test_a_single_node_keeps_its_own_replica_for_workers_that_die(tmp_path):
     plan = make_plan(dp=2, zero=1, copy_every_steps=1)
-    run_ranks(keep, 2, tmp_path, plan)
-    assert one_answer(run_ranks(recalled, 2, tmp_path, plan)) == (6, "memory")
+    run_ranks(replicate, 2, tmp_path, plan)
+    assert one_answer(run_ranks(restored, 2, tmp_path, plan)) == (6, "memory")
     assert [len(ranks) for ranks in nodes_of(plan).values()] == [2]
 
 
 @pytest.mark.process
 def test_random_state_comes_back_on_the_same_layout(tmp_path):
-    def keep_it(rank: int) -> torch.Tensor:
+    def replicate_it(rank: int) -> torch.Tensor:
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
         torch.manual_seed(100 + rank)
         mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
         return torch.rand(3)
 
-    def recall_it(rank: int) -> torch.Tensor:
+    def restore_it(rank: int) -> torch.Tensor:
         manager(tmp_path, FOUR, rank, 1).resume(lambda: shard(rank, 4, 99))
         return torch.rand(3)
 
-    before = run_ranks(keep_it, 4)
+    before = run_ranks(replicate_it, 4)
     shutil.rmtree(folder_of(tmp_path, "node2"))
-    after = run_ranks(recall_it, 4)
+    after = run_ranks(restore_it, 4)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- deaths
 
 
-def die_in_keep(rank: int, home: Path, plan: Plan, at: int) -> int:
+def die_in_replicate(rank: int, home: Path, plan: Plan, at: int) -> int:
     """Keep steps 5 and 6; rank 1 is gone before its line number `at` of the second. The lines of it."""
     home.mkdir(exist_ok=True)
     mine = manager(home, plan, rank, 0)
@@ -324,15 +324,15 @@ def die_in_keep(rank: int, home: Path, plan: Plan, at: int) -> int:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_node_that_is_lost_at_any_moment_of_a_copy(tmp_path):
+def test_a_node_that_is_lost_at_any_moment_of_a_replica(tmp_path):
     """Its memory is gone too. What is left is step 5 or step 6, whole."""
     plan = make_plan(dp=2, zero=1, nodes=2, copy_every_steps=1)
-    _, total = run_ranks(die_in_keep, 2, tmp_path / "whole", plan, -1)
+    _, total = run_ranks(die_in_replicate, 2, tmp_path / "whole", plan, -1)
     steps = []
     for number in range(15):
         home = tmp_path / str(number)
         with pytest.raises(RankError):
-            run_ranks(die_in_keep, 2, home, plan, number * total // 15)
+            run_ranks(die_in_replicate, 2, home, plan, number * total // 15)
         shutil.rmtree(folder_of(home, "node1"))
-        steps.append(one_answer(run_ranks(recalled, 2, home, plan)))
+        steps.append(one_answer(run_ranks(restored, 2, home, plan)))
     assert total > 100 and steps[0] == (5, "memory") and set(steps) == {(5, "memory"), (6, "memory")}

@@ -1,4 +1,4 @@
-"""The heartbeat of a worker: from a thread, beside a loop that does not move, and never in the way of reports."""
+"""Progress reports of a worker: from a thread, also while the loop hangs, and never delaying other reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
     assert not [one for one in threading.enumerate() if one.name == "progress"]
 
 
-def test_a_pulse_waits_behind_no_report_and_tears_none(pipe):
+def test_a_progress_report_is_dropped_behind_others_and_tears_none(pipe):
     reporter = Reporter(pipe[1], rank=0, epoch=0)
     reporter.event("big", text="x" * 100_000)  # more than the pipe takes: the rest is in the backlog
     held = len(reporter._backlog)

@@ -115,7 +115,7 @@ class Workers:
         raise AssertionError(f"rank {rank} never reported {seen!r}: {self.log(rank)}")
 
     def reports(self, rank: int = 0) -> list[StepReport | EventReport]:
-        """What it did, without its progress."""
+        """Its step and event reports."""
         path = self.reports_of(rank)
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         found = [msgspec.json.decode(line, type=Report) for line in lines]
