@@ -102,19 +102,20 @@ def _with_budget(config: Config) -> Config:
 def small(config: Config, given: set[str]) -> Config:
     """The job with a batch that one process computes in a second, keys that the user gave aside. Raises OrchError."""
     par, train = config.parallel, config.train
-    model_ranks = par.tp * par.pp * par.cp * par.ep
+    tp, pp, cp, ep = (getattr(par, axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
+    model_ranks = tp * pp * cp * ep
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     dp = par.dp or max(1, min(gpus, PROCESSES) // model_ranks)
     if model_ranks * dp != gpus:
         config = structs.replace(config, cluster=one_node(config.cluster, model_ranks * dp))
     if "train.seq_len" not in given:
-        piece = 2 * par.cp * par.tp
+        piece = 2 * cp * tp
         train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
     if not given & {"train.global_batch_samples", "train.global_batch_tokens"}:
         size = par.micro_batch_size or 1
         par = structs.replace(par, micro_batch_size=size)
         train = structs.replace(
-            train, global_batch_samples=max(ACCUMULATION, par.pp) * size * dp * par.ep, global_batch_tokens=None
+            train, global_batch_samples=max(ACCUMULATION, pp) * size * dp * ep, global_batch_tokens=None
         )
     # Precision is verify's own; a ramp only says how many samples a step has.
     train = structs.replace(train, precision="fp32", grad_dtype="fp32", batch_ramp=None)

@@ -27,6 +27,7 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one process computes beside the ranks of others
         with errors.open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
+        assert process.stdout
         left = len(cells)
         try:
             for line in process.stdout:

@@ -6,6 +6,7 @@ moves a border between two states, and never makes a second count twice.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 
@@ -40,7 +41,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 class Account(msgspec.Struct, frozen=True):
     wall_s: float
-    seconds: dict[str, float]  # by state; they sum to wall_s
+    seconds: dict[WallState, float]  # by state; they sum to wall_s
     ettr: float | None  # productive / wall
     intervals: list[Interval]
     faults: list[Fault]
@@ -55,7 +56,7 @@ def account(run: RunTimeline, now: float) -> Account:
     seconds = totals(intervals)
     wall = end - run.created
     ettr = seconds["productive"] / wall if wall > 0 else None
-    return Account(wall, dict(seconds), ettr, intervals, _faults(run, steps, over, intervals))
+    return Account(wall, seconds, ettr, intervals, _faults(run, steps, over, intervals))
 
 
 def _by_epoch(steps: list[Step]) -> dict[int, list[Step]]:
@@ -83,8 +84,8 @@ def _ends(run: RunTimeline, steps: dict[int, list[Step]]) -> dict[int, float | N
     borders += [] if run.ended is None else [run.ended]
     found = {}
     for epoch in epochs:
-        span, mine = spans.get(epoch), steps.get(epoch)
-        begin = span.began if span else mine[0].at
+        span = spans.get(epoch)
+        begin = span.began if span else steps[epoch][0].at
         signs = [at for at in (span.noticed, span.ended) if at is not None] if span else []
         found[epoch] = min(signs or [at for at in borders if at > begin], default=None)
     return found
@@ -120,29 +121,30 @@ def _pieces(
     usual = _usual(steps)
     faults = {span.epoch for span in run.epochs if span.cause is not None}
     for epoch, mine in steps.items():
-        typical = usual.get(epoch)
-        longest = None if typical is None else HANG_FACTOR * typical + HANG_S
-        before: float | None = None
+        typical = usual.get(epoch, math.inf)
+        longest = HANG_FACTOR * typical + HANG_S
+        before = -math.inf
         for step in mine:
             state: WallState = "productive" if step.step > furthest else "replay"
             furthest = max(furthest, step.step)
-            if before is None:
-                work = step.step_s if longest is None or step.step_s <= longest else typical
+            if before == -math.inf:
+                work = step.step_s if step.step_s <= longest else typical
                 yield Interval(step.at - work, step.at, state)
             else:
                 stall = min(max(step.stall_s, 0.0), max(step.at - before, 0.0))
                 yield Interval(before, before + stall, "checkpoint_stall")
                 begin = before + stall
-                if longest is not None and step.at - begin > longest:
+                if step.at - begin > longest:
                     yield Interval(begin, step.at - typical, "hang")
                     begin = step.at - typical
                 yield Interval(begin, step.at, state)
-            before = max(step.at, before or step.at)
-        if over[epoch] is None:  # it lives: a step is under way
-            under_way = end - before if longest is None or end - before <= longest else typical
+            before = max(step.at, before)
+        ended = over[epoch]
+        if ended is None:  # it lives: a step is under way
+            under_way = end - before if end - before <= longest else typical
             yield Interval(before, before + under_way, "productive")
-        elif epoch in faults and typical is not None:  # the step that the fault broke off was for nothing
-            yield Interval(before, min(before + typical, over[epoch]), "replay")
+        elif epoch in faults and typical < math.inf:  # the step that the fault broke off was for nothing
+            yield Interval(before, min(before + typical, ended), "replay")
         for at, stall, of in run.saves:
             if of == epoch and at > before:
                 yield Interval(max(before, at - stall), at, "checkpoint_stall")

@@ -26,7 +26,8 @@ class WallMeter:
     def __init__(self, now: float, spent: Callable[[WallState, float], None] = lambda state, seconds: None):
         self._spent = spent
         self.seconds: dict[WallState, float] = dict.fromkeys(STATES, 0.0)
-        self._since, self._state, self._entered = now, "rendezvous", now
+        self._since = self._entered = now
+        self._state: WallState = "rendezvous"
         self._furthest = 0
         self._usual: deque[float] = deque(maxlen=_USUAL_OF)
         self._broken: float | None = None  # when the last stop was seen, until a step follows

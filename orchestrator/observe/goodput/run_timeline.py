@@ -51,16 +51,17 @@ def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) ->
         start = book.started_at if book else began[number]
         end = _first(said, "epoch_ended", "run_ended")
         running = _first(said, "epoch_runs")
+        again = "restart" if end and end.again else None
         epochs.append(
             EpochSpan(
                 epoch=number,
                 began=start,
-                running=book.running_at if book else running and running.at,
+                running=book.running_at if book else running.at if running else None,
                 noticed=min((event.at for event in said if _is_sign(event) and event.at >= start), default=None),
-                ended=book.ended_at if book else end and end.at,
+                ended=book.ended_at if book else end.at if end else None,
                 cause=book.cause if book else _cause_in(end, number),
                 reason=(end.reason if end else "") or (book.cause.text if book and book.cause else ""),
-                outcome=book.outcome if book else end and ("restart" if end.again else None),
+                outcome=book.outcome if book else again,
             )
         )
     last_sign = max([event.at for event in events[-1:]] + [step.at for step in steps], default=state.created_at)
@@ -90,5 +91,4 @@ def _first(events: Sequence[Event], *names: str) -> Event | None:
 def _cause_in(end: Event | None, epoch: int) -> Cause | None:
     if end is None or end.fault is None:
         return None
-    about = {"node": end.on, "rank": end.rank, "code": end.code, "step": end.step}
-    return Cause(kind=end.fault, text=end.reason, epoch=epoch, **about)
+    return Cause(kind=end.fault, text=end.reason, epoch=epoch, node=end.on, rank=end.rank, code=end.code, step=end.step)

@@ -46,7 +46,7 @@ def goodput(report: Mapping[str, Any], style: Style) -> str:
     return "\n".join(lines + (["", *_faults(report["faults"], style)] if report["faults"] else []))
 
 
-def strip(intervals: Sequence[Sequence], wall_s: float, style: Style, cells: int) -> str:
+def strip(intervals: Sequence[Sequence[Any]], wall_s: float, style: Style, cells: int) -> str:
     """Time from left to right; a cell shows what took most of it, but never hides a stop of a fifth of it."""
     if wall_s <= 0:
         return ""
@@ -61,8 +61,8 @@ def strip(intervals: Sequence[Sequence], wall_s: float, style: Style, cells: int
                 break
             inside[state] += max(0.0, min(end, right) - max(start, left))
         lost = {state: spent for state, spent in inside.items() if state != "productive"}
-        worst = max(lost, key=lost.get)
-        shown = worst if lost[worst] >= _SHOWN * (right - left) else max(inside, key=inside.get)
+        worst = max(lost, key=lost.__getitem__)
+        shown = worst if lost[worst] >= _SHOWN * (right - left) else max(inside, key=inside.__getitem__)
         text.append(style.paint("█" if style.colour and style.unicode else LETTER[shown], COLOUR[shown]))
     return "".join(text)
 

@@ -108,7 +108,7 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
 
 
 def speed_of(live: Live) -> str:
-    parts = [f"{three(live.tokens_per_s)} tokens/s", f"step {seconds(live.step_s)}"]
+    parts = [f"{three(live.tokens_per_s or 0.0)} tokens/s", f"step {seconds(live.step_s or 0.0)}"]
     if live.mfu is not None:
         parts.append(f"MFU {live.mfu:.1%}")
     if live.hfu is not None and live.hfu != live.mfu:
