@@ -42,7 +42,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples, par.uneven),
         global_batch_samples=samples,
         uneven=par.uneven,
-        batch_ramp=train.batch_ramp and make_ramp(train.batch_ramp, train.seq_len),
+        batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
         seq_len=train.seq_len,
         model=model,
         cluster=cluster,

@@ -37,7 +37,7 @@ def make_train(config: Config) -> doc.Train:
     """What no key says (`recompute_layers`) keeps the plan's default until it is derived."""
     train = config.train
     same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp"}
-    ramp = train.batch_ramp and make_ramp(train.batch_ramp, train.seq_len)
+    ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
     return doc.Train(**{name: getattr(train, name) for name in same}, recompute=recompute, batch_ramp=ramp)
 

@@ -28,7 +28,7 @@ def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
 
     Searches every tp, pp, cp, ep, vpp within a factor of four of the wanted ones, dp taking what the cluster leaves.
     """
-    found: list[tuple[tuple, Case]] = []
+    found: list[tuple[tuple[int, float, float, str], Case]] = []
     for candidate in _around(case):
         if broken(candidate) is None:
             found.append((_distance(case, candidate), candidate))

@@ -19,9 +19,9 @@ from orchestrator.planner.model.layers import (
     LayerFlops,
     dense_and_moe,
     head_flops,
-    is_moe_layer,
     layer_flops,
     layer_groups,
+    layer_moe,
     layer_params,
     sample_layers,
 )
@@ -89,12 +89,13 @@ def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, ra
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     flops = layer_flops(model, layer, train.seq_len)
     params = layer_params(model, layer)
-    experts = params.experts / parallel.ep if is_moe_layer(model, layer) else 0
+    moe = layer_moe(model, layer)
+    experts = params.experts / parallel.ep if moe else 0
     weight_bytes = (params.attention + params.ffn + experts) / tp * width
     matmul = max((flops.attention_gemm + flops.ffn_gemm) * tokens / tp / rate.matmul, weight_bytes / rate.memory)
     core = flops.attention_core * tokens / tp / rate.attention * _slowest_core(model, parallel)
     # read and write: two norms and two residual sums over hidden; rotary over queries and keys; the activation
-    ffn = model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden if experts else model.ffn_hidden
+    ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden if moe else model.ffn_hidden
     row = model.hidden / (tp if parallel.sp else 1)
     columns = ((3 if model.mlp == "gated" else 2) * ffn + 2 * (model.heads + model.kv_heads) * model.head_dim) / tp
     moved = width * tokens / rate.memory

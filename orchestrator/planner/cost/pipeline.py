@@ -81,10 +81,10 @@ def _simulated_span(
     return longer + (micro_batches - first - pp) * max(per_micro_batch, slowest)
 
 
-def in_flight(parallel: Parallel) -> list[float]:
+def in_flight(parallel: Parallel) -> list[int]:
     """Peak number of micro-batches (each through one virtual stage) whose activations a rank holds, for every rank."""
     if parallel.schedule == TABLE:
-        return list(peak_in_flight(schedule_of(parallel)))
+        return [int(count) for count in peak_in_flight(schedule_of(parallel))]
     p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
     return [in_flight_on_rank(parallel.schedule, p, v, m, rank) for rank in range(p)]
 

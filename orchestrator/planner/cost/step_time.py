@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from msgspec import Struct
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import AXES, Model, Parallel, Time, Train
+from orchestrator.plan.document import AXES, Axis, Model, Parallel, Time, Train
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 from orchestrator.planner.model.stages import rank_stages
 
@@ -21,10 +21,13 @@ from .compute import (
     rates,
     stage_seconds,
 )
-from .fabric import Path
+from .fabric import Path, Pattern
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .profile import profile_of
 from .traffic import Overlap, Traffic, rank_parameters
+
+#: (axes that vary in a group, pattern): what a path on a given cluster in a given nesting order depends on.
+PathKey = tuple[tuple[Axis, ...], Pattern]
 
 
 class Work(Struct, frozen=True):
@@ -63,13 +66,13 @@ def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Wo
     )
 
 
-def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[tuple, Path], work: Work, pp: int) -> dict[str, float]:
+def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[PathKey, Path], work: Work, pp: int) -> dict[str, float]:
     """Communication that no compute hides, by axis, in seconds per step.
 
     The last operation of an overlapped series is always exposed. A 1F1B pipeline has no slack between a micro-batch's
     last forward and its first backward, so every transfer between stages is exposed.
     """
-    result = dict.fromkeys(AXES, 0.0)
+    result: dict[str, float] = dict.fromkeys(AXES, 0.0)
     for item in traffic:
         path = paths[item.varying, collective.PATTERN[item.operation]]
         once = max(

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Axis, Model, Parallel, Train
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import (
@@ -27,7 +28,7 @@ from orchestrator.planner.model.layers import (
 )
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
-from .collective import Operation, sent_bytes
+from .collective import sent_bytes
 
 #: Compute that can hide a series of operations: none, the attention core (ring attention), the backward of the last
 #: micro-batch (gradient buckets), or all of it (weights gathered ahead).
@@ -37,6 +38,9 @@ Window = Literal["none", "attention", "backward", "compute"]
 #: The trainer sums an input's gradient while it computes the weights' gradient, and gathers the input again while it
 #: computes the input's gradient (`trainer/parallel/column_parallel.py`).
 Overlap = Literal["", "attention", "mlp", "head"]
+
+TensorOperation = tuple[Operation, Overlap, float]  # with the count
+SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 
 
 class Traffic(Struct, frozen=True):
@@ -135,12 +139,14 @@ def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic
 
     dense, experts = held[busiest]
     grad_width = DTYPE_BYTES[train.grad_dtype]
-    for count, varying in ((dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))):
-        _gradients(add, count, varying, parallel, width, grad_width)
+    sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
+    for parameters, varying in sharing:
+        for operation, size, count, window in gradient_operations(parameters, parallel, width, grad_width):
+            add("dp", operation, size, count, window, varying)
     return result
 
 
-def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[tuple[Operation, Overlap, float]]:
+def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[TensorOperation]:
     """(operation on the hidden states, overlap, count) of one layer and micro-batch, forward and backward.
 
     Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather and a reduce-scatter.
@@ -148,17 +154,19 @@ def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[t
     """
     overlap: tuple[Overlap, Overlap] = ("", "") if splits_backward(parallel) else ("attention", "mlp")
     if not parallel.sp:
-        return [("all_reduce", "", 2 * (1 + recomputed.layer)), *(("all_reduce", part, 1.0) for part in overlap)]
-    found = [("all_gather", "", 2 * (2 + recomputed.gather)), ("reduce_scatter", "", 2 * (1 + recomputed.layer))]
-    found += [("reduce_scatter", part, 1.0) for part in overlap]
-    if not splits_backward(parallel):
-        found += [("all_gather", part, 1.0 - recomputed.gather) for part in overlap]
-    return found
+        return [("all_reduce", "", 2 * (1 + recomputed.layer)), *_each("all_reduce", overlap, 1.0)]
+    plain: list[TensorOperation] = [("all_gather", "", 2 * (2 + recomputed.gather))]
+    plain += [("reduce_scatter", "", 2 * (1 + recomputed.layer)), *_each("reduce_scatter", overlap, 1.0)]
+    return plain if splits_backward(parallel) else [*plain, *_each("all_gather", overlap, 1.0 - recomputed.gather)]
+
+
+def _each(operation: Operation, overlaps: Sequence[Overlap], count: float) -> list[TensorOperation]:
+    return [(operation, overlap, count) for overlap in overlaps]
 
 
 def context_parallel_operations(
     model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
-) -> list[tuple[Operation, float, float, Window]]:
+) -> list[SizedOperation]:
     """(operation, bytes, count, window) of one layer and micro-batch, forward and backward.
 
     Zig-zag and contiguous ring: keys and values go around the ring during attention; in backward also their fp32
@@ -172,8 +180,10 @@ def context_parallel_operations(
     heads, kv_heads = model.heads // parallel.tp, max(1, model.kv_heads // parallel.tp)
     key_values = 2 * kv_heads * model.head_dim * tokens
     if parallel.cp_method == "allgather":
-        gathers = ("all_gather", key_values * width * cp, 2 + recomputed.core, "none")
-        return [gathers, ("reduce_scatter", key_values * 4 * cp, 1.0, "none")]
+        return [
+            ("all_gather", key_values * width * cp, 2 + recomputed.core, "none"),
+            ("reduce_scatter", key_values * 4 * cp, 1.0, "none"),
+        ]
     if parallel.cp_method == "ulysses":
         exchanged = (heads + 2 * lcm(kv_heads, cp)) * model.head_dim * tokens * width
         result = heads * model.head_dim * tokens * width
@@ -185,12 +195,13 @@ def context_parallel_operations(
     ]
 
 
-def vocabulary_operations(parallel: Parallel, first: float, last: float) -> list[tuple[Operation, Overlap, float]]:
+def vocabulary_operations(parallel: Parallel, first: float, last: float) -> list[TensorOperation]:
     """As `tensor_operations`, for token table and output projection. first, last: see `end_shares`."""
     overlap: Overlap = "" if splits_backward(parallel) else "head"
     if not parallel.sp:
         return [("all_reduce", "", first), ("all_reduce", overlap, last)]
-    found = [("reduce_scatter", "", first), ("all_gather", "", first + last), ("reduce_scatter", overlap, last)]
+    found: list[TensorOperation] = [("reduce_scatter", "", first), ("all_gather", "", first + last)]
+    found.append(("reduce_scatter", overlap, last))
     return found if splits_backward(parallel) else [*found, ("all_gather", overlap, last)]
 
 
@@ -225,14 +236,7 @@ def sends_per_micro_batch(parallel: Parallel) -> float:
     return share * max(sum((stage < last) + (stage > 0) for stage in stages) for stages in held)
 
 
-def _gradients(add, parameters: int, varying, parallel: Parallel, width: int, grad_width: int) -> None:
-    for operation, size, count, window in gradient_operations(parameters, parallel, width, grad_width):
-        add("dp", operation, size, count, window, varying)
-
-
-def gradient_operations(
-    parameters: int, parallel: Parallel, width: int, grad_width: int
-) -> list[tuple[Operation, float, float, Window]]:
+def gradient_operations(parameters: int, parallel: Parallel, width: int, grad_width: int) -> list[SizedOperation]:
     """(operation, bytes, count per step, window) of gradients and weights of `parameters` parameters on a rank.
 
     ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3 gathers weights for
@@ -245,7 +249,8 @@ def gradient_operations(
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
     many = parallel.micro_batches if parallel.zero >= 2 else 1
-    scatter = "reduce_scatter", gradients / buckets, buckets * many, "backward" if many == 1 else "compute"
+    window: Window = "backward" if many == 1 else "compute"
+    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
     if parallel.zero < 3 or parallel.pp > 1:
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
     return [scatter, ("all_gather", weights / buckets, 2 * buckets * many, "compute")]

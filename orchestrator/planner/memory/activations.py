@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 from orchestrator.planner.cost.pipeline import in_flight
-from orchestrator.planner.model.layers import DTYPE_BYTES, is_moe_layer, layer_groups, sample_layers
+from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, layer_moe, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
 from .deferred_weight_gradients import DeferredGradients
@@ -92,9 +92,8 @@ def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels,
 def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: int, gathered: int) -> dict[str, float]:
     """Bytes per token: inputs and output of the activation, input of the down projection, routed tokens."""
     copies = 2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
-    if not is_moe_layer(model, layer):
+    if (moe := layer_moe(model, layer)) is None:
         return {"mlp": copies * model.ffn_hidden * width / parallel.tp}
-    moe = model.moe
     ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
     routed = 2 * moe.top_k * model.hidden / gathered  # inputs and outputs of the experts
     return {"mlp": copies * ffn * width / parallel.tp, "routed tokens": routed * width, "router": 8 * moe.experts}

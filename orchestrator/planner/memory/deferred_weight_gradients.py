@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
-from orchestrator.planner.model.layers import DTYPE_BYTES, is_moe_layer, sample_layers
+from orchestrator.planner.model.layers import DTYPE_BYTES, layer_moe, sample_layers
 
 #: Schedules that split backward -> forwards that a rank is ahead of its backwards for each later rank, and W that it is
 #: behind them for each earlier rank; None: counted on the schedule.
@@ -28,10 +28,8 @@ class DeferredGradients:
         self.parallel = parallel
         size = DTYPE_BYTES[train.precision] * parallel.micro_batch_size * train.seq_len / parallel.cp
         #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the inputs are kept)
-        self.layers = [
-            None if layer is None else tuple(size * count for count in _layer(model, layer, parallel.tp))
-            for layer in sample_layers(model)
-        ]
+        elements = ((0.0, 0.0) if one is None else _layer(model, one, parallel.tp) for one in sample_layers(model))
+        self.layers = [(size * kept, size * grads) for kept, grads in elements]
         self.logits = size * -(-model.vocab // parallel.tp)  # gradient of the logits
         self.head = self.logits + size * model.hidden
 
@@ -50,8 +48,7 @@ class DeferredGradients:
         `stages`; layers: (number, kind, further bytes while one is recomputed); head: bytes kept by output projection
         and loss, None on ranks without them.
         """
-        deferred = sum(count * self.layers[kind][0] for count, kind, _ in layers) + (self.head if head else 0.0)
-        deferred /= stages
+        deferred = (sum(n * self.layers[kind][0] for n, kind, _ in layers) + (self.head if head else 0.0)) / stages
         during_input = max((more + self.layers[kind][1] for _, kind, more in layers), default=0.0)
         if head is not None:
             during_input = max(head + self.logits, self.head + during_input)
@@ -77,8 +74,8 @@ def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
         inputs = model.heads / tp * model.head_dim
         grads = inputs + 2 * max(1.0, model.kv_heads / tp) * model.head_dim
     ffn, many = model.ffn_hidden / tp, 1
-    if is_moe_layer(model, layer):
-        ffn, many = (model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden) / tp, model.moe.top_k
+    if (moe := layer_moe(model, layer)) is not None:
+        ffn, many = (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden) / tp, moe.top_k
     forward = model.hidden * many + (2 if model.mlp == "gated" else 1) * ffn  # gradients
     return inputs + grads + model.hidden * (2 + many) + ffn + forward, forward
 

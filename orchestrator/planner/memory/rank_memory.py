@@ -42,7 +42,8 @@ def rank_state_bytes(dense: int, experts: int, parallel: Parallel, train: Train)
 
 def param_state_bytes(replicas: int, parallel: Parallel, train: Train) -> StateBytes:
     """States of one parameter that `replicas` ranks hold, on each of them."""
-    weight, gradient = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
+    weight: float = DTYPE_BYTES[train.precision]
+    gradient = DTYPE_BYTES[train.grad_dtype]
     shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight == 4 else 4
     if parallel.zero >= 3 and shards > 1:  # the shard is the master copy; gathered weights are narrow
         weight, master = (4 if master else weight) / shards, 0
@@ -96,11 +97,9 @@ def memory_by_pp_rank(cluster: Cluster, model: Model, parallel: Parallel, train:
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
     for pp_rank, (parameters, kept, stages) in enumerate(ranks):
         states = rank_state_bytes(*parameters, parallel, train)
-        parts = {
-            **{"params": states.params, "grads": states.grads, "optimizer": states.optimizer},
-            **{"activations": kept, "buffers": buffer_bytes + (loss if last in stages else 0.0)},
-        }
-        parts = {name: round(size) for name, size in parts.items()}
+        sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optimizer, "activations": kept}
+        sizes["buffers"] = buffer_bytes + (loss if last in stages else 0.0)
+        parts = {name: round(size) for name, size in sizes.items()}
         total, capacity = sum(parts.values()), cluster.gpu.memory_bytes
         result.append(Memory(**parts, total=total, capacity=capacity, worst_rank=pp_rank))
     return result

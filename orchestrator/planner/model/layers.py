@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 
 from orchestrator.config.schema import ModelSpec
 from orchestrator.plan import flops
-from orchestrator.plan.document import Model, Train
+from orchestrator.plan.document import Model, Moe, Train
 
 
 def resolve(spec: ModelSpec) -> Model:
@@ -75,8 +75,9 @@ def norm_params(model: Model) -> int:
     return model.hidden * (1 if model.norm == "rms" else 2)
 
 
-def is_moe_layer(model: Model, layer: int) -> bool:
-    return model.moe is not None and layer >= model.moe.first_dense_layers
+def layer_moe(model: Model, layer: int) -> Moe | None:
+    """The mixture of experts of decoder layer `layer` (0-based); None for a dense layer."""
+    return model.moe if model.moe is not None and layer >= model.moe.first_dense_layers else None
 
 
 def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
@@ -97,10 +98,9 @@ def layer_params(model: Model, layer: int) -> LayerParams:
     gated = model.mlp == "gated"
     attention, replicated = _attention(model)
     replicated += 2 * norm_params(model)
-    if not is_moe_layer(model, layer):
+    if (moe := layer_moe(model, layer)) is None:
         ffn, row_bias = _mlp(model.hidden, model.ffn_hidden, gated, model.bias)
         return LayerParams(attention, ffn, 0, replicated + row_bias)
-    moe = model.moe
     expert = sum(_mlp(model.hidden, moe.ffn_hidden, gated, model.bias))
     shared, row_bias = _mlp(model.hidden, moe.shared_ffn_hidden, gated, model.bias) if moe.shared_ffn_hidden else (0, 0)
     router = model.hidden * moe.experts
@@ -180,5 +180,5 @@ def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tu
         counts = zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)
         return [(kind, train.recompute, sum(numbers)) for kind, numbers in enumerate(counts)]
     modes = train.recompute_layers or ["full"] * model.layers  # not resolved yet: assume the most recomputation
-    found = Counter((int(is_moe_layer(model, layer)), modes[layer]) for r in ranges for layer in r)
+    found = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for r in ranges for layer in r)
     return [(kind, mode, n) for (kind, mode), n in found.items()]

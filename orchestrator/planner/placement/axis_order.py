@@ -26,14 +26,20 @@ from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Model
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.compute import Rates, rates
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path, Pattern
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
 from orchestrator.planner.cost.profile import Profile, profile_of
-from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds, predict, step_lower_bound, step_work
+from orchestrator.planner.cost.step_time import (
+    PathKey,
+    Work,
+    assemble,
+    exposed_seconds,
+    predict,
+    step_lower_bound,
+    step_work,
+)
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 
 TIE = 0.005
-
-PathKey = tuple[tuple[Axis, ...], Pattern]
 
 
 def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
@@ -93,7 +99,7 @@ class PathCache:
 
     def __init__(self, cluster: Cluster, profile: Profile):
         self.fabric = Fabric(cluster, profile)
-        self._seen: dict[tuple, Path] = {}
+        self._seen: dict[tuple[object, ...], Path] = {}
 
     def reordered(self, nodes: Sequence[int]) -> PathCache:
         """An empty cache for the same network with `nodes` in this order."""
@@ -160,7 +166,7 @@ def axis_placement(candidate: Candidate, traffic: Sequence[Traffic]) -> dict[str
 
     "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
     """
-    result = {}
+    result: dict[str, AxisPlacement] = {}
     for axis in AXES:
         by_level: dict[str, float] = {}
         worst = candidate.worst_level(axis)

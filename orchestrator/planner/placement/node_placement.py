@@ -12,6 +12,7 @@ never worse. `bound_s` holds for every placement, so the gap to it limits what a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -126,8 +127,8 @@ class PlacementCosts:
             busy += item.count * collective.seconds(item.operation, item.size, item.members, path)
         levels = [found.worst_level(axis) for axis in AXES]
         height = sum(names.index(level) + 1 for level in levels if level in names)
-        outside = [found.outside_nvlink(axis) for axis in ("tp", "ep")]
-        return PlacementScore(*outside, _round(found.step_s), _round(busy), height, index)
+        tp, ep = found.outside_nvlink("tp"), found.outside_nvlink("ep")
+        return PlacementScore(tp, ep, _round(found.step_s), _round(busy), height, index)
 
     def bound(self) -> float:
         """Lower bound of the step in seconds, for any placement and nesting order."""
@@ -176,12 +177,8 @@ def place_nodes(
 
 
 def _up_to(limit: int, found: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
-    result = []
-    for nodes in found:
-        if len(result) == limit:
-            return None
-        result.append(nodes)
-    return result
+    result = list(itertools.islice(found, limit + 1))
+    return result if len(result) <= limit else None
 
 
 def _improve_by_swaps(

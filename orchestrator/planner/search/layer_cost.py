@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import CpMethod, Model, Parallel
 from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.collective import Operation
 from orchestrator.planner.cost.compute import layer_seconds_by_kind, loss_seconds, overlap_seconds
 from orchestrator.planner.cost.traffic import (
     Overlap,
@@ -68,7 +68,10 @@ def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
     dense, moe = sample_layers(model)
     table = -(-model.vocab // tp) * model.hidden
     return ShardParams(
-        dense=tuple(0 if layer is None else dense_on_rank(model, layer, tp) for layer in (dense, moe)),
+        dense=(
+            0 if dense is None else dense_on_rank(model, dense, tp),
+            0 if moe is None else dense_on_rank(model, moe, tp),
+        ),
         experts=0 if moe is None else layer_params(model, moe).experts // (tp * ep),
         first=table + embedding_params(model)[1],
         last=norm_params(model) + table,
@@ -119,10 +122,11 @@ class LayerCost:
     def _operations(self, best: BestPaths) -> None:
         par, model, width = self.par, self.context.model, self.widths[0]
         hidden = self.tokens * model.hidden * width
-        tensor, names = best.tensor(par.tp), ("all_reduce", "all_gather", "reduce_scatter")
+        tensor = best.tensor(par.tp)
+        names: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
         self.tensor_s = {name: collective.seconds(name, hidden, par.tp, tensor) for name in names}
         self.overlap_s = overlap_seconds(model, par, self.context.train, self.context.rate, self.layer_s)
-        self.pars = par, structs.replace(par, schedule="zb_h1")  # backward in one layer_cost, and in two
+        self.pars = par, structs.replace(par, schedule="zb_h1")  # with whole backward, with split backward
         loss = collective.seconds("all_gather", self.tokens * 2 * 4 * par.tp, par.tp, tensor)
         #: by split of backward: exposed seconds of (first stage, last stage)
         self.vocabulary_s = [
@@ -199,11 +203,11 @@ class LayerCost:
         ]
         work = [3 * one.forward + more for one, more in zip(self.layer_s, recompute_s, strict=True)]
         there = [one for one, layer in zip(work, self.kinds, strict=True) if layer is not None]
-        times = recomputed_share(self.par, train)
+        times, (whole, split) = recomputed_share(self.par, train), self.pars
         return RecomputeCost(
             recompute_s=(recompute_s[0], recompute_s[1]),
             recomputed=times,
-            tensor_s=tuple(self._exposed(tensor_operations(one, times)) for one in self.pars),
+            tensor_s=(self._exposed(tensor_operations(whole, times)), self._exposed(tensor_operations(split, times))),
             work_s=self.dense * work[0] + self.moe * work[1] + 3 * self.head_s,
             fastest_s=min(there),
             slowest_s=max(there),

@@ -58,11 +58,12 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
     alike: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # held -> (first rank, latest first stage)
     for rank, own in enumerate(held):
         dense, moe = sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)
-        key = dense, moe, own.count(stages - 1), own.count(0)
-        first, latest = alike.get(key, (rank, 0))
-        alike[key] = first, max(latest, min(own))
+        holds = dense, moe, own.count(stages - 1), own.count(0)
+        first, latest = alike.get(holds, (rank, 0))
+        alike[holds] = first, max(latest, min(own))
     ranks = [
-        RankShape(*key, rank, (stage, *dense_and_moe(model, 0, starts[stage]))) for key, (rank, stage) in alike.items()
+        RankShape(*holds, rank, (stage, *dense_and_moe(model, 0, starts[stage])))
+        for holds, (rank, stage) in alike.items()
     ]
     copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
     return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1)
@@ -80,7 +81,8 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
         key = split, shape.key[2].bit_length()
         other = groups.get(key, latest)
-        groups[key] = LatestRank(*(min(pair) for pair in zip(latest[:3], other[:3], strict=True)), split)
+        least_of = (min(latest.before, other.before), min(latest.own, other.own), min(latest.sends, other.sends))
+        groups[key] = LatestRank(*least_of, split)
     latest_ranks = list(groups.values())
     return PipelineShapes(
         least, most, [latest for latest in latest_ranks if not any(_under(other, latest) for other in latest_ranks)]

@@ -35,6 +35,7 @@ from .space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh, Space, Variant
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
 FAMILY, MESH, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(7)
+Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 #: Layouts that take up to this much longer than the fastest are reported too where they need less memory.
 NEAR = 0.05
@@ -81,7 +82,7 @@ class SearchResult(NamedTuple):
     counts: SearchCounts
 
 
-def preference(layout: Layout) -> tuple:
+def preference(layout: Layout) -> tuple[object, ...]:
     """Sort key among layouts of equal time and memory: the one with fewer techniques comes first."""
     names = list(SCHEDULES)
     rank = names.index(layout.schedule) if layout.schedule in names else len(names)
@@ -102,7 +103,7 @@ class Search:
         self.best = BestPaths(self.context.path_cache.fabric, confined=not config.parallel.allow_tp_across_nvlink)
         self.capacity = cluster.gpu.memory_bytes
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
-        self._layer_costs: dict[tuple, LayerCost] = {}
+        self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
         self._params: dict[tuple[int, int], ShardParams] = {}
         self._variants: dict[tuple[int, int], tuple[int, list[list[Variant]]]] = {}
         self._summaries: dict[int, PipelineShapes] = {}
@@ -113,11 +114,10 @@ class Search:
 
         Raises OrchError (65) where the configuration contradicts itself.
         """
-        heap = [
-            (base.least_seconds(), FAMILY, (n,), (base, variants)) for n, (base, variants) in enumerate(self.families())
-        ]
+        families = enumerate(self.families())
+        heap: list[Node] = [(base.least_seconds(), FAMILY, (n,), (base, variants)) for n, (base, variants) in families]
         heapq.heapify(heap)
-        serial, front = len(heap), []
+        serial, front = len(heap), list[CostedLayout]()
         while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
             _, state, _, item = heapq.heappop(heap)
             if state == COSTED:  # costed, and nothing left can be faster
@@ -149,18 +149,12 @@ class Search:
         """Bound of a mesh in any of `variants`, whose first has the least work and keeps the fewest bytes."""
         sp, method = variants[0][0]
         first = mesh._replace(sp=sp, cp_method=method)
-        cp_methods = (
-            variants[0]
-            if len(variants) == 1
-            else dict.fromkeys((False, one) for variant in variants for _, one in variant)
-        )
-        sp_open = any(variant[0][0] != sp for variant in variants)
-        return MeshBound(
-            first, self._layer_cost(first), self._summary(first.pp), self.best, [one for _, one in cp_methods], sp_open
-        )
+        cp_methods = list(dict.fromkeys(one for equal in variants for _, one in equal))
+        sp_open = any(equal[0][0] != sp for equal in variants)
+        return MeshBound(first, self._layer_cost(first), self._summary(first.pp), self.best, cp_methods, sp_open)
 
-    def _open(self, state: int, item: Any, most: int) -> Iterator[tuple[float, int, tuple, Any]]:
-        """Children of a node that may need no more than `most` bytes: (lower bound in seconds, kind, key, item)."""
+    def _open(self, state: int, item: Any, most: int) -> Iterator[Node]:
+        """Children of a node that may need no more than `most` bytes."""
         if state == FAMILY:
             base, variants = item
             branches = self._branches(base, most)
@@ -183,10 +177,11 @@ class Search:
                 yield from self._layouts(pipeline, fitting, most)
             elif fitting:  # all methods of context parallelism need the same memory
                 for method in pipeline.cp_methods:
-                    own = PipelineBound(pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method])
-                    yield own.least_s, CP_METHOD, (), (own, fitting)
+                    one = PipelineBound(pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method])
+                    yield one.least_s, CP_METHOD, (), (one, fitting)
         elif state == CP_METHOD:
-            yield from self._layouts(*item, most)
+            pipeline, fitting = item
+            yield from self._layouts(pipeline, fitting, most)
         else:
             layout, size = item
             found = self.cost(layout) if size <= most else None
@@ -216,7 +211,7 @@ class Search:
 
     def _layouts(
         self, pipeline: PipelineBound, fitting: list[tuple[str, ZeroStage, float]], most: int
-    ) -> Iterator[tuple[float, int, tuple, Any]]:
+    ) -> Iterator[Node]:
         mesh = pipeline.branch.mesh._replace(cp_method=pipeline.cp_methods[0])
         for schedule, sharded, size in fitting:
             if size <= most:

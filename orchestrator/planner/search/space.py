@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -83,13 +83,13 @@ class Space:
         self._schedules: dict[tuple[int, int | None], dict[str, list[int]]] = {}
         given = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given is None else (given,)
+        ones: dict[str, Any] = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1)
         self.base = Case(
-            **{"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vpp": 1, "zero": 0, "sp": False, "schedule": None},
+            **ones | {"zero": 0, "sp": False, "schedule": None},
             zero_group=par.zero_group,
             allow_tp_across_nvlink=par.allow_tp_across_nvlink,
-            micro_batch_size=1,
             global_batch_samples=self.samples,
-            batch_ramp=ramp and make_ramp(ramp, config.train.seq_len),
+            batch_ramp=make_ramp(ramp, config.train.seq_len) if ramp else None,
             seq_len=config.train.seq_len,
             model=context.model,
             cluster=context.cluster,
@@ -164,7 +164,7 @@ class Space:
     def _keeps(self, degrees: dict[str, int]) -> bool:
         """Whether the degrees keep every rule that applies to them (one axis alone need not fill the cluster)."""
         case = structs.replace(self.base, **degrees)
-        skip = LAYOUT_RULES if "tp" in degrees and len(degrees) == 1 else (*LAYOUT_RULES, *TP_RULES)
+        skip: tuple[str, ...] = LAYOUT_RULES if degrees.keys() == {"tp"} else (*LAYOUT_RULES, *TP_RULES)
         skip += ("gpus", "batch", "batch_ramp") if len(degrees) == 1 else ()
         return not any(rule(case) for name, rule in self.rules.items() if name not in skip)
 
@@ -191,8 +191,8 @@ class Space:
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
             most = self.context.model.layers // pp
-            vpps = range(low, (most if high is None else min(high, most)) + 1)
-            vpps = [vpp for vpp in vpps if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)]
+            among = range(low, (most if high is None else min(high, most)) + 1)
+            vpps = [vpp for vpp in among if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)]
             # legality of pp and micro-batches does not depend on the virtual stages; 2 * pp is legal for every schedule
             many = 2 * pp if micro_batches is None else micro_batches
             if vpps and illegal(name, pp, many, vpps[0]) is None:
