@@ -40,7 +40,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # nodes that anyone may have listed in any order
-    context = CostContext(cluster, model, train, searched and searched.path_cache)
+    context = CostContext(cluster, model, train, searched.path_cache if searched else None)
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
-from orchestrator.plan.ranks import AXES
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 from orchestrator.plan.supported import Case
 
@@ -21,27 +21,22 @@ MIB = 1 << 20
 
 
 def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
-    """Degrees with every default filled in."""
+    """The configuration's degrees with every default filled in. Raises OrchError (65)."""
     par, train = with_defaults(config.parallel), config.train
+    names = ("tp", "cp", "ep", "pp", "vpp", "zero", "zero_group", "allow_tp_across_nvlink", "uneven")
+    same: dict[str, Any] = {name: getattr(par, name) for name in names}
+    tp, ep, pp, samples = same["tp"], same["ep"], same["pp"], global_batch(config)
     gpus = len(cluster.node_names) * cluster.gpus_per_node
-    dp, samples = par.dp or max(1, gpus // (par.tp * par.cp * par.ep * par.pp)), global_batch(config)
+    dp = par.dp or max(1, gpus // (tp * same["cp"] * ep * pp))
     return Case(
-        tp=par.tp,
-        cp=par.cp,
-        ep=par.ep,
-        pp=par.pp,
+        **same,
         dp=dp,
-        vpp=par.vpp,
-        zero=par.zero,
-        sp=par.tp > 1 if par.sp is None else par.sp,
+        sp=tp > 1 if par.sp is None else par.sp,
         schedule=TABLE if par.schedule_file else par.schedule,
         schedule_rows=_schedule_rows(par),
         cp_method=par.cp_method or "zigzag",
-        zero_group=par.zero_group,
-        allow_tp_across_nvlink=par.allow_tp_across_nvlink,
-        micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * par.ep, par.pp, samples, par.uneven),
+        micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * ep, pp, samples, par.uneven),
         global_batch_samples=samples,
-        uneven=par.uneven,
         batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
         seq_len=train.seq_len,
         model=model,
@@ -54,8 +49,9 @@ MOST_SLOWER = 1.1
 
 
 def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, uneven: bool) -> int:
-    """Samples of a micro-batch where the user names none. One sample fills a GPU; on CPU processes the cost of calls
-    rules, so up to eight, as long as every stage still has two micro-batches to work on.
+    """Default samples per micro-batch: 1 on GPUs, which one sample fills; up to 8 on CPUs, where calls cost most.
+
+    Every stage must still have two micro-batches.
     """
     if cluster.device == "cuda":
         return 1
@@ -69,53 +65,43 @@ def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, une
 
 
 def global_batch(config: Config) -> int:
-    train = config.train
-    if (train.global_batch_samples is None) == (train.global_batch_tokens is None):
+    """Samples of a global batch. Raises OrchError (65) unless exactly one valid key gives it."""
+    samples, tokens, seq_len = config.train.global_batch_samples, config.train.global_batch_tokens, config.train.seq_len
+    if samples is not None and tokens is None:
+        return samples
+    if tokens is None or samples is not None:
         raise OrchError("train: set exactly one of global_batch_samples and global_batch_tokens", Exit.CONFIG)
-    if train.global_batch_samples is not None:
-        return train.global_batch_samples
-    samples, rest = divmod(train.global_batch_tokens, train.seq_len)
+    samples, rest = divmod(tokens, seq_len)
     if rest or not samples:
-        near = max(1, round(train.global_batch_tokens / train.seq_len)) * train.seq_len
-        raise OrchError(
-            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of train.seq_len={train.seq_len};"
-            f" nearest: {near}",
-            Exit.CONFIG,
-        )
+        near = max(1, round(tokens / seq_len)) * seq_len
+        text = f"train.global_batch_tokens={tokens} is not a multiple of train.seq_len={seq_len}; nearest: {near}"
+        raise OrchError(text, Exit.CONFIG)
     return samples
 
 
 def make_parallel(config: Config, case: Case) -> doc.Parallel:
-    par, stages = config.parallel, case.pp * case.vpp
+    """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys contradict them."""
+    names = ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "micro_batch_size", "micro_batches", "global_batch_samples")
+    same: dict[str, Any] = {name: getattr(case, name) for name in (*names, "cp_method", "schedule_rows")}
+    par = config.parallel
     return doc.Parallel(
-        tp=case.tp,
-        cp=case.cp,
-        ep=case.ep,
-        pp=case.pp,
-        dp=case.dp,
-        zero=case.zero,
-        vpp=case.vpp,
+        **same,
         sp=case.sp and case.tp > 1,
         world_size=case.gpus,
-        order=list(AXES) if par.order is None else _order(par.order),
+        order=list(doc.AXES) if par.order is None else _order(par.order),
         schedule=case.schedule_name,
-        stage_layers=_stage_layers(par.stage_layers, case, stages),
-        micro_batch_size=case.micro_batch_size,
-        micro_batches=case.micro_batches,
+        stage_layers=_stage_layers(par.stage_layers, case, case.pp * case.vpp),
         accumulation=case.micro_batches,
-        global_batch_samples=case.global_batch_samples,
         global_batch_tokens=case.global_batch_samples * case.seq_len,
         bucket_bytes=round(par.bucket_mib * MIB),
-        cp_method=case.cp_method,
         zero_group=par.zero_group,
-        schedule_rows=case.schedule_rows,
         replica_micro_batches=case.unequal,
     )
 
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
-    if sorted(order) != sorted(AXES):
-        raise OrchError(f"parallel.order={list(order)} must name each of {', '.join(AXES)} once", Exit.CONFIG)
+    if sorted(order) != sorted(doc.AXES):
+        raise OrchError(f"parallel.order={list(order)} must name each of {', '.join(doc.AXES)} once", Exit.CONFIG)
     return list(order)
 
 
@@ -132,7 +118,7 @@ def _stage_layers(given: Sequence[int] | None, case: Case, stages: int) -> list[
 
 
 def _schedule_rows(par: ParallelSpec) -> list[list[str]]:
-    """The user's table, proven, as the plan carries it. Raises OrchError."""
+    """The user's schedule table, validated, as rows of the plan. Raises OrchError (65)."""
     if par.schedule_file is None:
         return []
     if par.schedule not in (None, TABLE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -115,7 +115,7 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
         yield from _pipelines(plan, here)
 
 
-def _pipelines(plan: Plan, here: dict) -> Iterator[tuple[list[str], Layout]]:
+def _pipelines(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
     par = plan.parallel
     for name, entry in SCHEDULES.items():
         low, high = entry.vpp
@@ -126,7 +126,7 @@ def _pipelines(plan: Plan, here: dict) -> Iterator[tuple[list[str], Layout]]:
                 yield from _one(plan, here | {"schedule": name, "vpp": vpp}, overrides)
 
 
-def _one(plan: Plan, values: dict, overrides: list[str]) -> Iterator[tuple[list[str], Layout]]:
+def _one(plan: Plan, values: dict[str, Any], overrides: list[str]) -> Iterator[tuple[list[str], Layout]]:
     par = plan.parallel
     tp, cp, ep, pp = (values[axis] for axis in ("tp", "cp", "ep", "pp"))
     dp, rest = divmod(par.world_size, tp * cp * ep * pp)

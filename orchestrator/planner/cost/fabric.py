@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Cluster
@@ -23,6 +24,9 @@ from .profile import Profile
 #: ring: collectives, members on one node share the traffic over all their NICs; chain: point-to-point to the next
 #: member, over the GPU's own NIC; exchange: all-to-all.
 Pattern = Literal["ring", "chain", "exchange"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Path(Struct, frozen=True):
@@ -53,7 +57,7 @@ class Fabric:
         links = [(cluster.nvlink.bytes_per_s * profile.nvlink, cluster.nvlink.latency_s)]
         links += [(level.bytes_per_s * profile.fabric, level.latency_s) for level in cluster.levels]
         #: bytes/s of one GPU's share of a path whose ends meet on each tier, during a training step
-        self.rate = np.array([rate for rate, _ in links]) * profile.contention
+        self.rate: Floats = np.array([rate for rate, _ in links]) * profile.contention
         self.latency = np.array([latency for _, latency in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]  # below each block
@@ -80,14 +84,14 @@ class Fabric:
             parts += [rank[inverse], self.gpus[tier][blocks]]
         return np.concatenate(parts).astype(np.int64).tobytes()
 
-    def levels_between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def levels_between(self, a: Ints, b: Ints) -> Ints:
         """Lowest tier on which nodes a and b share a block, elementwise. Int arrays of shapes that broadcast."""
         level = np.full(np.broadcast_shapes(a.shape, b.shape), len(self.names) - 1)
         for tier in range(len(self.names) - 2, -1, -1):
             level[self.block[tier][a] == self.block[tier][b]] = tier
         return level
 
-    def path(self, members: np.ndarray, pattern: Pattern, wrap: bool = True) -> Path:
+    def path(self, members: Ints, pattern: Pattern, wrap: bool = True) -> Path:
         """Cost of `pattern` when all groups run it at once.
 
         members: int [groups, n], ranks in the order in which the group's ring or chain visits them.
@@ -98,7 +102,7 @@ class Fabric:
         node = members // self.gpus_per_node
         return self._exchange(node) if pattern == "exchange" else self._neighbours(node, pattern, wrap)
 
-    def _neighbours(self, node: np.ndarray, pattern: Pattern, wrap: bool) -> Path:
+    def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool) -> Path:
         source, target = (node, np.roll(node, -1, axis=1)) if wrap else (node[:, :-1], node[:, 1:])
         level = self.levels_between(source, target)
         hops = self.latency[level]
@@ -119,7 +123,7 @@ class Fabric:
         turn = float(hops.sum(axis=1).max())
         return Path(seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst])
 
-    def _exchange(self, node: np.ndarray) -> Path:
+    def _exchange(self, node: Ints) -> Path:
         n = node.shape[1]
         within = np.stack([_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))])
         part = np.diff(within, axis=0, prepend=0.0) / (n - 1)  # [tier, groups, n]: fraction of bytes that meet there
@@ -137,11 +141,11 @@ class Fabric:
         hop = float(self.latency[worst])
         return Path(seconds, hop, hop * (n - 1), self.names[worst], share, self.stretch[worst])
 
-    def _gpu_bandwidth(self, level: np.ndarray) -> np.ndarray:
+    def _gpu_bandwidth(self, level: Ints) -> Floats:
         """Bytes/s that a GPU can use when it sends alone: a whole NIC, or all of its NICs where it has several."""
         return self.rate[level] * max(1.0, 1.0 / self.nics_per_gpu)
 
-    def _fullest_link(self, source: np.ndarray, level: np.ndarray, flows: np.ndarray) -> float:
+    def _fullest_link(self, source: Ints, level: Ints, flows: Floats) -> float:
         """Seconds per byte on the most loaded shared link. Flow i leaves node source[i], meets its peer on level[i].
 
         Tier by tier, all flows that leave a block share the block's uplinks (tier 0: the NICs of an NVLink domain).
@@ -157,7 +161,7 @@ class Fabric:
         return seconds
 
 
-def _members_in_block(block: np.ndarray) -> np.ndarray:
+def _members_in_block(block: Ints) -> Floats:
     """For each member, how many of its group lie in the same block, itself included. Float [groups, n].
 
     O(groups * n log n): sort each group, count runs, write back.

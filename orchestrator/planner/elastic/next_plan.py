@@ -9,6 +9,7 @@ size, none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import structs
@@ -45,7 +46,7 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
     nodes = []
     for node in held:
         if node not in healthy:
-            node = min(spares, key=lambda spare, lost=node: (_distance(whole, lost, spare), spares.index(spare)))
+            node = min(spares, key=functools.partial(_distance, whole, node))  # of equals the first
             spares.remove(node)
         nodes.append(node)
     return replace_nodes(current, restrict(whole, nodes))

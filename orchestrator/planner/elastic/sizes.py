@@ -157,8 +157,8 @@ def _size(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Siz
     at = _at(config, nodes)
     plan = plan_of(at, resolve(at.cluster))
     if _over(plan) and not (any_memory or config.run.allow_oom):
-        need, have = plan.memory.total / 2**30, plan.memory.capacity / 2**30
-        raise OrchError(f"rank {plan.memory.worst_rank} needs {need:.1f} GiB of {have:.1f} GiB", Exit.CONFIG)
+        text = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
+        raise OrchError(f"rank {plan.memory.worst_rank} needs {text}", Exit.CONFIG)
     return Size(nodes, at, plan)
 
 

@@ -26,7 +26,7 @@ from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Model
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.compute import Rates, rates
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path
 from orchestrator.planner.cost.profile import Profile, profile_of
 from orchestrator.planner.cost.step_time import (
     PathKey,
@@ -53,7 +53,7 @@ def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
         yield tuple(next(following) if degrees[axis] > 1 else axis for axis in AXES)
 
 
-def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> np.ndarray:
+def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
     """Ranks of every group in which only the `varying` axes vary: int array [groups, members].
 
     Members are sorted by those coordinates, the last of `varying` slowest, as in `orchestrator.plan.ranks.groups`.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from orchestrator.plan.document import Axis
-from orchestrator.planner.cost.fabric import Fabric
+from orchestrator.planner.cost.fabric import Fabric, Ints
 
 
 def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]]:
@@ -22,9 +22,9 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
     used: dict[tuple[int, int], int] = {}
     chosen: list[int] = []
 
-    def key(node: int) -> tuple:
+    def key(node: int) -> tuple[object, ...]:
         """Path above a node: used switches by name, unused ones by shape."""
-        result = []
+        result: list[tuple[int, int]] = []
         for position, at in enumerate(path[node]):
             if not used.get(at):
                 return (*result, *(shapes[here] for here in path[node][position:]))
@@ -35,7 +35,7 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
         if len(chosen) == slots:
             yield tuple(chosen)
             return
-        alike: dict[tuple, int] = {}
+        alike: dict[tuple[object, ...], int] = {}
         for node in range(total):
             if node not in chosen:
                 alike.setdefault(key(node), node)
@@ -104,13 +104,13 @@ def _packed(
     block = fabric.block
     total = block.shape[1]
     # lexsort: the last key is the most important one. Fuller switches first, so that few are used
-    keys: list[np.ndarray] = [np.arange(total)]
+    keys: list[Ints] = [np.arange(total)]
     for tier in range(block.shape[0]):
         count = np.bincount(block[tier])[block[tier]]
         shape = np.array([shapes[tier, int(name)] for name in block[tier]])
         keys += [block[tier], shape, -count]
     order = np.lexsort(keys)
-    runs = [(int(node),) for node in order]
+    runs: list[tuple[int, ...]] = [(int(node),) for node in order]
     for size in groups:
         runs = _joined(block, runs, size // len(runs[0]) if runs else 1)
     if len(runs) and len(runs[0]) * len(runs) < slots:  # leftovers that fill no group
@@ -120,7 +120,7 @@ def _packed(
     return tuple(chosen[:slots])
 
 
-def _joined(block: np.ndarray, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
+def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
     """Runs joined in sets of `width`: first inside one domain, then under one switch, tier by tier."""
     result: list[tuple[int, ...]] = []
     rest = list(runs)
@@ -138,7 +138,7 @@ def _joined(block: np.ndarray, runs: Sequence[tuple[int, ...]], width: int) -> l
     return sorted(result, key=lambda run: first[run[0]])
 
 
-def _tightest(block: np.ndarray, runs: Sequence[tuple[int, ...]], slots: int) -> list[int]:
+def _tightest(block: Ints, runs: Sequence[tuple[int, ...]], slots: int) -> list[int]:
     """Nodes of the runs; where there are more than needed, of those under the smallest sufficient switch."""
     have = sum(map(len, runs))
     if have > slots:

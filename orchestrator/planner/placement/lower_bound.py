@@ -14,7 +14,7 @@ import numpy as np
 from orchestrator.plan.document import Axis, Parallel
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path, Pattern
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
 from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds
 from orchestrator.planner.cost.traffic import Traffic
 
@@ -37,7 +37,7 @@ def placement_lower_bound(
     return assemble(work, exposed, parallel)[0]
 
 
-def path_lower_bound(fabric: Fabric, members: np.ndarray, pattern: Pattern, wrap: bool) -> Path:
+def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool) -> Path:
     """A path that costs no more than `fabric.path` of the same groups under any placement."""
     n = members.shape[1]
     if n == 1:

@@ -13,6 +13,7 @@ never worse. `bound_s` holds for every placement, so the gap to it limits what a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ from msgspec import structs
 
 from orchestrator.config.schema import Config
 from orchestrator.config.validate import with_defaults
-from orchestrator.plan.document import Axis, Certificate, Cluster, Parallel
-from orchestrator.plan.ranks import AXES, degrees
+from orchestrator.plan.document import AXES, Axis, Certificate, Cluster, Parallel
+from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.step_time import Work, step_work
@@ -247,7 +248,7 @@ def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
     par = with_defaults(config.parallel)
     if config.cluster.topology_file is None or par.dp is None:
         return pool
-    nodes = -(-par.tp * par.cp * par.ep * par.pp * par.dp // pool.gpus_per_node)
+    nodes = -(-math.prod(getattr(par, axis) for axis in AXES) // pool.gpus_per_node)
     if nodes >= len(pool.node_names):
         return pool
     keep = set(range(nodes))

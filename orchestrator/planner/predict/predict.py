@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import AXES
+from orchestrator.planner.cost.compute import Rates
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.placement.axis_order import CostContext, solve
 
@@ -32,8 +33,8 @@ class Prediction(NamedTuple):
 
 
 def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
-    """A prediction for each row, in order. Rows on the same hardware share what was computed for it."""
-    contexts: dict[tuple, CostContext] = {}
+    """A prediction for each row, in order. Rows on the same hardware share its paths."""
+    contexts: dict[tuple[object, ...], CostContext] = {}
     for number, cells in enumerate(rows, 1):
         name = (cells.get("id") or "").strip() or str(number)
         try:
@@ -43,10 +44,10 @@ def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
             yield Prediction(name, None, None, None, f"error: {error}", "")
 
 
-def _one(name: str, job: Job, contexts: dict[tuple, CostContext]) -> Prediction:
+def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -> Prediction:
     par = job.parallel
     key = id(job.cluster), job.train.precision, job.matmul
-    if key not in contexts:  # path_cache and rates are the cluster's; the model is set for each row
+    if key not in contexts:  # paths and rates depend on the cluster alone; the model is set for each row
         contexts[key] = CostContext(job.cluster, job.model, job.train)
         contexts[key].rate = _rate(contexts[key], job.matmul)
     context = contexts[key]
@@ -58,7 +59,7 @@ def _one(name: str, job: Job, contexts: dict[tuple, CostContext]) -> Prediction:
     return Prediction(name, solution.time.step_s, tokens, worst / GIB, status, "; ".join(job.assumed))
 
 
-def _rate(context: CostContext, matmul: str):
+def _rate(context: CostContext, matmul: str) -> Rates:
     """Rates of the 16-bit precision, with matrix products at that of `matmul`."""
     peak = context.cluster.gpu.peak_flops[matmul]
     reached = context.profile.gemm.get(matmul, context.profile.gemm_default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -36,7 +36,8 @@ class Row:
     """Typed reading of one row; collects what had to be assumed."""
 
     def __init__(self, cells: Mapping[str, str]):
-        self.cells, self.assumed = cells, []
+        self.cells = cells
+        self.assumed: list[str] = []
 
     def text(self, name: str) -> str:
         return (self.cells.get(name) or "").strip()
@@ -84,8 +85,9 @@ def read_row(cells: Mapping[str, str]) -> Job:
     zero = row.number("zero_stage", 1)
     if zero > 3:
         raise RowError(f"zero_stage={zero}: 0 to 3")
+    degrees: dict[str, Any] = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": ranks // ep, "zero": zero, "vpp": vpp}
     parallel = Parallel(
-        **{"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": ranks // ep, "zero": zero, "vpp": vpp},
+        **degrees,
         sp=tp > 1 and row.text("sp") == "1",
         world_size=gpus,
         order=list(AXES),
@@ -139,10 +141,8 @@ def _train(row: Row) -> tuple[Train, str]:
         row.assumed.append("recompute=none")
     elif mode != recompute:
         row.assumed.append("recompute=full for every layer")
-    train = Train(
-        **{"steps": 1, "seq_len": row.positive("seq_len"), "seed": 0, "precision": wide, "recompute": mode},
-        **{"grad_dtype": "fp32", "clip_grad_norm": 1.0, "log_every_steps": 1},
-    )
+    values: dict[str, Any] = {"seq_len": row.positive("seq_len"), "precision": wide, "recompute": mode}
+    train = Train(steps=1, seed=0, grad_dtype="fp32", clip_grad_norm=1.0, log_every_steps=1, **values)
     return train, "fp8" if narrow else wide
 
 
@@ -179,21 +179,19 @@ def _model(row: Row) -> Model:
 
 
 @lru_cache(maxsize=1024)
-def _nearest(shape: tuple, billions: float) -> Model:
+def _nearest(shape: tuple[Any, ...], billions: float) -> Model:
     """The variant of the shapes (gated or plain MLP, tied or own head) whose size is nearest to the one stated."""
     name, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, moe = shape
     found = []
     for mlp in ("gated", "plain"):
         for tied in (False, True):
             plain = mlp == "plain"
-            model = Model(
-                **{"name": name, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads},
-                **{"head_dim": max(1, hidden // heads), "ffn_hidden": ffn, "vocab": vocab, "max_seq_len": seq_len},
-                **{"norm": "layer" if plain else "rms", "norm_eps": 1e-5, "position": "none" if plain else "rope"},
-                **{"rope_theta": 1e4, "mlp": mlp, "activation": "gelu" if plain else "silu", "bias": plain},
-                **{"tied_embeddings": tied, "causal": True, "parameters": 0, "source": "table"},
-                moe=Moe(experts=moe[0], top_k=moe[1], ffn_hidden=moe[2]) if moe else None,
-            )
+            values = dict(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn_hidden=ffn)
+            values |= dict(head_dim=max(1, hidden // heads), vocab=vocab, max_seq_len=seq_len, tied_embeddings=tied)
+            values |= dict(norm="layer" if plain else "rms", norm_eps=1e-5, position="none" if plain else "rope")
+            values |= dict(rope_theta=1e4, mlp=mlp, activation="gelu" if plain else "silu", bias=plain)
+            experts = Moe(experts=moe[0], top_k=moe[1], ffn_hidden=moe[2]) if moe else None
+            model = Model(**values, causal=True, parameters=0, source="table", moe=experts)
             found.append(structs.replace(model, parameters=parameter_count(model)))
     if not billions:
         return found[0]

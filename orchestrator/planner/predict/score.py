@@ -39,12 +39,12 @@ class Score(NamedTuple):
 
 
 def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) -> Score:
-    pairs = list(zip(rows, predictions, strict=True))
-    time, memory = defaultdict(list), defaultdict(list)
-    sweeps: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
+    time: dict[str, list[float]] = defaultdict(list)
+    memory: dict[str, list[float]] = defaultdict(list)
+    sweeps: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     fits: dict[tuple[str, str], int] = defaultdict(int)
-    for row, got in pairs:
-        if got.step_time_s is None:
+    for row, got in zip(rows, predictions, strict=True):
+        if got.step_time_s is None or got.peak_mem_gib is None:
             continue
         group, measured, peak = group_of(row), _number(row, "step_time_s"), _number(row, "peak_mem_gib")
         if measured:
@@ -82,7 +82,7 @@ def _summary(group: str, errors: list[float]) -> Errors:
     return Errors(group, len(errors), sum(sizes) / len(sizes), p90, sum(errors) / len(errors))
 
 
-def _orders(sweeps: Mapping[tuple, list[tuple[float, float]]]) -> list[Order]:
+def _orders(sweeps: Mapping[tuple[str, ...], list[tuple[float, float]]]) -> list[Order]:
     by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for key, points in sweeps.items():
         if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
