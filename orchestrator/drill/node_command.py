@@ -81,7 +81,7 @@ def check_allowed(folder: RunFolder) -> None:
 
 
 def agent_of(folder: RunFolder, pid: int) -> Identity:
-    """The agent of this run that has that pid here. OrchError (76) when it is no more, or another process by now."""
+    """The agent of this run that has that pid here. OrchError (76) when it has ended, or another process has it."""
     found = identity(pid)
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -67,8 +67,9 @@ def session(
     say: Callable[[str], None],
     style: Style,
 ) -> tuple[list[Trial], str]:
-    """All trials that could be made, and why there are not more, "" where there are all. Each is a line of drills.jsonl
-    in the run folder as soon as it is over.
+    """Run one trial after the other; all that could be made, and why there are not more ("" where there are all).
+
+    `say` gets a line about each. Each is also a line of drills.jsonl in the run folder as soon as it is over.
     """
     trials: list[Trial] = []
     for index, injection in enumerate(plan):

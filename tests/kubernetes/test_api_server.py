@@ -26,13 +26,13 @@ def api() -> Iterator[Bed]:
 
 
 def ask(bed: Bed, step: str, **kubeconfig: str) -> dict:
-    """The answer of `tests.beds.kubernetes.inside`, with another user or server if named."""
+    """The answer of `tests.beds.kubernetes.api_steps`, with another user or server if named."""
     env = {"PYTHONPATH": str(ROOT)}
     if kubeconfig:
         path = bed.home / "other.kubeconfig"
         path.write_text(conf.kubeconfig(**kubeconfig))
         env["KUBECONFIG"] = str(path)
-    done = bed.run(sys.executable, "-m", "tests.beds.kubernetes.inside", step, env=env, cwd=ROOT, timeout=180)
+    done = bed.run(sys.executable, "-m", "tests.beds.kubernetes.api_steps", step, env=env, cwd=ROOT, timeout=180)
     return json.loads(done.stdout)
 
 

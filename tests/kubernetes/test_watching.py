@@ -257,10 +257,10 @@ def bodies(submission: str) -> list[dict]:
     return [{"apiVersion": "v1", "kind": kind, "metadata": dict(meta)} for kind in ("Secret", "Service", "Job")]
 
 
-def put(api: Api, objects: list[dict], submission: str) -> None:
-    """As `starting` does it."""
+def put(api: Any, objects: list[dict], submission: str) -> None:
+    """Send them as `submit_objects` does."""
     if not is_sent(api, objects, submission):
-        set_owner(api, objects, apply_all(api, objects, "r", submission), submission)
+        set_owner(api, objects, apply_all(api, objects, objects[0]["metadata"]["name"], submission), submission)
 
 
 def test_a_refused_job_leaves_nothing_behind():

@@ -78,7 +78,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
     def look_ahead(self, config: Config) -> None:
         """Ask the cluster, in the background, for what `submit` will want to know once the job is planned."""
-        with contextlib.suppress(OrchError):  # submitting will say it
+        with contextlib.suppress(OrchError):  # `submit` raises it
             options = read_options(config.backend.options)
             places = options.queue is None and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
@@ -164,7 +164,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         return record is not None and not self._observer.status(record, folder.run_id).over
 
     def state(self, folder: RunFolder) -> RunState:
-        """The cluster's answer and the pods' own words together; the folder's alone while the cluster is away."""
+        """From the cluster's objects and pod 0's status lines; while no cluster answers, from the run folder alone."""
         from .observer import force_delete_stuck_pods
 
         record = read_record(folder)

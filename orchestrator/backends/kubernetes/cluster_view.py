@@ -98,7 +98,7 @@ def reserve_nodes(
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
     """OrchError (65) for a queue or priority that the cluster does not have: Kueue would keep the run waiting for it.
 
-    Where they may not be listed, nothing is said here; `orch status` has Kueue's own words.
+    Not checked where they may not be listed; then `orch status` shows what Kueue writes of the run.
     """
     if options.queue is None:
         return

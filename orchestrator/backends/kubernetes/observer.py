@@ -147,7 +147,7 @@ def read_last_report(cluster: Cluster, run: ObservedRun) -> LastReport:
 
 
 def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> str:
-    """Force-delete pods that hang in Terminating on a node that is gone. What was done, in words; "" for nothing.
+    """Force-delete pods that hang in Terminating on a node that is gone. Returns one line about them, "" for none.
 
     Only the node could end them, and their index stays empty. Deleting such a pod by force is not enough: the Job's
     finalizer keeps it until it has failed (podReplacementPolicy). So it is first marked as failed by a disruption, as
@@ -172,8 +172,8 @@ def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> s
 
 def _failed(node: str, now: float) -> dict[str, Any]:
     at = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    told = {"reason": "NodeLost", "message": f"node {node} is gone; ended by orch", "lastTransitionTime": at}
-    return {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True", **told}]}
+    about = {"reason": "NodeLost", "message": f"node {node} is gone; ended by orch", "lastTransitionTime": at}
+    return {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True", **about}]}
 
 
 def ready_nodes(nodes: Iterable[Mapping[str, Any]]) -> set[str]:

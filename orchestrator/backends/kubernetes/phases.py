@@ -46,7 +46,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     text: str
     exit: Exit | None = None  # of the run when this is its end
     over: bool = False
-    nodes: tuple[str, ...] = ()  # where its pods lie
+    nodes: tuple[str, ...] = ()  # where its pods are
     restarts: int = 0  # pods that came back, counted or not
 
 
@@ -72,9 +72,9 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
 
 def _failed(run: ObservedRun, condition: Mapping[str, Any], facts: dict) -> RunStatus:
     codes = [code for pod in run.pods if (code := exit_code(pod)) not in (None, 0)]
-    told = re.search(r"exit code (\d+)", condition.get("message", ""))
+    named = re.search(r"exit code (\d+)", condition.get("message", ""))
     final = [code for code in codes if code in _CODES and code != Exit.RESTART]
-    code = int(told[1]) if told else final[0] if final else int(Exit.USER)
+    code = int(named[1]) if named else final[0] if final else int(Exit.USER)
     messages = (termination_message(pod) for pod in run.pods if exit_code(pod) == code)
     why = f"{condition.get('reason', 'Failed')}: {_short(condition.get('message', ''))}"
     text = next(filter(None, messages), why)
@@ -88,7 +88,7 @@ _CODES = {int(code) for code in MEANING}
 
 
 def _suspended(run: ObservedRun) -> str:
-    """Why it has not been let in."""
+    """Why Kueue has not admitted it."""
     if run.workload is None:
         return "waiting to be admitted (suspended)"
     conditions = run.workload.get("status", {}).get("conditions") or []
@@ -151,7 +151,7 @@ def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[st
 
 
 def nodes_of(pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Nodes of the pods that live, by completion index."""
+    """Nodes of the pods that have not ended, by completion index."""
     alive = [pod for pod in pods if _phase(pod) in ("Pending", "Running") and pod["spec"].get("nodeName")]
     return tuple(pod["spec"]["nodeName"] for pod in sorted(alive, key=index_of))
 

@@ -41,15 +41,15 @@ def read_record(folder: RunFolder) -> KubernetesRecord | None:
 
 
 def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
-    """The run's true state. The cluster knows whether its pods live; what they said last knows how the program fares.
+    """The run's true state: whether it lives from the cluster, how its program fares from the last status line.
 
-    `state` holds the coordinator's own words, as old as the last log that was read. Pure.
+    `state` is the coordinator's, as old as the last log that was read. Pure.
     """
     if what.over:
         return _ended(state, what, cancel_asked, sent)
     if what.phase == "running" and state.state in ("starting", "running", "restarting", "stopping"):
         return state if state.reason or state.state == "running" else _replace(state, reason=what.text)
-    if what.phase == "running" and state.state == "done":  # said by the program; its pods are on their way out
+    if what.phase == "running" and state.state == "done":  # the program has ended, its pods have not
         return _replace(state, state="stopping", exit_code=None, ended_at=None)
     phase = "starting" if what.phase == "running" else what.phase
     if phase in ("starting", "pending") and state.epoch >= 0:

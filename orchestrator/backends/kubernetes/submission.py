@@ -144,7 +144,7 @@ def record_of(
 
 
 def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: str) -> bool:
-    """Whether this submission has sent the last of its objects before, and did not live to hear of it.
+    """Whether the last object of this submission is in the cluster already: sent by a try that never heard of it.
 
     OrchError (65) when an object of one of these names is somebody else's.
     """
@@ -201,7 +201,7 @@ def _is_ours(there: Mapping[str, Any] | None, submission: str) -> bool:
 
 
 def set_owner(cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapping[str, Any], submission: str) -> None:
-    """Everything belongs to the Job from now on: whoever deletes that, or its time to live, removes all of it.
+    """Make the Job the owner of the other objects: whoever deletes it, or its time to live, removes all of them.
 
     Without the right to do so nothing is lost but tidiness: `orch` finds the objects by their label.
     """
@@ -215,8 +215,10 @@ def set_owner(cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapp
 
 
 def delete_run_objects(cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0) -> None:
-    """Every object of a run, and wait until its pods are gone: `wait_s` when they have to save before. OrchError (76)
-    when they do not go."""
+    """Delete every object of a run, and wait until its pods are gone; at least `wait_s`, for them to save.
+
+    OrchError (76) when they are not gone by then.
+    """
     cluster.delete(kind, name, "Foreground")
     for other in ("Secret", "ConfigMap", "Service", "NetworkPolicy"):
         with contextlib.suppress(OrchError):

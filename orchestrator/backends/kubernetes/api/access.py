@@ -41,12 +41,12 @@ class Access(Struct, frozen=True):
     host: str  # https://name:port
     namespace: str  # of the context, or the pod's own
     transport: Transport
-    headers: Callable[[], Mapping[str, str]]  # who we are, at this moment
+    headers: Callable[[], Mapping[str, str]]  # credentials, valid now
     settings: Callable[[], Any]  # the same as a kubernetes.client.Configuration; OrchError (76)
 
 
 class Unusable(Exception):
-    """Nothing here to reach a cluster with; the text says why."""
+    """No way to reach a cluster; the message is the reason."""
 
 
 def access(context: str | None, environ: Mapping[str, str], account: Path = _ACCOUNT) -> Access:
@@ -68,8 +68,8 @@ def access(context: str | None, environ: Mapping[str, str], account: Path = _ACC
         return _of_pod(environ, account)
     except (Unusable, OSError, ValueError, msgspec.MsgspecError) as error:  # ssl.SSLError is an OSError
         text = "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is no pod"
-        said = str(error).splitlines() or [type(error).__name__]
-        raise OrchError(f"{text} ({said[0]})", Exit.CAPACITY) from None
+        why = str(error).splitlines() or [type(error).__name__]
+        raise OrchError(f"{text} ({why[0]})", Exit.CAPACITY) from None
 
 
 # ------------------------------------------------------------------------------------------ kubeconfig

@@ -19,7 +19,7 @@ _FORBIDDEN = re.compile(
 )
 
 
-#: The first whose words are found counts: of nodes that differ in why they do not fit, the most telling.
+#: (part of a reason, what to do). The first that is found counts: nodes that do not fit differ in their reasons.
 _HINTS: tuple[tuple[str, str], ...] = (
     ("exceeded quota", "ask for a larger quota, or end other runs"),
     ("violates PodSecurity", "backend.options.security must match the namespace's level"),

@@ -244,7 +244,7 @@ class Cluster:
     ) -> tuple[Response, bytes]:
         """A response of 2xx with its content, unless it is to be streamed.
 
-        Everything but POST says the same when it is repeated, so a lost connection is tried again for some seconds.
+        Every method but POST is idempotent here, so a lost connection is tried again for some seconds.
         """
         to = self._access
         headers = {"Accept": "application/json", "User-Agent": "orch"} | ({"Content-Type": kind} if kind else {})
@@ -276,7 +276,7 @@ class _Answer:
 
 @contextlib.contextmanager
 def _answer(*expected: int) -> Iterator[_Answer]:
-    """Holds the answer of a request; None when the server said one of `expected`."""
+    """Holds the answer of a request; None when its HTTP status is one of `expected`."""
     answer = _Answer()
     try:
         yield answer

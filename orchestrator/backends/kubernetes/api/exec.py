@@ -50,8 +50,8 @@ class PodCommand:
         text = self._rest(ws_client.STDERR_CHANNEL).decode(errors="replace").strip().splitlines()
         with contextlib.suppress(msgspec.MsgspecError):
             text += [str(msgspec.json.decode(raw or b"{}", type=dict).get("message", ""))]
-        told = " ".join(" ".join(text[-2:]).split())[:400] or "it said nothing"
-        return OrchError(f"exec into the pod: {told}", Exit.CAPACITY)
+        why = " ".join(" ".join(text[-2:]).split())[:400] or "no output"
+        return OrchError(f"exec into the pod: {why}", Exit.CAPACITY)
 
     def _rest(self, channel: int) -> bytes:
         """What has come on a channel and was not read; waits a moment for it."""

@@ -1,8 +1,8 @@
 """Scheduling constraints that put pods where the plan expects them. Pure.
 
 With Kueue: annotations of topology-aware scheduling (kueue.x-k8s.io, apis/kueue/v1beta2/topology_types.go). Without it:
-node affinity towards nodes that were chosen from the live ones. Either way the ranks are put on the nodes that really
-came, by `orchestrator.planner.elastic.replan`, so a request that is only preferred costs speed and never correctness.
+node affinity towards nodes that were chosen from the live ones. Either way the ranks are mapped to the pods' real nodes
+by `orchestrator.planner.elastic.replan`, so a constraint that is only preferred costs speed and never correctness.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def kueue_labels(options: KubernetesOptions) -> dict[str, str]:
 
 
 def kueue_annotations(plan: Plan, options: KubernetesOptions) -> dict[str, str]:
-    """On the pod template: the parts that must lie under one innermost switch, and how far the whole may spread.
+    """On the pod template: the parts that must be under one innermost switch, and how far the whole may spread.
 
     Empty without a queue, without `levels` (Kueue refuses labels that its Topology lacks), or with topology=none.
     """
@@ -131,7 +131,7 @@ def _whole(
 
 
 def _spares(nodes: Sequence[str], fitting: Sequence[str], topology: Topology) -> tuple[str, ...]:
-    """Of the other free nodes a few, those first that lie under the chosen ones' innermost switches."""
+    """A few of the other free nodes, those under the chosen ones' innermost switches first."""
     chosen = set(nodes)
     near = {
         node
@@ -155,7 +155,7 @@ def _spare_switches(
     labels: Mapping[str, str],
     nodes: int,
 ) -> tuple[str, ...]:
-    """Nodes of free switches of the one kind that all chosen ones are of: one word of one label says all of them.
+    """Nodes of free switches of the chosen ones' level: one value of that level's label names all nodes of a switch.
 
     () where there are none, or so many nodes in them that the scheduler would not score one of the chosen.
     """
@@ -195,8 +195,8 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
 def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
     """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares.
 
-    In as few words as say it, for the scheduler weighs them for every pod on every node: one term a label, and of what
-    may be used the spares are named as second choice, which are fewer than the first.
+    As few terms as possible, for the scheduler evaluates each for every pod on every node: one a label, and the spares
+    are named as second choice because they are fewer than the chosen ones.
     """
     names = chosen.rest if chosen.whole else chosen.nodes
     first = [*chosen.whole, *([(HOST, names)] if names else [])]

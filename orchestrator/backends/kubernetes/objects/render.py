@@ -40,7 +40,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     namespace: str = ""  # "": whichever the objects are applied to
     key: str = NO_KEY  # hex
     environment: dict[str, str] = {}  # values of the variables that were passed on
-    topology: Topology | None = None  # of all nodes that pods may come to lie on, where it is known
+    topology: Topology | None = None  # of all nodes that pods may be placed on, where it is known
     chosen: ChosenNodes | None = None
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # how often it was started again
@@ -152,7 +152,7 @@ def _check_size(kind: str, size: int) -> None:
 
 
 def _service(run: Manifest) -> dict[str, Any]:
-    """Headless: it only gives pod 0 its name, before it is ready too; there the pods learn each other's addresses.
+    """Headless: it only gives pod 0 its name, also before that is ready, for the rendezvous of the pods.
 
     One that selects all of them costs dearly: each change of one of 512 pods rewrites the lists of their addresses, and
     the scheduler spreads the pods of a Service, unless told otherwise, which it works out for every pod on every node

@@ -48,7 +48,7 @@ log = logging.getLogger("orch.task")
 
 
 class Pod(Frozen):
-    """What Kubernetes says of this pod, from its environment."""
+    """This pod, from the environment that Kubernetes gives it."""
 
     index: int
     name: str

@@ -1,4 +1,4 @@
-"""`python -m tests.beds.kubernetes.inside STEP`, inside a bed: what can only be asked where the API server is reached.
+"""`python -m tests.beds.kubernetes.api_steps STEP`, inside a bed: what only works where the API server is reached.
 
 Prints one JSON value; an OrchError becomes {"error": message, "exit": code}.
 """
@@ -15,11 +15,11 @@ from msgspec import structs
 from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.backends.kubernetes.objects.render import Manifest, render
 from orchestrator.backends.kubernetes.options import read_options
-from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.run.request import Code, Site, make_request
 from tests.kubernetes.test_render import CASES, IMAGE
+from tests.kubernetes.test_watching import put
 from tests.planner.configs import build_plan
 
 SMALL_KINDS = ("Secret", "ConfigMap", "Service")
@@ -45,21 +45,15 @@ def dry_run(kind: str) -> dict[str, list[str]]:
     return found
 
 
-def put(cluster: Cluster, bodies: list[dict], run_id: str, submission: str) -> None:
-    """As `orchestrator.backends.kubernetes.submission` does it."""
-    if not is_sent(cluster, bodies, submission):
-        set_owner(cluster, bodies, apply_all(cluster, bodies, run_id, submission), submission)
-
-
 def twice() -> dict[str, object]:
     """One submission that is repeated, and one of somebody else."""
     cluster = Cluster()
-    put(cluster, objects("twice-1", "mine"), "twice-1", "mine")
+    put(cluster, objects("twice-1", "mine"), "mine")
     first = cluster.get("Job", "twice-1")["metadata"]
-    put(cluster, objects("twice-1", "mine"), "twice-1", "mine")
+    put(cluster, objects("twice-1", "mine"), "mine")
     again = cluster.get("Job", "twice-1")["metadata"]
     try:
-        put(cluster, objects("twice-1", "theirs"), "twice-1", "theirs")
+        put(cluster, objects("twice-1", "theirs"), "theirs")
         other = ""
     except OrchError as error:
         other = error.message
@@ -71,7 +65,7 @@ def refused() -> dict[str, object]:
     cluster, bodies = Cluster(), objects("refused-1", "mine")
     bodies[-1]["spec"]["backoffLimit"] = -1
     try:
-        put(cluster, bodies, "refused-1", "mine")
+        put(cluster, bodies, "mine")
         said = ""
     except OrchError as error:
         said = error.message
