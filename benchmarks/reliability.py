@@ -40,7 +40,7 @@ from orchestrator.errors import OrchError  # noqa: E402
 from orchestrator.observe.goodput.ledger import ledger  # noqa: E402
 from orchestrator.observe.timeline import read_events  # noqa: E402
 from orchestrator.run.folder import RunFolder  # noqa: E402
-from orchestrator.run.request import from_bytes  # noqa: E402
+from orchestrator.run.request import read_request  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "reliability.jsonl"
 POSITIONS = ("rank0", "coordinator", "other")
@@ -81,7 +81,7 @@ class OrchRun:
             words += [f"checkpoint.dir={self.disk}"]
         self.orch(*words, "--run-id", self.run_id, *([] if trains else command))
         folder = RunFolder(home / "runs" / self.run_id)
-        request = from_bytes(folder.request.read_bytes())
+        request = read_request(folder)
         self.range = DrilledRun(folder, get_backend("local"), request, LIMIT_S)
         self.targets = LocalTargets(folder, request)
 

@@ -29,7 +29,7 @@ from orchestrator.drill.targets import LocalTargets  # noqa: E402
 from orchestrator.drill.trial import DrilledRun  # noqa: E402
 from orchestrator.errors import OrchError  # noqa: E402
 from orchestrator.run.folder import RunFolder  # noqa: E402
-from orchestrator.run.request import from_bytes  # noqa: E402
+from orchestrator.run.request import read_request  # noqa: E402
 
 FAULTS = ("kill_worker", "stop_worker", "slow_worker", "kill_agent", "stop_agent", "kill_node", "stop_node")
 WITH_CHECKPOINTS = (*FAULTS, "disk_full", "bit_flip")
@@ -56,7 +56,7 @@ def soak(
     folder: RunFolder, seconds: float, every_s: float, seed: int, faults: tuple[str, ...]
 ) -> tuple[int, list[str]]:
     """(faults that were injected, what did not go on)."""
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     drilled, targets = DrilledRun(folder, get_backend("local"), request, 120.0), LocalTargets(folder, request)
     draw, end, injection, problems = random.Random(seed), time.monotonic() + seconds, 0, []
     while time.monotonic() + every_s < end:

@@ -19,7 +19,7 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
 from orchestrator.run.folder import RunFolder, read_secret
-from orchestrator.run.request import from_bytes, used_nodes
+from orchestrator.run.request import read_request, used_nodes
 
 from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
@@ -79,7 +79,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     folder = RunFolder(args.run_dir)
     key = key or read_secret(folder.key)
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     plan = load_plan(folder.plan)
     if plan.hash != request.plan_hash and not args.elastic:
         raise OrchError(f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}", Exit.CONFIG)

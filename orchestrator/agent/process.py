@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from orchestrator.plan import Exit, load_plan
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.registry import Discovery
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import read_state
 

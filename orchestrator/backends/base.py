@@ -23,7 +23,7 @@ import msgspec
 
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RunFolder, read_json, write_private
 from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState
 
@@ -41,6 +41,7 @@ BUILT_IN: dict[str, str] = {
 }
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Backend(ABC):
@@ -229,6 +230,36 @@ class NodeRemoval(ABC):
         """Take it: at once, or after a notice of `grace_s` seconds. OrchError: 64 and 76 as `exec_on_node`."""
 
 
+# ------------------------------------------------------------------------------------------ records and options
+
+
+def read_record(folder: RunFolder, kind: type[Record]) -> Record | None:
+    """backend.json: what a backend knows of a run, None before it knows anything. OrchError (65) when damaged."""
+    return read_json(folder.backend, kind)
+
+
+def write_record(folder: RunFolder, record: msgspec.Struct, durable: bool = False) -> None:
+    """Replace backend.json. `durable`: also against a power cut."""
+    write_private(folder.backend, msgspec.json.encode(record), durable=durable)
+
+
+def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str) -> Options:
+    """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a wrong value with its
+    place.
+    """
+    known = kind.__struct_fields__
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise OrchError(f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG)
+    try:
+        return msgspec.convert(dict(options), type=kind)
+    except msgspec.ValidationError as error:  # Expected X - at `$.partition`
+        what, _, where = str(error).partition(" - at ")
+        place = where.strip("`").removeprefix("$").lstrip(".")
+        raise OrchError(f"backend.options{'.' + place if place else ''}: {what}", Exit.CONFIG) from None
+
+
 # ------------------------------------------------------------------------------------------ lookup
 
 
@@ -266,20 +297,3 @@ def _other_package(name: str) -> type[Backend]:
     if missing := sorted(found.__abstractmethods__):
         raise OrchError(f"{about} lacks {', '.join(missing)}", Exit.CONFIG)
     return found
-
-
-def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str) -> Options:
-    """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a wrong value with its
-    place.
-    """
-    known = kind.__struct_fields__
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise OrchError(f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG)
-    try:
-        return msgspec.convert(dict(options), type=kind)
-    except msgspec.ValidationError as error:  # Expected X - at `$.partition`
-        what, _, where = str(error).partition(" - at ")
-        place = where.strip("`").removeprefix("$").lstrip(".")
-        raise OrchError(f"backend.options{'.' + place if place else ''}: {what}", Exit.CONFIG) from None

@@ -18,11 +18,11 @@ import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.document import Frozen
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, identity
-from orchestrator.run.request import from_bytes
-from orchestrator.run.untrusted import UNREADABLE
+from orchestrator.run.request import read_request
 
 from .faults import KINDS
 from .node_faults import NodeProcesses, no_undo
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_allowed(folder: RunFolder) -> None:
     """OrchError (78) for a run that was not submitted to be drilled."""
-    if not from_bytes(folder.request.read_bytes()).policy.allow_drills:
+    if not read_request(folder).policy.allow_drills:
         raise OrchError("the run was submitted without backend.allow_drills=true", Exit.SECURITY)
 
 

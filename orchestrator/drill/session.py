@@ -12,7 +12,7 @@ from orchestrator.backends.base import Backend, get_backend
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import LaunchRequest, from_bytes
+from orchestrator.run.request import LaunchRequest, read_request
 from orchestrator.run.state import read_state
 from orchestrator.style import GRAY, GREEN, RED, Style, seconds
 
@@ -34,7 +34,7 @@ def open_drill(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
         raise OrchError(f"run {folder.run_id} has ended: {state.state}", Exit.USAGE)
     if position not in POSITIONS and position not in state.nodes:
         raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     check_allowed(request, backend)
     targets = targets_of(backend, folder, request, limit_s)
     drilled = DrilledRun(folder, backend, request, limit_s)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from orchestrator.backends.base import Backend, NodeExec, NodeRemoval
+from orchestrator.backends.base import Backend, NodeExec, NodeRemoval, read_record
 from orchestrator.backends.local import namespaces
-from orchestrator.backends.local.backend import LocalBackend, LocalRecord, read_options, read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord, read_options
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, load_plan
 from orchestrator.run.folder import RunFolder
@@ -71,7 +71,7 @@ class LocalTargets:
         return InjectedFault(at, NodeProcesses(self._folder, self._agent(node)).inject(fault, rank, for_s, pick))
 
     def _record(self) -> LocalRecord:
-        record = read_record(self._folder)
+        record = read_record(self._folder, LocalRecord)
         if record is None or not is_alive(Identity(*record.supervisor)):
             raise OrchError(f"run {self._folder.run_id} has no supervisor here: it is not running", Exit.USAGE)
         return record

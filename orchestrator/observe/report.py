@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -10,9 +11,11 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.plan import Plan
+from orchestrator.plan import Plan, load_plan
 from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.state import RunState
+from orchestrator.run.registry import Discovery
+from orchestrator.run.request import read_request
+from orchestrator.run.state import RunState, write_state
 
 from .goodput.account import Account, account
 from .goodput.ledger import ledger
@@ -99,6 +102,15 @@ def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
     nodes = nodes_of(plan, state)
     report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
     write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def write_last_word(folder: RunFolder, state: RunState) -> None:
+    """Write a final state where no coordinator can. The report comes first, since a reader of the end looks for it."""
+    with contextlib.suppress(Exception):  # metrics and report are a courtesy here; the last word is not
+        Discovery(folder, read_request(folder).discovery_dir).withdraw()
+    with contextlib.suppress(Exception):
+        write_report(folder, load_plan(folder.plan), state)
+    write_state(folder, state)
 
 
 def _steady(lead: list[StepLine]) -> list[StepLine]:

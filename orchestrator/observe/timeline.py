@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from orchestrator.plan import Plan
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.worker import StepReport
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
-from orchestrator.run.untrusted import UNREADABLE
 
 T = TypeVar("T")
 _TAIL_BYTES = 1 << 18

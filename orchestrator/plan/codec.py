@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,8 +21,9 @@ class PlanError(ValueError):
     """A plan that cannot be trusted: unreadable, of another schema, changed after sealing, or inconsistent."""
 
 
-#: What decoding a damaged file may raise; the last two come from invalid UTF-8 in a key and from endless nesting.
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+#: What decoding damaged or hostile JSON may raise: besides msgspec's own errors, ValueError for invalid UTF-8 in a key,
+#: and RecursionError for nesting without end.
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 _OTHER_VERSION = (
@@ -54,7 +58,7 @@ def from_json(raw: bytes | str) -> Plan:
     """Decode and verify. Raises PlanError with one line that says what is wrong and where."""
     try:
         head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise PlanError(f"not a plan: {error}") from None
     schema = head.get("schema")
     if schema is None or bytes(schema) != f'"{SCHEMA}"'.encode():
@@ -62,7 +66,7 @@ def from_json(raw: bytes | str) -> Plan:
         raise PlanError(f"plan schema is {found}, this version reads {SCHEMA!r}")
     try:
         plan = msgspec.json.decode(raw, type=Plan)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         other = f"; {_OTHER_VERSION}" if _is_whole(raw) else ""
         raise PlanError(f"plan: {error}{other}") from None
     if plan.hash != plan_hash(plan):
@@ -81,7 +85,7 @@ def _is_whole(raw: bytes | str) -> bool:
     try:
         document = msgspec.json.decode(raw)
         sealed = msgspec.json.encode(document | {"hash": ""}, order="sorted")
-    except (*_UNREADABLE, TypeError):
+    except (*UNREADABLE, TypeError):
         return False
     return bool(document.get("hash") == hashlib.sha256(sealed).hexdigest())
 
@@ -99,9 +103,24 @@ def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
         yield from _missing(found[0], known[0], f"{path}[0]")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, open for reading. OSError for anything else: a FIFO, say, would keep its reader waiting."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(fd, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. OSError for anything else."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def load_plan(path: str | Path) -> Plan:
     try:
-        raw = Path(path).read_bytes()
+        raw = read_file(Path(path))
     except OSError as error:
         raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
     return from_json(raw)

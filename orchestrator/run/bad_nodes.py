@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.document import Frozen
 
 from .folder import RunFolder, make_private_folder, write_private
-from .request import from_bytes
-from .untrusted import UNREADABLE
+from .request import read_request
 
 SCHEMA = "orch.nodes/1"
 
@@ -47,7 +47,7 @@ class NodeMemory:
     @classmethod
     def of(cls, folder: RunFolder) -> NodeMemory:
         """That of the user who has submitted a run. Raises OSError, OrchError where its request cannot be read."""
-        return cls(Path(from_bytes(folder.request.read_bytes()).discovery_dir).parent)
+        return cls(Path(read_request(folder).discovery_dir).parent)
 
     def read(self, now: float, cluster: str | None = None) -> list[BadNode]:
         """Those that have not expired, oldest first; of one cluster, or of all."""
@@ -92,7 +92,7 @@ def remember(folder: RunFolder, node: str, why: str, hours: float, now: float) -
     if not hours:
         return False
     with contextlib.suppress(OSError, OrchError):
-        cluster = from_bytes(folder.request.read_bytes()).cluster
+        cluster = read_request(folder).cluster
         bad = BadNode(cluster=cluster, node=node, why=why, run=folder.run_id, at=now, until=now + 3600 * hours)
         NodeMemory.of(folder).add(bad)
         return True
@@ -102,6 +102,6 @@ def remember(folder: RunFolder, node: str, why: str, hours: float, now: float) -
 def remembered(folder: RunFolder, now: float) -> dict[str, str]:
     """Node -> why, of those that this run's user knows to be bad on its cluster."""
     with contextlib.suppress(OSError, OrchError):
-        cluster = from_bytes(folder.request.read_bytes()).cluster
+        cluster = read_request(folder).cluster
         return {one.node: f"{one.why} (run {one.run})" for one in NodeMemory.of(folder).read(now, cluster)}
     return {}

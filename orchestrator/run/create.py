@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
+from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 from . import code_snapshot as snapshot
 from .folder import RunFolder, write_private
 from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes
-from .state import SCHEMA, RunState, write_state
+from .state import SCHEMA, RunState, finish, write_state
+
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 
 def accepted(request: LaunchRequest, backend: str) -> RunState:
@@ -52,8 +55,28 @@ def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFol
         write_state(folder, state)
         yield folder
     except BaseException as error:
-        reason = getattr(error, "message", None) or f"submitting failed: {type(error).__name__}: {error}"
-        code = int(getattr(error, "exit", Exit.INTERNAL))
-        final = {"state": "failed", "exit_code": code, "reason": reason, "ended_at": time.time()}
-        write_state(folder, msgspec.structs.replace(state, **final))
+        if isinstance(error, OrchError):
+            code, reason = error.exit, error.message
+        else:
+            code, reason = Exit.INTERNAL, f"submitting failed: {type(error).__name__}: {error}"
+        write_state(folder, finish(state, "failed", code, reason, at=time.time()))
         raise
+
+
+def check_program(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
+    """OrchError (64) when the program, or the script that it is to interpret, is not found from `cwd`.
+
+    `environ` is what the worker will have. `where` ends the message.
+    """
+    name = argv[0]
+    if "/" in name:
+        found = shutil.which(str(cwd / name))
+    else:
+        found = shutil.which(name, path=environ.get("PATH", ""))
+    if found is None:
+        known = "not executable" if (cwd / name).is_file() else "not on PATH" if "/" not in name else "not there"
+        raise OrchError(f"program {name!r} is {known}{where}", Exit.USAGE)
+    if _PYTHON.fullmatch(Path(name).name) and len(argv) > 1:
+        script = argv[1]
+        if script.endswith(".py") and not script.startswith("-") and not (cwd / script).is_file():
+            raise OrchError(f"script {script!r} is not in {cwd}{where}", Exit.USAGE)

@@ -14,14 +14,18 @@ import re
 import stat
 import time
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
+import msgspec
 from msgspec import Struct
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import UNREADABLE, read_file
 from orchestrator.plan.exits import Exit
 
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+Document = TypeVar("Document", bound=Struct)
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
 
@@ -103,6 +107,21 @@ def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool =
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def read_json(path: Path, kind: type[Document]) -> Document | None:
+    """A JSON file of a run folder; None when there is none. OrchError (65), one line, for anything else there."""
+    try:
+        return msgspec.json.decode(read_file(path), type=kind)
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return None
+        why = "a link to nothing"
+    except OSError as error:
+        why = error.strerror or str(error)
+    except UNREADABLE as error:
+        why = str(error)
+    raise OrchError(f"{path}: {why}", Exit.CONFIG)
 
 
 def sync_folder(path: Path) -> None:
@@ -189,12 +208,16 @@ class RunFolder(Struct, frozen=True):
             (self.path / part).mkdir(mode=0o700)
 
     def take_lock(self, wait_s: float = 0.5) -> int | None:
-        """An inheritable descriptor of the lock, None when something of the run still lives.
+        """An inheritable descriptor of the lock, None when something of the run still lives. OrchError (65) when it is
+        no file.
 
         flock(2) belongs to the open file, so every process that inherits the descriptor holds the lock too: it is free
         exactly when the supervisor and all agents are gone, however they went.
         """
-        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise OrchError(f"{self.lock}: {error.strerror}", Exit.CONFIG) from None
         end = time.monotonic() + wait_s
         while True:
             try:

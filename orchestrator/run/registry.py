@@ -1,14 +1,19 @@
-"""Runs by name: `local://<id>`, the id, or the beginning of one that no other run shares."""
+"""How runs are found: by people, with `local://<id>`, the id or the beginning of one that no other run shares; by
+Prometheus, with a file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+
+import msgspec
 
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 
-from .folder import RUN_ID, RunFolder, make_private_folder
+from .folder import RUN_ID, RunFolder, make_private_folder, write_private
 
 
 def runs_folder(home: Path) -> Path:
@@ -25,7 +30,7 @@ def all_runs(home: Path) -> list[RunFolder]:
     for entry in entries:
         if RUN_ID.fullmatch(entry.name):
             try:
-                found.append((os.stat(os.path.join(entry.path, "request.json")).st_mtime, entry))
+                found.append((os.lstat(os.path.join(entry.path, "request.json")).st_mtime, entry))
             except OSError:  # half made, or a link whose folder was removed
                 continue
     return [RunFolder(Path(entry.path)) for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
@@ -58,3 +63,31 @@ def register(home: Path, folder: RunFolder) -> None:
         return
     make_private_folder(index)
     (index / folder.run_id).symlink_to(folder.path)
+
+
+class Discovery:
+    """How Prometheus finds a run: file_sd JSON, there while the run lives.
+
+    Once in the run folder, and once in a folder that all runs of a user share, because Prometheus takes a `*` only in
+    the last part of a path: one static `files: [<home>/metrics.sd/*.json]` then follows every run there ever is.
+    """
+
+    def __init__(self, folder: RunFolder, shared: str):
+        self._run_id = folder.run_id
+        self._files = [folder.discovery, Path(shared) / f"{folder.run_id}.json"]
+
+    def publish(self, endpoints: dict[str, str]) -> None:
+        """Node name -> host:port. A shared folder that cannot be written costs discovery, not the run."""
+        targets = [
+            {"targets": [address], "labels": {"run": self._run_id, "node": node}} for node, address in endpoints.items()
+        ]
+        raw = msgspec.json.format(msgspec.json.encode(targets), indent=1) + b"\n"
+        for file in self._files:
+            with contextlib.suppress(OSError, OrchError):
+                make_private_folder(file.parent)
+                write_private(file, raw, durable=False)
+
+    def withdraw(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.unlink()

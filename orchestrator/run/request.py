@@ -21,11 +21,10 @@ from msgspec import structs
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, to_json
+from orchestrator.plan.codec import UNREADABLE, read_file
 from orchestrator.plan.document import Frozen
 
 from .folder import RunFolder, check_run_id
-from .redact import frozen_config, is_secret_name
-from .untrusted import UNREADABLE
 
 SCHEMA = "orch.request/1"
 
@@ -37,6 +36,12 @@ PASSED = frozenset(
 )
 PASSED_PREFIXES = ("LC_", "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "OMP_", "MKL_", "UCX_", "FI_")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+_SECRET = re.compile(
+    r"(^|[_.-])(secret|token|passwd|password|passphrase|credentials?|private|apikey|key|auth)s?($|[_.-])", re.I
+)
+#: Words that match the pattern and are none: the token is one of text, the key a field.
+_HARMLESS = re.compile(r"(tokens?_(per|id|ids)|(global|max|micro|num)_(batch_)?tokens?|tokens?izer)", re.I)
+HIDDEN = "(redacted)"
 
 
 class AgentCommand(Frozen):
@@ -309,6 +314,14 @@ def from_bytes(raw: bytes) -> LaunchRequest:
     return request
 
 
+def read_request(folder: RunFolder) -> LaunchRequest:
+    """The request of a run. OrchError (65) with one line when it is missing, damaged or of another version."""
+    try:
+        return from_bytes(read_file(folder.request))
+    except OSError as error:
+        raise OrchError(f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG) from None
+
+
 def check_contents(bundle: SubmissionBundle) -> None:
     """Raise ValueError when a file's content is not the one that the request names."""
     for file in bundle.request.files:
@@ -316,3 +329,27 @@ def check_contents(bundle: SubmissionBundle) -> None:
             raise ValueError(f"content of {file.path} does not match the request")
         if stat.S_IMODE(int(file.mode, 8)) & 0o077:
             raise ValueError(f"{file.path} would be readable by others (mode {file.mode})")
+
+
+# ------------------------------------------------------------------------------------------ secrets
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable or key of that name usually holds a secret: HF_TOKEN, AWS_SECRET_ACCESS_KEY, api-key ..."""
+    return bool(_SECRET.search(name)) and not _HARMLESS.search(name)
+
+
+def redacted(value: object, name: str = "") -> object:
+    """`value` (dicts, lists, scalars) with every text or number under a secret-looking key replaced."""
+    if isinstance(value, dict):
+        return {key: redacted(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [redacted(item, name) for item in value]
+    if value in (None, "") or isinstance(value, bool) or not is_secret_name(name):
+        return value
+    return HIDDEN
+
+
+def frozen_config(config: msgspec.Struct) -> bytes:
+    """The resolved configuration as YAML, redacted: what config.yaml of a run holds."""
+    return msgspec.yaml.encode(redacted(msgspec.to_builtins(config)), order="deterministic")

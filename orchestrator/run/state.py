@@ -6,16 +6,19 @@ last agent has ended. The epoch in it is the fencing token: it is written and sy
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+import time
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from orchestrator.errors import OrchError
+from orchestrator.plan import Plan
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-from .folder import RunFolder, write_private
-from .untrusted import UNREADABLE
+from .folder import RunFolder, read_json, write_private
 
 SCHEMA = "orch.state/1"
 
@@ -135,12 +138,9 @@ def write_state(folder: RunFolder, state: RunState) -> None:
 
 def read_state(folder: RunFolder) -> RunState:
     """OrchError (65) with one line when the file is missing, damaged or of another version."""
-    try:
-        state = msgspec.json.decode(folder.state.read_bytes(), type=RunState)
-    except OSError as error:
-        raise OrchError(f"run {folder.run_id} has no readable state: {error.strerror}", Exit.CONFIG) from None
-    except UNREADABLE as error:
-        raise OrchError(f"{folder.state}: {error}", Exit.CONFIG) from None
+    state = read_json(folder.state, RunState)
+    if state is None:
+        raise OrchError(f"run {folder.run_id} has no readable state: there is no {folder.state.name}", Exit.CONFIG)
     if state.schema != SCHEMA:
         raise OrchError(f"{folder.state} is of schema {state.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG)
     return state
@@ -156,4 +156,68 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
         return state
     text = f"every process of the run is gone (killed, or the machine went down) while it was {state.state}"
     cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
-    return msgspec.structs.replace(state, state="failed", exit_code=int(Exit.CAPACITY), reason=text, cause=cause)
+    return finish(state, "failed", Exit.CAPACITY, text, cause)
+
+
+def finish(
+    state: RunState,
+    phase: Literal["done", "failed", "cancelled", "stopped"],
+    code: int,
+    reason: str,
+    cause: Cause | None = None,
+    *,
+    at: float | None = None,
+    writer: str | None = None,
+) -> RunState:
+    """The final state of a run: how it ended, with which exit code, and why. Every writer of an end comes through here.
+
+    `at`: Unix seconds of the end, None where only a scheduler knows it. `writer`: who says so, None: as before.
+    """
+    when: dict[str, Any] = {} if at is None else {"ended_at": at, "updated_at": at}
+    who = {} if writer is None else {"writer": writer}
+    return replace(state, state=phase, exit_code=int(code), reason=reason, cause=cause, **when, **who)
+
+
+def pending_again(state: RunState, **changes: object) -> RunState:
+    """What the next life of an ended run goes on from: `pending`, with the epochs and history that there are."""
+    now = time.time()
+    clear = {"exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
+    fixed = {"state": "pending", "updated_at": now, "writer": "backend", "pauses": paused(state, now)}
+    return replace(state, **fixed, **(clear | changes))
+
+
+def prepare_resume(folder: RunFolder, plan: Plan | None = None) -> None:
+    """Back to `pending` with new budgets, keeping epochs and history. The caller knows that nobody else writes.
+
+    `plan`: the one to go on with, where that is not the one in force.
+    """
+    state = read_state(folder)
+    folder.cancel.unlink(missing_ok=True)
+    changes: dict[str, object] = {"restarts": 0, "restarts_by_cause": {}, "excluded": {}, "slow": {}}
+    changes["first_epoch"] = state.epoch + 1
+    if plan is not None:
+        summary = state.summary | {"world_size": plan.parallel.world_size}
+        changes |= {"plan_hash": plan.hash, "summary": summary}
+    write_state(folder, pending_again(state, **changes))
+
+
+class Cancel(Frozen):
+    """cancel.json: somebody asked for the end."""
+
+    at: float
+    uid: int
+    force: bool
+
+
+def write_cancel(folder: RunFolder, force: bool) -> None:
+    """To be called before the end is asked for: whoever hears of it finds out here that somebody wanted it."""
+    wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
+    write_private(folder.cancel, msgspec.json.encode(wish))
+
+
+def read_cancel(folder: RunFolder) -> Cancel | None:
+    """None when nobody has asked, or what was written cannot be read."""
+    try:
+        return read_json(folder.cancel, Cancel)
+    except OrchError:
+        return None

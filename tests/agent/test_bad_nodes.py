@@ -10,7 +10,7 @@ import pytest
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.run.bad_nodes import NodeMemory
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import compose_environment, from_bytes
+from orchestrator.run.request import compose_environment, read_request
 from tests.agent.test_elastic import cancel, kill, running, sized
 from tests.beds.bundles import events, make_bundle
 
@@ -38,7 +38,7 @@ def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
     (left,) = {"node0", "node1"} - {state.writer}
     state = running(folder, left, after=state.epoch)
     assert "node2" in state.excluded and state.writer == left
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     argv = next(agent.argv for agent in request.agents if agent.node == "node2")
     argv = [*(word for word in argv if word != "--lifeline"), "--elastic"]
     environment = compose_environment(request.environment, os.environ)

@@ -34,8 +34,8 @@ from orchestrator.agent.protocol.messages import (
     WorkerExit,
 )
 from orchestrator.plan import to_json
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder, read_secret, write_private
+from orchestrator.run.registry import Discovery
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import SCHEMA, RunState, read_state, write_state
 from tests.beds.bundles import make_bundle

@@ -8,13 +8,14 @@ import signal
 
 import pytest
 
+from orchestrator.backends.base import read_record
 from orchestrator.backends.local import namespaces
-from orchestrator.backends.local.backend import LocalBackend, read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, read_state
 from tests.beds.bundles import events, make_bundle, no_namespaces, wait_end, wait_for
 from tests.beds.plans import make_plan
@@ -63,7 +64,7 @@ def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
 
 
 def agent(folder: RunFolder, node: str) -> int:
-    return read_record(folder).agents[node]
+    return read_record(folder, LocalRecord).agents[node]
 
 
 def kill(folder: RunFolder, node: str, signum: int = signal.SIGKILL) -> None:
@@ -106,7 +107,7 @@ def test_the_coordinator_moves_and_moves_again(runs):
     claims = {int(path.name) for path in (folder.path / "claims").iterdir() if path.name.isdecimal()}
     assert {epoch.epoch for epoch in third.epochs} <= claims and max(claims) == third.epoch
     assert cancel(folder).state == "cancelled"
-    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    LocalBackend().resume(folder, read_request(folder), os.environ)
     fourth = running(folder, "node0", "node1", "node2", after=third.epoch)  # all are started again
     assert load_plan(folder.plan).parallel.dp == 3 and fourth.plan_hash == load_plan(folder.plan).hash
     assert cancel(folder).state == "cancelled"
@@ -121,7 +122,7 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
     os.kill(frozen, signal.SIGCONT)
-    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, what="77 of the frozen agent")
+    wait_for(lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77, what="77 of the frozen agent")
     assert running(folder, *left).epoch == second.epoch, "nobody else noticed"
     assert events(folder, "deposed") and json.loads(folder.coordinator.read_text())["node"] == second.writer
     assert cancel(folder).state == "cancelled"
@@ -164,7 +165,7 @@ def test_a_spare_takes_the_seat_and_a_node_that_is_told_to_end_leaves(runs):
     third = running(folder, *left, after=second.epoch)
     left_off = next(epoch for epoch in third.epochs if epoch.epoch == second.epoch)
     assert (left_off.outcome, left_off.cause) == ("restart", None)
-    assert read_record(folder).exit_codes[second.writer] == 75
+    assert read_record(folder, LocalRecord).exit_codes[second.writer] == 75
     assert third.writer != second.writer, "the coordinator's role has moved too"
     assert cancel(folder).state == "cancelled"
 
@@ -188,12 +189,15 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
     options = {"network": "namespaces", "link_gbit_per_s": 0.5}
     folder = start(runs, 3, 2, heartbeat_s=3.0, **options)
     first = running(folder, "node0", "node1", "node2")
-    record, index = read_record(folder), int(first.writer[-1])
+    record, index = read_record(folder, LocalRecord), int(first.writer[-1])
     holders = [record.supervisor[0], *record.agents.values()]
     namespaces.cut(holders, record.switches, index)
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
-    wait_for(lambda: read_record(folder).exit_codes.get(first.writer) == 77, what="77 of the side that was cut off")
+    wait_for(
+        lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77,
+        what="77 of the side that was cut off",
+    )
     namespaces.heal([record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index)
     assert events(folder, "stepped_back") and events(folder, "deposed")
     writers = [(e["epoch_claimed"], e["node"]) for e in events(folder, "coordinates")]

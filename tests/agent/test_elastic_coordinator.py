@@ -14,9 +14,9 @@ from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Assign, Prepare, Ready, Started, Stop, Stopped, TerminationSignal, Warm
 from orchestrator.plan import Exit, load_plan, to_json
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import write_private
+from orchestrator.run.registry import Discovery
 from orchestrator.run.request import Policy
 from orchestrator.run.state import read_state
 from tests.agent.test_coordinator import KEY, PLAN, coordinating, make_folder

@@ -25,8 +25,8 @@ from orchestrator.agent.protocol.messages import (
     WorkerExit,
 )
 from orchestrator.plan import Exit
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import write_private
+from orchestrator.run.registry import Discovery
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import Cause
 from tests.agent.test_coordinator import KEY, coordinating, make_folder

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families as classic
 
 from orchestrator.agent.node.metrics import NodeMetrics, serve
 from orchestrator.plan.worker import EventReport, StepReport
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.registry import Discovery
 from tests.beds import debian
 from tests.beds.plans import make_plan
 

@@ -11,10 +11,11 @@ import time
 import msgspec
 import pytest
 
-from orchestrator.backends.local.backend import LocalBackend, read_record
+from orchestrator.backends.base import read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import identity, is_alive
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state, true_state
 from tests.beds.bundles import events, make_bundle, submit, wait_end, wait_for, wait_state, wait_step
 from tests.beds.plans import make_plan
@@ -43,11 +44,11 @@ def wait_workers(folder: RunFolder, count: int, epoch: int = 0) -> None:
 
 
 def resume(folder: RunFolder) -> None:
-    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    LocalBackend().resume(folder, read_request(folder), os.environ)
 
 
 def agents(folder: RunFolder) -> dict[str, int]:
-    return wait_for(lambda: (r := read_record(folder)) and r.agents, what="agents")
+    return wait_for(lambda: (r := read_record(folder, LocalRecord)) and r.agents, what="agents")
 
 
 def test_a_run_from_submit_to_done(runs):
@@ -131,7 +132,7 @@ def test_killing_the_supervisor_ends_the_run_saved_and_says_so(runs):
     wait_workers(folder, 4)
     wait_step(folder, 2)
     alive = processes(folder)
-    os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
+    os.kill(read_record(folder, LocalRecord).supervisor[0], signal.SIGKILL)
     state = wait_end(folder)
     assert (state.state, state.exit_code) == ("stopped", 75)
     assert "the supervisor is gone" in state.reason
@@ -144,7 +145,7 @@ def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
     folder = submit(plan(), runs, env=env)
     wait_step(folder, 2)
     alive = processes(folder)
-    for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
+    for pid in [read_record(folder, LocalRecord).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not folder.is_alive())
     assert read_state(folder).state in ("running", "restarting", "stopping")  # nobody could write any more
@@ -157,7 +158,7 @@ def test_a_run_that_was_killed_whole_can_be_resumed(runs):
     env = {"ORCH_TEST_STEPS": "6", "ORCH_TEST_STEP_S": "0.1"}
     folder = submit(plan(nodes=1), runs, env=env)
     wait_step(folder, 1)
-    for pid in [read_record(folder).supervisor[0], *agents(folder).values()]:
+    for pid in [read_record(folder, LocalRecord).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not folder.is_alive())
     resume(folder)
@@ -185,7 +186,7 @@ def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
     LocalBackend().submit(bundle, os.environ)
     folder = RunFolder(runs / "test-run")
     wait_state(folder, "starting")
-    os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
+    os.kill(read_record(folder, LocalRecord).supervisor[0], signal.SIGKILL)
     state = wait_end(folder, 10)
     assert (state.state, state.exit_code) == ("stopped", 75)
 
@@ -278,7 +279,7 @@ def test_a_frozen_agent_is_a_lost_node(runs):
     assert (state.exit_code, state.cause.kind, state.cause.node) == (76, "node_lost", "node1")
     os.kill(agent, signal.SIGCONT)  # it wakes up late, and is told that it is fenced
     wait_end(folder)
-    assert read_record(folder).exit_codes["node1"] == 77
+    assert read_record(folder, LocalRecord).exit_codes["node1"] == 77
     assert not any(is_alive(one) for one in alive.values())
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.protocol.messages import Join
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.epoch_lease import EpochLease, LeaseLost
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.registry import Discovery
 from orchestrator.run.state import SCHEMA, NodeState, RunState, read_state, write_state
 from tests.beds.plans import make_plan
 

@@ -14,8 +14,9 @@ from types import MappingProxyType
 
 import msgspec
 
+from orchestrator.backends.base import read_record
 from orchestrator.backends.local import namespaces
-from orchestrator.backends.local.backend import LocalBackend, read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.config.schema import BackendSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
@@ -75,7 +76,7 @@ def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
 def kill_runs(runs: Path) -> None:
     """End whatever a failed test leaves alive, by its own pids: without its supervisor a run saves and stops."""
     for run in runs.glob("*"):
-        record = read_record(RunFolder(run))
+        record = read_record(RunFolder(run), LocalRecord)
         if record:
             send_signal(Identity(*record.supervisor), signal.SIGKILL)
 

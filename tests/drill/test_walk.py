@@ -28,7 +28,7 @@ from orchestrator.observe.timeline import StepFollower
 from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running
 from tests.beds.bundles import events, make_bundle, reports, wait_for
@@ -63,7 +63,7 @@ def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool =
 
     `down`: nodes are lost first, until a single one is left.
     """
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     drilled, targets, draw = (
         DrilledRun(folder, LocalBackend(), request, 600.0),
         LocalTargets(folder, request),
@@ -114,7 +114,7 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
     """Submitted on three nodes; resumed, and one is lost at once; resumed, and two are."""
     plans = {nodes: sized(nodes) for nodes in (3, 2, 1)}
     folder = start(runs, plans, (sys.executable, TOGETHER))
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     running(folder, "node0", "node1", "node2")
     for lost in (("node2",), ("node2", "node1")):
         before = ledger_of(folder).samples

@@ -10,14 +10,15 @@ import signal
 
 import pytest
 
-from orchestrator.backends.local.backend import LocalBackend, read_record
+from orchestrator.backends.base import read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.observe.goodput.ledger import ledger
 from orchestrator.observe.timeline import StepFollower
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for
 from tests.beds.plans import make_plan
@@ -77,7 +78,7 @@ def reached(folder: RunFolder, epoch: int, step: int) -> bool:
 
 def kill_node(folder: RunFolder, node: str) -> None:
     """As when the machine fails."""
-    agent = read_record(folder).agents[node]
+    agent = read_record(folder, LocalRecord).agents[node]
     for process in (*descendants(agent), agent):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -132,7 +133,7 @@ def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memorie
     intervals = json.loads(folder.report.read_text())["goodput"]["intervals"]
     *_, (begin, end, _) = [one for one in intervals if one[2] == "checkpoint_stall"]
     assert end - begin == pytest.approx(saved["fields"]["stall_s"], abs=0.01)
-    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    LocalBackend().resume(folder, read_request(folder), os.environ)
     state = wait_end(folder, 600)
     assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
     (resumed,) = events(folder, "resumed")
@@ -149,7 +150,7 @@ def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
     folder = start(tmp_path, "resized", sizes, elastic=True)
     for epoch, step, nodes in ((0, 5, 1), (1, 1, 2)):
         wait_for(lambda epoch=epoch, step=step: reached(folder, epoch, step), 400, f"step {step} of epoch {epoch}")
-        LocalBackend().resize(folder, from_bytes(folder.request.read_bytes()), nodes, os.environ)
+        LocalBackend().resize(folder, read_request(folder), nodes, os.environ)
     state = wait_end(folder, 600)
     assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
     assert [event["workers"] for event in events(folder, "epoch_runs")] == [3, 1, 2]

@@ -1,4 +1,4 @@
-"""Claims on epochs: one holder each, whoever races; an older holder finds out."""
+"""Leases of epochs: one holder each, whoever races; an older holder finds out."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.local.backend import LocalBackend
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 from tests.beds.bundles import events, submit, wait_end
 from tests.beds.plans import make_plan
 
@@ -33,7 +33,7 @@ def test_a_rank_that_spins_is_named_and_a_full_disk_loses_nothing(tmp_path, corp
     assert "No space left on device" in state.reason and state.reason.endswith("make room and resume")
     assert [path.name for path in (folder.path / "checkpoints").glob("step-*")] == ["step-00000005"]
     (folder.path / "room").touch()
-    LocalBackend().resume(folder, from_bytes(folder.request.read_bytes()), os.environ)
+    LocalBackend().resume(folder, read_request(folder), os.environ)
     state = wait_end(folder, 300)
     assert state.state == "done", state.reason
     assert [event["step"] for event in events(folder, "resumed")] == [5]

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.base import read_record
 from orchestrator.backends.local import namespaces
-from orchestrator.backends.local.backend import LocalBackend, read_options, read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord, read_options
 from orchestrator.backends.local.namespaces import Network, Wiring
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -210,7 +211,7 @@ class TestRuns:
         two = [submit(make_plan(dp=4, nodes=2), runs, run_id=name, env=LONG, backend=SHAPED) for name in ("one", "two")]
         for folder in two:
             wait_step(folder, 3, timeout_s=120)
-        records = [read_record(folder) for folder in two]
+        records = [read_record(folder, LocalRecord) for folder in two]
         homes = {os.stat(f"/proc/{pid}/ns/net").st_ino for record in records for pid in record.agents.values()}
         assert len(homes) == 4 and os.stat("/proc/self/ns/net").st_ino not in homes
         coordinators = [json.loads(folder.coordinator.read_text())["host"] for folder in two]
@@ -227,7 +228,7 @@ class TestRuns:
     def test_killing_the_supervisor_leaves_the_network_up_until_the_run_has_saved(self, runs):
         folder = submit(make_plan(dp=4, nodes=2), runs, env=LONG, backend=SHAPED)
         wait_step(folder, 2, timeout_s=120)
-        os.kill(read_record(folder).supervisor[0], signal.SIGKILL)
+        os.kill(read_record(folder, LocalRecord).supervisor[0], signal.SIGKILL)
         state = wait_end(folder, 120)
         assert (state.state, state.exit_code) == ("stopped", 75)
         assert len(list(folder.path.glob("saved-*"))) == 4
@@ -236,7 +237,7 @@ class TestRuns:
         backend = {**SHAPED, "heartbeat_timeout_s": 4.0, "grace_s": 1.0}
         folder = submit(make_plan(dp=4, nodes=2), runs, env=LONG, backend=backend)
         wait_step(folder, 2, timeout_s=120)
-        record = read_record(folder)
+        record = read_record(folder, LocalRecord)
         assert list(record.agents) == ["node0", "node1"]
         namespaces.cut([record.supervisor[0], *record.agents.values()], record.switches, 1)
         state = wait_end(folder, 120)

@@ -15,14 +15,17 @@ from orchestrator.backends.local import backend as local
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.config.schema import BackendSpec
 from orchestrator.errors import OrchError
-from orchestrator.run.redact import HIDDEN, frozen_config, is_secret_name, redacted
 from orchestrator.run.request import (
+    HIDDEN,
     Code,
     Environment,
     check_contents,
     compose_environment,
     from_bytes,
+    frozen_config,
+    is_secret_name,
     passed_names,
+    redacted,
     to_bytes,
     used_nodes,
 )

@@ -19,7 +19,7 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.planner.placement.rank_assignment import used_nodes
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 from orchestrator.run.state import Cause, EpochState, NodeState, read_state, write_state
 from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
@@ -44,7 +44,7 @@ def live(folder: RunFolder, life: int, *nodes: str):
     """A life of the job on these nodes, the first two under one switch."""
     told = "".join(f"{i} {node} spine.leaf{i // 2}.{node}\n" for i, node in enumerate(nodes))
     environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(life), "SLURM_JOB_NODELIST": ",".join(nodes)}
-    return place(folder, told, environ), from_bytes(folder.request.read_bytes())
+    return place(folder, told, environ), read_request(folder)
 
 
 def test_a_life_becomes_what_its_nodes_can_hold_and_the_next_is_asked_anew(folder):
@@ -124,7 +124,7 @@ def test_an_agent_is_kept_while_the_run_goes_on(folder, monkeypatch, phase):
     ((argv, over, most),) = kept
     assert {"orchestrator.agent", "--elastic", "--lifeline", "n2"} <= set(argv)
     assert over == (phase == "done") == (folder.path / "slurm" / "ended").exists()
-    assert most == from_bytes(folder.request.read_bytes()).policy.max_restarts
+    assert most == read_request(folder).policy.max_restarts
 
 
 # ------------------------------------------------------------------------------------------ the script's node is lost

@@ -25,7 +25,7 @@ from orchestrator.agent.protocol.messages import (
 )
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import from_bytes
+from orchestrator.run.request import read_request
 
 from .context import Context
 from .epoch import assignment
@@ -45,7 +45,7 @@ def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
     kind = decision.cause.kind if decision.cause else ""
     if kind == "disk_full" or (decision.code == Exit.RESTART and not kind):  # all have saved
         return False
-    return from_bytes(folder.request.read_bytes()).worker.bundled
+    return read_request(folder).worker.bundled
 
 
 @dataclass

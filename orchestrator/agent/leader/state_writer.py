@@ -13,10 +13,10 @@ from orchestrator.agent.faults.policy import Decision
 from orchestrator.agent.protocol.messages import Join
 from orchestrator.observe.report import write_report
 from orchestrator.plan import Plan
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.state import Cause, EpochState, NodeState, RunState, read_state, write_state
+from orchestrator.run.registry import Discovery
+from orchestrator.run.state import Cause, EpochState, NodeState, RunState, finish, read_state, write_state
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MOST_EPOCHS = 64  # kept in the state; events/ has them all
@@ -218,11 +218,11 @@ class StateWriter:
         """Writes the report and the final state; the report first, since readers of the final state look for it."""
         self._nodes("ended")
         self._discovery.withdraw()
-        final = {"state": decision.state, "exit_code": decision.code, "ended_at": self._clock()}
-        ended = _replace(self._state, **final, reason=decision.reason, cause=decision.cause)
+        ended = finish(self._state, decision.state, decision.code, decision.reason, decision.cause, at=self._clock())
         with contextlib.suppress(OSError):  # the report is optional, the final state is not
             write_report(self._folder, self._plan, ended)
-        self.update(**final, reason=decision.reason, cause=decision.cause)
+        self._state = ended
+        self.update()
 
     def _nodes(self, state: str) -> None:
         def after(node: NodeState) -> NodeState:

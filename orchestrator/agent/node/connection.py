@@ -12,9 +12,9 @@ import msgspec
 from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, connect
 from orchestrator.agent.protocol.messages import FromCoordinator
 from orchestrator.plan import Exit
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.document import Frozen
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.untrusted import UNREADABLE
 
 _POLL_S = 0.05
 

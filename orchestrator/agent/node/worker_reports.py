@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.worker import Report
-from orchestrator.run.untrusted import UNREADABLE
 
 LONGEST_LINE = 1 << 16  # bytes
 _AT_ONCE = 1 << 18  # bytes read before other work gets its turn

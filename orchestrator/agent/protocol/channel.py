@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.run.untrusted import UNREADABLE
+from orchestrator.plan.codec import UNREADABLE
 
 PROTOCOL = "orch.control/1"
 LONGEST_LINE = 1 << 20  # bytes

@@ -25,6 +25,8 @@ from orchestrator.backends.base import (
     Rendering,
     Resizing,
     TopologySource,
+    read_record,
+    write_record,
 )
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
@@ -32,13 +34,13 @@ from orchestrator.plan.codec import from_json
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, to_bytes
-from orchestrator.run.state import RunState, read_state, write_state
+from orchestrator.run.state import RunState, prepare_resume, read_state, write_cancel, write_state
 
 from .api.client import Cluster, in_background
 from .cluster_view import ClusterSnapshot, read_snapshot
 from .names import CONTAINER, RUNS
 from .options import read_options
-from .record import KubernetesRecord, read_record, verdict, write_record
+from .record import KubernetesRecord, verdict
 
 if TYPE_CHECKING:
     from orchestrator.cluster.model import Topology
@@ -104,16 +106,15 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         draft_objects(request, plan)
         with create_run_folder(bundle, self.name) as folder:
             manifest = manifest_of(folder, request, plan, options, os.environ, space)
-            write_record(folder, record_of(request, options, space))  # so that it is found once somebody has applied it
+            record = record_of(request, options, space)
+            write_record(folder, record, durable=True)  # so that it is found once somebody has applied it
             return to_yaml(render(manifest))
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
-        from orchestrator.backends.local.backend import prepare_resume
-
         from .submission import delete_run_objects
 
-        record = read_record(folder)
+        record = read_record(folder, KubernetesRecord)
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
         if record:
@@ -125,12 +126,10 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
     def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
         """The next generation, under the plan that was submitted for that many nodes. A living run saves and leaves
         first."""
-        from orchestrator.backends.local.backend import prepare_resume
-
         from .objects.pod import MARGIN_S, grace_seconds
         from .submission import delete_run_objects
 
-        plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder)
+        plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder, KubernetesRecord)
         request = at_size(request, plan)
         if record:
             grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
@@ -145,9 +144,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Delete the Job: its pods get SIGTERM and their grace period to save; by force they get none."""
-        from orchestrator.backends.local.backend import write_cancel
-
-        record = read_record(folder)
+        record = read_record(folder, KubernetesRecord)
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         write_cancel(folder, force)
@@ -160,14 +157,14 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         self._observer.clear()
 
     def is_alive(self, folder: RunFolder) -> bool:
-        record = read_record(folder)
+        record = read_record(folder, KubernetesRecord)
         return record is not None and not self._observer.status(record, folder.run_id).over
 
     def state(self, folder: RunFolder) -> RunState:
         """From the cluster's objects and pod 0's status lines; while no cluster answers, from the run folder alone."""
         from .observer import force_delete_stuck_pods
 
-        record = read_record(folder)
+        record = read_record(folder, KubernetesRecord)
         if record is None:
             return read_state(folder)
         try:
@@ -213,7 +210,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         """The pods' logs in the run folder, once or for as long as the body runs."""
         from .log_mirror import copy_logs, follow_logs  # imports asyncio, which `submit` does without
 
-        record = read_record(folder)
+        record = read_record(folder, KubernetesRecord)
         if record is None or not self._observer.observe(record, folder.run_id).pods:
             yield
             return
@@ -239,7 +236,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         from .log_mirror import pod_node_names
         from .phases import index_of
 
-        record = read_record(folder)
+        record = read_record(folder, KubernetesRecord)
         if record is None:
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
         pods = self._observer.observe(record, folder.run_id).pods

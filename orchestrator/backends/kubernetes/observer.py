@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.run.state import RunState
-from orchestrator.run.untrusted import UNREADABLE
 
 from .api.client import Cluster
 from .names import JOB_OF_SET, RUN, selector

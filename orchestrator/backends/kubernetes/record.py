@@ -8,9 +8,7 @@ import msgspec
 
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
-from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.state import Cause, RunState
-from orchestrator.run.untrusted import UNREADABLE
+from orchestrator.run.state import Cause, RunState, finish
 
 if TYPE_CHECKING:
     from .phases import RunStatus
@@ -27,17 +25,6 @@ class KubernetesRecord(Frozen):
     submitted_at: float
     generation: int = 0
     sent: bool = False  # the API server has taken the last of them
-
-
-def write_record(folder: RunFolder, record: KubernetesRecord) -> None:
-    write_private(folder.backend, msgspec.json.encode(record))
-
-
-def read_record(folder: RunFolder) -> KubernetesRecord | None:
-    try:
-        return msgspec.json.decode(folder.backend.read_bytes(), type=KubernetesRecord)
-    except (OSError, *UNREADABLE):
-        return None
 
 
 def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
@@ -70,7 +57,7 @@ def _ended(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool) -> 
 def _final(state: RunState, phase: str, exit: Exit, text: str) -> RunState:
     cause: Cause | None = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=int(exit))
     cause = None if exit == Exit.DONE or phase == "cancelled" else cause
-    return _replace(state, state=phase, exit_code=int(exit), reason=text, cause=cause)
+    return finish(state, phase, exit, text, cause)
 
 
 def _replace(run: RunState, /, **changes: object) -> RunState:

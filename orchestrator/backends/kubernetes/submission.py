@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec import structs
 
+from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.folder import RunFolder
@@ -28,7 +29,7 @@ from .cluster_view import ClusterSnapshot, Reservation, reserve_nodes
 from .names import RUN, SUBMISSION, object_name
 from .objects.render import NO_KEY, Manifest, render
 from .options import KubernetesOptions, read_options
-from .record import KubernetesRecord, write_record
+from .record import KubernetesRecord
 
 #: Variables of the submitting machine that mean nothing, or something else, inside a pod.
 _OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
@@ -59,10 +60,10 @@ def submit_objects(
     options, submission = _resolve_owner(cluster, read_options(request.backend_options), folder.run_id)
     record = record_of(request, options, cluster.namespace, submission, generation)
     if is_sent(cluster, drafts, submission):
-        write_record(folder, structs.replace(record, sent=True))
+        write_record(folder, structs.replace(record, sent=True), durable=True)
         return
     free_at = time.monotonic()
-    write_record(folder, record)
+    write_record(folder, record, durable=True)
     with reserve_nodes(cluster, plan, options, folder.run_id, snapshot) as found:
         for line in found.warnings:
             print(f"orch: warning: {line}", file=sys.stderr)
@@ -75,7 +76,7 @@ def submit_objects(
         owned = in_background(
             lambda: set_owner(cluster, objects, main, submission)
         )  # while the placement lock is given back
-    write_record(folder, structs.replace(record, sent=True))
+    write_record(folder, structs.replace(record, sent=True), durable=True)
     owned.result()
 
 

@@ -13,18 +13,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from orchestrator.backends.base import Backend, Resizing, decode_options
+from orchestrator.backends.base import Backend, Resizing, decode_options, read_record, write_record
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
-from orchestrator.run.create import create_run_folder
+from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.processes import Identity, identity, send_signal
-from orchestrator.run.program import check_program
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, compose_environment, to_bytes
-from orchestrator.run.state import RunState, paused, read_state, true_state, write_state
-from orchestrator.run.untrusted import UNREADABLE
+from orchestrator.run.state import RunState, prepare_resume, true_state, write_cancel
 
 from . import namespaces
 
@@ -63,14 +61,6 @@ def read_options(request: LaunchRequest) -> LocalOptions:
     if options.spare_nodes and options.network == "namespaces":
         raise OrchError("backend.options.spare_nodes: network=namespaces has no place for spare nodes", Exit.CONFIG)
     return options
-
-
-class Cancel(Frozen):
-    """cancel.json: somebody asked for the end."""
-
-    at: float
-    uid: int
-    force: bool
 
 
 class LocalBackend(Backend, Resizing):
@@ -129,7 +119,7 @@ class LocalBackend(Backend, Resizing):
         return request.handle
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        record = read_record(folder)
+        record = read_record(folder, LocalRecord)
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         write_cancel(folder, force)
@@ -182,47 +172,6 @@ class LocalBackend(Backend, Resizing):
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
     if not request.worker.bundled:
         check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
-
-
-def prepare_resume(folder: RunFolder, plan: Plan | None = None) -> None:
-    """Back to `pending`, keeping epochs and history. The caller holds the lock, so nobody else writes.
-
-    `plan`: the one to go on with, where that is not the one in force.
-    """
-    state = read_state(folder)
-    folder.cancel.unlink(missing_ok=True)
-    now = time.time()
-    changes = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None}
-    changes |= {"restarts": 0, "restarts_by_cause": {}, "first_epoch": state.epoch + 1, "excluded": {}, "slow": {}}
-    changes |= {"updated_at": now, "writer": "backend", "nodes": {}, "pauses": paused(state, now)}
-    if plan is not None:
-        summary = state.summary | {"world_size": plan.parallel.world_size}
-        changes |= {"plan_hash": plan.hash, "summary": summary}
-    write_state(folder, msgspec.structs.replace(state, **changes))
-
-
-def read_record(folder: RunFolder) -> LocalRecord | None:
-    try:
-        return msgspec.json.decode(folder.backend.read_bytes(), type=LocalRecord)
-    except (OSError, *UNREADABLE):
-        return None
-
-
-def write_record(folder: RunFolder, record: LocalRecord) -> None:
-    write_private(folder.backend, msgspec.json.encode(record), durable=False)
-
-
-def write_cancel(folder: RunFolder, force: bool) -> None:
-    """Before the end is asked for: whoever hears of it finds out here that somebody wanted it."""
-    wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
-    write_private(folder.cancel, msgspec.json.encode(wish))
-
-
-def read_cancel(folder: RunFolder) -> Cancel | None:
-    try:
-        return msgspec.json.decode(folder.cancel.read_bytes(), type=Cancel)
-    except (OSError, *UNREADABLE):
-        return None
 
 
 def gpus_here() -> int:

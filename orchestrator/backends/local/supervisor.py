@@ -20,18 +20,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
+from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
-from orchestrator.observe.report import write_report
+from orchestrator.observe.report import write_last_word
 from orchestrator.plan import Exit, load_plan, meaning
-from orchestrator.run.discovery import Discovery
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
-from orchestrator.run.request import LaunchRequest, from_bytes
-from orchestrator.run.state import Cause, read_state, write_state
+from orchestrator.run.request import LaunchRequest, read_request
+from orchestrator.run.state import Cause, finish, read_cancel, read_state, write_state
 
-from .backend import LocalRecord, read_cancel, read_options, write_record
+from .backend import LocalRecord, read_options
 from .namespaces import INTERFACE, Network, Wiring
 
 _LEAVE_S = 20.0  # for agents to go after the run's last word
@@ -195,21 +193,7 @@ class Supervisor:
         if wish:
             code, final = int(Exit.RESTART), "cancelled"
         reason = "cancelled by force" if wish and wish.force else cause.text
-        now = time.time()
-        state = msgspec.structs.replace(
-            state,
-            state=final,
-            exit_code=code,
-            reason=reason,
-            cause=cause,
-            ended_at=now,
-            updated_at=now,
-            writer="backend",
-        )
-        Discovery(self._folder, self._request.discovery_dir).withdraw()
-        with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
-            write_report(self._folder, load_plan(self._folder.plan), state)
-        write_state(self._folder, state)
+        write_last_word(self._folder, finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
         return code
 
     def _judge(self, epoch: int) -> tuple[int, str, Cause]:
@@ -246,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     folder = RunFolder(args.run_dir)
     try:
-        return Supervisor(folder, from_bytes(folder.request.read_bytes()), args.lock).run()
+        return Supervisor(folder, read_request(folder), args.lock).run()
     except OrchError as error:
         log.error("%s", error.message)
         _failed(folder, int(error.exit), error.message)
@@ -259,8 +243,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _failed(folder: RunFolder, code: int, reason: str) -> None:
     with contextlib.suppress(Exception):
-        final = {"state": "failed", "exit_code": code, "ended_at": time.time(), "reason": reason}
-        write_state(folder, msgspec.structs.replace(read_state(folder), **final))
+        state = read_state(folder)
+        write_state(folder, finish(state, "failed", code, reason, state.cause, at=time.time()))
 
 
 if __name__ == "__main__":

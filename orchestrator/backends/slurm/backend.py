@@ -23,8 +23,9 @@ from orchestrator.backends.base import (
     Queueing,
     Rendering,
     TopologySource,
+    read_record,
+    write_record,
 )
-from orchestrator.backends.local.backend import prepare_resume, write_cancel
 from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
@@ -33,7 +34,7 @@ from orchestrator.plan.codec import from_json
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest, SubmissionBundle
-from orchestrator.run.state import RunState, read_state
+from orchestrator.run.state import RunState, prepare_resume, read_state, write_cancel
 
 from .array import refuse_impossible, send_all
 from .commands import Slurm
@@ -45,12 +46,10 @@ from .record import (
     SlurmRecord,
     find_job,
     kept,
-    read_record,
     submitted_plan,
     submitted_request,
     unheard,
     verdict,
-    write_record,
 )
 from .script.flags import used_node_count
 from .script.render import JobScript, render
@@ -224,7 +223,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             job = self._find(folder)
         except OrchError as error:
             return unheard(read_state(folder), (folder.path / "slurm" / "over").exists(), error.message)
-        sent = read_record(folder) is not None
+        sent = read_record(folder, SlurmRecord) is not None
         return verdict(read_state(folder), job, folder.cancel.exists(), sent)  # the file after the scheduler
 
     def exec_on_node(
@@ -235,7 +234,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         from .job.task import environment
         from .script.render import beside_agents
 
-        record = read_record(folder)
+        record = read_record(folder, SlurmRecord)
         if record is None:
             raise OrchError(f"run {folder.run_id} has no job", Exit.USAGE)
         known = read_state(folder).nodes.get(node)
@@ -294,6 +293,6 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         write_record(folder, SlurmRecord(job_id=job.job_id, submitted_at=time.time()))
 
     def _find(self, folder: RunFolder) -> Job | None:
-        record = read_record(folder)
+        record = read_record(folder, SlurmRecord)
         jobs = self._watcher.look([record.job_id] if record else [])
         return find_job(folder.run_id, record, jobs)

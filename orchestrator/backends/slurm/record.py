@@ -8,9 +8,9 @@ import msgspec
 
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
-from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.request import LaunchRequest, from_bytes
-from orchestrator.run.state import Cause, RunState
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import LaunchRequest, from_bytes, read_request
+from orchestrator.run.state import Cause, RunState, finish
 
 from .queue import Job, id_key
 from .states import explain, meaning
@@ -27,21 +27,10 @@ class SlurmRecord(Frozen):
     life: int = 0  # SLURM_RESTART_COUNT: how often it has come back
 
 
-def write_record(folder: RunFolder, record: SlurmRecord) -> None:
-    write_private(folder.backend, msgspec.json.encode(record), durable=False)
-
-
-def read_record(folder: RunFolder) -> SlurmRecord | None:
-    try:
-        return msgspec.json.decode(folder.backend.read_bytes(), type=SlurmRecord)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
 def submitted_request(folder: RunFolder) -> LaunchRequest:
     """With all sizes of an elastic run, those included that this life of the job cannot hold."""
     path = kept(folder.request)
-    return from_bytes((path if path.exists() else folder.request).read_bytes())
+    return from_bytes(path.read_bytes()) if path.exists() else read_request(folder)
 
 
 def submitted_plan(folder: RunFolder, size: int) -> Path:
@@ -79,7 +68,7 @@ def verdict(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = T
             return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
         text = f"Slurm does not know the job any more; it was last {state.state}"
         cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
-        return _replace(state, state="failed", exit_code=int(Exit.CAPACITY), reason=text, cause=cause)
+        return finish(state, "failed", Exit.CAPACITY, text, cause)
     what = meaning(job.state)
     if what.over:
         return _ended(state, job, cancel_asked)
@@ -114,7 +103,7 @@ def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:
     what = meaning(job.state)
     if cancel_asked and state.state != "done":
         reason = state.reason if state.is_final else f"job {job.id}: {what.text}"
-        return _replace(state, state="cancelled", exit_code=int(Exit.RESTART), reason=reason)
+        return finish(state, "cancelled", Exit.RESTART, reason, state.cause)
     if state.is_final and what.phase in ("done", "failed"):
         return state  # the coordinator knows more than the script's exit code
     if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
@@ -123,9 +112,9 @@ def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:
     code = int(Exit.CAPACITY) if code is None or code < 0 else int(code)
     text = f"job {job.id}: {what.text}"
     if what.phase == "done":  # the script ended well, yet the coordinator did not say so
-        return _replace(state, state="done", exit_code=0, reason=text)
+        return finish(state, "done", Exit.DONE, text, state.cause)
     cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
-    return _replace(state, state=what.phase, exit_code=code, reason=text, cause=cause)
+    return finish(state, what.phase, code, text, cause)
 
 
 _replace = msgspec.structs.replace

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.backends.base import Resizing, get_backend
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
-    from orchestrator.run.request import from_bytes
+    from orchestrator.run.request import read_request
     from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
@@ -31,10 +31,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(text, Exit.USAGE)
     if backend.state(folder).state == "done":
         raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
-    try:
-        request = from_bytes(folder.request.read_bytes())
-    except OSError as error:
-        raise OrchError(f"run {folder.run_id} has no request: {error.strerror}", Exit.CONFIG) from None
+    request = read_request(folder)
     if args.nodes not in request.sizes:
         legal = ", ".join(map(str, sorted(request.sizes)))
         why = f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"

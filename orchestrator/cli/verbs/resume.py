@@ -22,7 +22,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.backends.base import get_backend
     from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import find_run
-    from orchestrator.run.request import from_bytes
+    from orchestrator.run.request import read_request
     from orchestrator.run.state import read_state
 
     folder = find_run(home_folder(os.environ), args.run)
@@ -33,10 +33,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end")
     if state.state == "done":
         raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
-    try:
-        request = from_bytes(folder.request.read_bytes())
-    except OSError as error:
-        raise OrchError(f"run {folder.run_id} has no request: {error.strerror}", Exit.CONFIG) from None
+    request = read_request(folder)
     os.umask(0o077)
     handle = backend.resume(folder, request, os.environ)
     if args.follow:

@@ -13,9 +13,9 @@ from msgspec import structs
 
 from orchestrator.cluster.model import Topology
 from orchestrator.plan import Plan, PlanError, from_json, to_json
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.ranks import all_groups, coords, degrees
 from orchestrator.planner.placement.rank_assignment import assign_ranks
-from orchestrator.run.untrusted import UNREADABLE
 
 _MOST = 1 << 28  # bytes unpacked; no plan is that large
 

@@ -17,9 +17,9 @@ from msgspec import structs
 
 from orchestrator.observe.logs import LogTail
 from orchestrator.observe.timeline import tail_lines
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
-from orchestrator.run.untrusted import UNREADABLE
 
 MARK = "@orch "
 _POLL_S = 0.25

@@ -15,11 +15,9 @@ import platform
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -35,7 +33,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.run.create import accepted
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
-from orchestrator.run.state import RunState, paused, read_state, write_state
+from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
 from .rank_mapping import RankMapping, map_ranks, node_names
 from .rendezvous import Join, Start, rendezvous
@@ -295,10 +293,7 @@ def _fresh_state(folder: RunFolder, given: Input, mapping: RankMapping) -> RunSt
         before = read_state(folder)
     except OrchError:
         before = accepted(given.request, given.request.backend)
-    again: dict[str, Any] = {"state": "pending", "exit_code": None, "cause": None, "ended_at": None, "nodes": {}}
-    now = time.time()
-    placed = {"reason": mapping.difference.text, "plan_hash": mapping.plan.hash, "pauses": paused(before, now)}
-    return structs.replace(before, **again, **placed, updated_at=now, writer="backend")
+    return pending_again(before, reason=mapping.difference.text, plan_hash=mapping.plan.hash)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from orchestrator.backends.base import read_record, write_record
 from orchestrator.backends.slurm.record import (
     SlurmRecord,
     kept,
-    read_record,
     submitted_plan,
     submitted_request,
-    write_record,
 )
 from orchestrator.backends.slurm.script.flags import used_node_count
 from orchestrator.cluster.fit import choose_nodes, fit
@@ -28,7 +27,7 @@ from orchestrator.planner.elastic.next_plan import legal_size
 from orchestrator.planner.elastic.replan import difference, replan
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, at_size, on_nodes, to_bytes
-from orchestrator.run.state import paused, read_state, write_state
+from orchestrator.run.state import pending_again, read_state, write_state
 
 
 class Placement(Frozen):
@@ -167,10 +166,7 @@ def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Pla
     write_private(slurm / "placement.json", raw)
     for name in ("over", "ended"):  # words of an earlier life
         (slurm / name).unlink(missing_ok=True)
-    now, record = time.time(), read_record(folder)
+    now, record = time.time(), read_record(folder, SlurmRecord)
     submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
     write_record(folder, SlurmRecord(job_id=placement.job_id, submitted_at=submitted, life=placement.life))
-    again = {"state": "pending", "exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
-    before = read_state(folder)
-    again |= {"plan_hash": plan.hash, "updated_at": now, "writer": "backend", "pauses": paused(before, now)}
-    write_state(folder, structs.replace(before, **again))
+    write_state(folder, pending_again(read_state(folder), plan_hash=plan.hash))

@@ -20,13 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, PlanError, load_plan, meaning
+from orchestrator.plan import Exit, PlanError, meaning
 from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.request import LaunchRequest, from_bytes
-from orchestrator.run.state import Cause, RunState, read_state, write_state
+from orchestrator.run.request import LaunchRequest, read_request
+from orchestrator.run.state import Cause, RunState, finish, read_state
 
 if TYPE_CHECKING:
     from .takeover import StandIn
@@ -93,7 +91,7 @@ def _agent(folder: RunFolder) -> int:
     node = os.environ.get("SLURMD_NODENAME")
     if not node:
         raise OrchError("SLURMD_NODENAME is not set: agents are started by srun", Exit.INTERNAL)
-    request = from_bytes(folder.request.read_bytes())
+    request = read_request(folder)
     if node not in {agent.node for agent in request.agents}:
         print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
         return 0
@@ -216,7 +214,7 @@ def _exclude(folder: RunFolder, node: str) -> None:
     from orchestrator.backends.slurm.options import read_options
     from orchestrator.cluster.hostlist import compress, expand
 
-    options = read_options(from_bytes(folder.request.read_bytes()).backend_options)
+    options = read_options(read_request(folder).backend_options)
     path = folder.path / "slurm" / "exclude"
     known = [name for text in options.exclude for name in expand(text)]
     known += expand(path.read_text()) if path.exists() else []
@@ -225,26 +223,13 @@ def _exclude(folder: RunFolder, node: str) -> None:
 
 def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
     """End the run in state.json where no coordinator can; its exit code."""
-    state, now = read_state(folder), time.time()
-    phase, reason = ("stopped" if code == Exit.RESTART else "failed"), text
+    phase, reason, state = ("stopped" if code == Exit.RESTART else "failed"), text, read_state(folder)
     if folder.cancel.exists():
         code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
-    state = msgspec.structs.replace(
-        state,
-        state=phase,
-        exit_code=code,
-        reason=reason,
-        cause=Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with),
-        ended_at=now,
-        updated_at=now,
-        writer="backend",
-    )
-    folder.discovery.unlink(missing_ok=True)
-    with contextlib.suppress(Exception):  # a report is a courtesy here; the last word is not
-        from orchestrator.observe.report import write_report
+    cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)
+    from orchestrator.observe.report import write_last_word
 
-        write_report(folder, load_plan(folder.plan), state)
-    write_state(folder, state)
+    write_last_word(folder, finish(state, phase, code, reason, cause, at=time.time(), writer="backend"))
     return code
 
 
