@@ -53,7 +53,7 @@ _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
 
 def read_options(request: LaunchRequest) -> LocalOptions:
     """Raises OrchError (65) naming the option that is wrong."""
-    options = decode_options(request.backend_options, LocalOptions, "local")
+    options = decode_options(request.backend_options, LocalOptions, "the local backend")
     if options.network == "namespaces" and options.link_gbit_per_s is None:
         raise OrchError("backend.options.link_gbit_per_s: what rate have the links of network=namespaces?", Exit.CONFIG)
     if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
