@@ -63,6 +63,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
     @cached_property
     def _observer(self) -> RunObserver:
+        from .observer import RunObserver  # not for those who only submit
 
         return RunObserver(self._cluster)
 
