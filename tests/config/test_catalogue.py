@@ -19,6 +19,7 @@ FILES = [(group, name) for group in LIBRARY.groups() for name in LIBRARY.files(g
 EXACT = {
     "gpt2": 124_439_808,
     "bert_large": 335_141_888,
+    "llama32_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
