@@ -1,7 +1,7 @@
-"""What pure functions gave before, by the digest of all that it follows from: nothing expires, nothing is invalidated.
+"""Content-addressed cache of pure results: the key hashes every input, so nothing is invalidated.
 
 Files lie in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`), not beside runs: a dry run leaves no trace there.
-One that cannot be read is as good as none, and a home that cannot be written stays as it is.
+A file that cannot be read is computed again; where the folder cannot be written, nothing is kept.
 """
 
 from __future__ import annotations
@@ -9,20 +9,49 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
+from typing import TypeVar
 
+import msgspec
+
+T = TypeVar("T")
+
+MOST = 256  # results of one kind
+MOST_BYTES = 64 << 20  # of one kind together
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 
 
-class Kept:
-    """Where one result is, or will be. `parts`: everything it depends on. Of a kind the newest stay: `most` of them, in
-    `most_bytes` together."""
+def cached(
+    kind: str,
+    inputs: Iterable[bytes],
+    compute: Callable[[], T],
+    encode: Callable[[T], bytes | None],
+    decode: Callable[[bytes], T],
+) -> T:
+    """What `compute` returns, or returned before for the same `inputs`: everything that the result depends on.
 
-    def __init__(self, kind: str, parts: Iterable[bytes], most: int = 256, most_bytes: int = 64 << 20):
+    `encode` returns None for a result that must not be written down. What `compute` raises is not kept.
+    """
+    entry = Entry(kind, inputs)
+    raw = entry.read()
+    if raw is not None:
+        with contextlib.suppress(ValueError, msgspec.MsgspecError):  # damaged
+            return decode(raw)
+    result = compute()
+    raw = encode(result)
+    if raw is not None:
+        entry.write(raw)
+    return result
+
+
+class Entry:
+    """The file of one result. Of a kind the newest stay: `most` of them, in `most_bytes` together."""
+
+    def __init__(self, kind: str, inputs: Iterable[bytes], most: int = MOST, most_bytes: int = MOST_BYTES):
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self.folder = os.path.join(home, "orch", kind)
-        self.file = os.path.join(self.folder, f"{_digest(parts)}.json")
+        self.file = os.path.join(self.folder, f"{_digest(inputs)}.json")
         self._most, self._most_bytes = most, most_bytes
 
     def read(self) -> bytes | None:
@@ -33,8 +62,8 @@ class Kept:
             return None
 
     def write(self, content: bytes) -> None:
-        """Whole or not at all."""
-        if not os.path.isabs(self.folder):  # nobody's home
+        """The whole file or none."""
+        if not os.path.isabs(self.folder):  # the user has no home
             return
         import tempfile  # not for those who only read
 
@@ -44,10 +73,10 @@ class Kept:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
             os.replace(scratch, self.file)
-            self._forget()
+            self._prune()
 
-    def _forget(self) -> None:
-        """The oldest, when there are too many, and what a crash has left half written."""
+    def _prune(self) -> None:
+        """Delete the oldest, when there are too many, and with them what a crash has left half written."""
         newest = lambda entry: (entry.path == self.file, entry.stat().st_mtime_ns)  # noqa: E731
         found = sorted(os.scandir(self.folder), key=newest, reverse=True)
         size = 0
@@ -57,16 +86,16 @@ class Kept:
                 os.unlink(entry.path)
 
 
-def code(*parts: str) -> Iterator[bytes]:
-    """What decides how these parts of this package compute: the interpreter, and each module as Python itself knows
-    whether it has changed, by its time and size."""
+def code(*rooms: str) -> Iterator[bytes]:
+    """Inputs that stand for the code of these rooms: the interpreter, and size and time of every module, which tell
+    Python itself whether it has changed."""
     yield sys.version.encode()
-    for part in parts:
-        yield from stamps(os.path.join(_PACKAGE, part))
+    for room in rooms:
+        yield from _stamps(os.path.join(_PACKAGE, room))
 
 
-def stamps(folder: str) -> Iterator[bytes]:
-    """Of every module below a folder, in order."""
+def _stamps(folder: str) -> Iterator[bytes]:
+    """Name, size and time of every module below a folder, in order."""
     inside = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.endswith(".py"):
@@ -76,11 +105,11 @@ def stamps(folder: str) -> Iterator[bytes]:
             inside.append(entry)
     for entry in inside:
         yield entry.name.encode()
-        yield from stamps(entry.path)
+        yield from _stamps(entry.path)
 
 
 def content(path: str | os.PathLike[str]) -> bytes:
-    """Of a file that a result depends on."""
+    """A file that a result depends on, as an input."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -88,9 +117,9 @@ def content(path: str | os.PathLike[str]) -> bytes:
         return b"unreadable"
 
 
-def _digest(parts: Iterable[bytes]) -> str:
+def _digest(inputs: Iterable[bytes]) -> str:
     found = sha256()
-    for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
+    for one in inputs:
+        found.update(len(one).to_bytes(8, "little"))
+        found.update(one)
     return found.hexdigest()

@@ -13,7 +13,7 @@ class OrchError(Exception):
     `message` is one line: what is wrong, where, the legal choices, a nearest match. `exit` is the process exit code.
     """
 
-    def __init__(self, message: str, exit: Exit = Exit.USAGE):
+    def __init__(self, message: str, exit: int = Exit.USAGE):
         super().__init__(message)
         self.message = message
         self.exit = exit

@@ -25,7 +25,7 @@ def fit(rows: Sequence[Row]) -> dict[str, Fit]:
         }
         latency = statistics.median(line[0] for line in lines.values())
         best = min(cost for _, cost in lines.values())
-        stretch = {name: max(1.0, cost / best) for name, (_, cost) in lines.items()}
+        stretch: dict[str, float] = {name: max(1.0, cost / best) for name, (_, cost) in lines.items()}
         errors = [abs(predicted(row, latency, best * stretch[row.operation]) / row.seconds - 1) for row in own]
         result[level] = Fit(1 / best, latency, stretch, sum(errors) / len(errors))
     return result

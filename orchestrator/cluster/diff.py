@@ -30,12 +30,12 @@ def diff(old: Topology, new: Topology) -> list[str]:
     known = [node for node in both if node in old.machines and node in new.machines]
     groups: dict[str, list[str]] = {}
     for node in known:
-        a, b = old.machines[node], new.machines[node]
-        if a.free != b.free:
-            groups.setdefault(f"out of service ({b.reason})" if a.free else "back in service", []).append(node)
+        was, now = old.machines[node], new.machines[node]
+        if was.free != now.free:
+            groups.setdefault(f"out of service ({now.reason})" if was.free else "back in service", []).append(node)
         for key in ("gpus", "gpu", "nics"):
-            if getattr(a, key) != getattr(b, key):
-                groups.setdefault(f"{key}: {getattr(a, key)} before, {getattr(b, key)} now", []).append(node)
+            if getattr(was, key) != getattr(now, key):
+                groups.setdefault(f"{key}: {getattr(was, key)} before, {getattr(now, key)} now", []).append(node)
     return lines + [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
 
 
@@ -56,7 +56,7 @@ def _moved(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: s
             taken.add(y)
     groups: dict[str, list[str]] = {}
     for node in both:
-        x, y = old.get(node), new.get(node)
-        if (x is None) != (y is None) or (x is not None and heir.get(x) != y):
-            groups.setdefault(f"{tier}: moved from {x or 'nowhere'} to {y or 'nowhere'}", []).append(node)
+        left, joined = old.get(node), new.get(node)
+        if (left is None) != (joined is None) or (left is not None and heir.get(left) != joined):
+            groups.setdefault(f"{tier}: moved from {left or 'nowhere'} to {joined or 'nowhere'}", []).append(node)
     return [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]

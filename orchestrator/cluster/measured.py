@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from orchestrator.config.schema import ClusterSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan.cluster import NVLINK, Operation
-from orchestrator.plan.document import Cluster, Frozen, Measured
+from orchestrator.plan.document import Cluster, Frozen, Link, Measured, SwitchLevel
 from orchestrator.plan.exits import Exit
 
 SCHEMA = "orch.bench/1"
+
+Described = TypeVar("Described", Link, SwitchLevel)
 
 
 class Row(Struct, frozen=True):
@@ -57,7 +59,7 @@ class Record(Frozen):
 
 
 def key_of(spec: ClusterSpec) -> str:
-    described = msgspec.structs.asdict(spec)
+    described = structs.asdict(spec)
     for name in ("measured", "topology_file", "topology_name"):
         described.pop(name, None)
     return hashlib.sha256(msgspec.json.encode(described, order="deterministic")).hexdigest()[:12]
@@ -83,16 +85,11 @@ def read(spec: ClusterSpec, home: Path) -> Record | None:
 def with_measured(cluster: Cluster, record: Record) -> Cluster:
     """The cluster with the links and cores that were found in the place of those that were described."""
     links, source = record.links, record.measured.source
-    nvlink, levels = cluster.nvlink, []
-    if NVLINK in links:
-        found = links[NVLINK]
-        nvlink = msgspec.structs.replace(
-            nvlink, bytes_per_s=found.bytes_per_s, latency_s=found.latency_s, source=source
-        )
-    for level in cluster.levels:
-        if found := links.get(level.name):
-            level = msgspec.structs.replace(
-                level, bytes_per_s=found.bytes_per_s, latency_s=found.latency_s, source=source
-            )
-        levels.append(level)
-    return msgspec.structs.replace(cluster, nvlink=nvlink, levels=levels, measured=record.measured)
+
+    def found(tier: str, described: Described) -> Described:
+        if not (fit := links.get(tier)):
+            return described
+        return structs.replace(described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source)
+
+    nvlink, levels = found(NVLINK, cluster.nvlink), [found(level.name, level) for level in cluster.levels]
+    return structs.replace(cluster, nvlink=nvlink, levels=levels, measured=record.measured)

@@ -80,11 +80,12 @@ def check(topology: Topology, where: str) -> Topology:
                 if node in owner:
                     raise bad(where, f"node {node} is under two {tier.name} switches, {owner[node]} and {switch}")
                 owner[node] = switch
-        for name, nodes in below[1].items() if below else ():
+        lower, groups = below or ("", {})
+        for name, nodes in groups.items():
             above = {owner.get(node) for node in nodes}
             if len(above) > 1:
                 two = ", ".join(sorted(str(switch) for switch in above)[:2])
-                raise bad(where, f"{below[0]} {name} is split over several {tier.name} switches ({two})")
+                raise bad(where, f"{lower} {name} is split over several {tier.name} switches ({two})")
         below = tier.name, tier.switches
     return topology
 

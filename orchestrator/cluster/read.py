@@ -72,7 +72,9 @@ def parse(
     return structs.replace(found, name=name or "cluster")
 
 
-def read(path: Path, format: str | None = None, name: str | None = None, profile="auto") -> Topology:
+def read(
+    path: Path, format: str | None = None, name: str | None = None, profile: str | kubernetes.Profile = "auto"
+) -> Topology:
     """A file. Raises OrchError (65) whose line begins with the file's name."""
     text = read_text(path)
     try:

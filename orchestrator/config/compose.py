@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
+from orchestrator.cache import cached, code, content
 from orchestrator.errors import OrchError
 
-from .cached import Remembered
 from .groups import Library, folders
 from .schema import Config
 
@@ -15,17 +19,49 @@ def load(overrides: list[str], config_dir: str | Path | None = None, ranges: boo
     """Compose, resolve and check. Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets.
 
     `config_dir` is searched before the shipped files; without it `./conf` is, when it exists. `ranges`: the caller
-    takes a range of sizes (`nodes=4..8`), which most have no use for. What was composed before of the same words and
-    files is read back, without Hydra. Not for use from several threads at once: Hydra keeps its state in the process.
+    takes a range of sizes (`nodes=4..8`), which most have no use for. A configuration of the same words and files is
+    read from the cache, without importing Hydra (a third of a second). Not for use from several threads at once: Hydra
+    keeps its state in the process.
     """
     library = Library(folders(config_dir))
-    before = Remembered(library, overrides)
-    config = before.read()
-    if config is None:
-        from .hydra_compose import compose  # Hydra: a third of a second
 
-        config = compose(overrides, library)
-        before.write(config)
+    def compose() -> Config:
+        from . import hydra_compose
+
+        return hydra_compose.compose(overrides, library)
+
+    inputs = _inputs(library, overrides)
+    config = cached("config", inputs, compose, _encoded, lambda raw: msgspec.json.decode(raw, type=Config))
     if config.nodes is not None and not ranges:
         raise OrchError(f"nodes={config.nodes} is for orch plan, submit and render; here it is cluster.nodes=N")
     return config
+
+
+def _encoded(config: Config) -> bytes | None:
+    """None for a configuration with an environment, which may hold what nobody should read."""
+    return None if config.backend.env else msgspec.json.encode(config)
+
+
+def _inputs(library: Library, overrides: Sequence[str]) -> Iterator[bytes]:
+    """Everything that a configuration depends on: words, files, and the code that reads them."""
+    for word in overrides:
+        yield word.encode(errors="surrogatepass")
+    for folder in library.folders:
+        yield b"folder"
+        for path, name in sorted(_yaml(str(folder), "")):
+            yield name.encode(errors="surrogatepass")
+            yield content(path)
+    yield from code("config", "plan")
+
+
+def _yaml(folder: str, above: str) -> Iterator[tuple[str, str]]:
+    """(path, name) of every YAML file below a folder."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:  # not ours to read
+        return
+    for entry in entries:
+        if entry.name.endswith(".yaml"):
+            yield entry.path, above + entry.name
+        if entry.is_dir(follow_symlinks=not above):  # a group may lie elsewhere
+            yield from _yaml(entry.path, f"{above}{entry.name}/")

@@ -6,7 +6,6 @@ their labels, so none of them is known to the code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,6 +193,6 @@ def _machine(node: Node) -> Machine:
     )
 
 
-def _count(value: Mapping | str | int | None) -> int:
+def _count(value: object) -> int:
     text = str(value or 0)
     return int(text) if text.isdigit() else 0

@@ -74,7 +74,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_state(text: str) -> frozenset[str]:
     """`IDLE+DRAIN`, `idle*`, `mixed-` or `DOWN*+DRAIN` as a set of full words."""
-    states = set()
+    states: set[str] = set()
     for word in text.split("+"):
         bare = word.rstrip("".join(_MARKS))
         states.update(_MARKS[mark] for mark in word[len(bare) :])

@@ -9,19 +9,22 @@ spares; and for fewer nodes than any of these another pipeline depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from math import prod
 from typing import NamedTuple
 
+import msgspec
 from msgspec import structs
 
+from orchestrator.cache import cached, code, content
 from orchestrator.cluster.resolve import LIVE
 from orchestrator.config.schema import ClusterSpec, Config
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, Plan
+from orchestrator.plan import Exit, Plan, from_json
 from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cached import plan_of
 
 MOST = 256  # sizes of one range that are planned
 
@@ -39,6 +42,32 @@ class Size(NamedTuple):
 class Sizes(NamedTuple):
     legal: list[Size]  # largest first, at least one
     refused: dict[int, str]  # node count -> why not, largest first
+
+
+def plan_of(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
+    """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError (65) as there."""
+
+    def compute() -> Plan:
+        from orchestrator.planner import build
+
+        return build.build_plan(config, cluster, any_layout)
+
+    # msgspec.json keeps the planner's order of keys, which pages follow; to_json sorts them
+    return cached("plan", _inputs(config, cluster, any_layout), compute, msgspec.json.encode, from_json)
+
+
+def _inputs(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[bytes]:
+    """Everything that a plan depends on: its arguments, the schedule file that they may name, and the code."""
+    yield msgspec.json.encode(config)
+    yield msgspec.json.encode(cluster)
+    yield b"any" if any_layout and config.parallel.auto else b""
+    if (file := config.parallel.schedule_file) is not None:
+        yield content(file)
+    yield from code("config", "plan", "planner")
+    yield msgspec.__version__.encode()
+    if (numpy := PathFinder.find_spec("numpy")) and numpy.origin:
+        found = os.stat(numpy.origin)
+        yield f"numpy {found.st_size} {found.st_mtime_ns}".encode()
 
 
 def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_layout: bool = False) -> Sizes:

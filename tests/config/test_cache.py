@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cache import Kept
+from orchestrator.cache import MOST, Entry
 from orchestrator.config import hydra_compose
-from orchestrator.config.cached import MOST
 from orchestrator.config.compose import load
 
 WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "train.steps=7", "backend.options={a: [1, x]}"]
@@ -84,9 +83,9 @@ def test_who_has_no_home_keeps_nothing(home, composed, tmp_path, monkeypatch):
 
 def test_large_ones_count_by_their_size(home):
     for number in range(4):
-        Kept("some", [bytes([number])], most_bytes=100).write(b"x" * 40)
+        Entry("some", [bytes([number])], most_bytes=100).write(b"x" * 40)
     assert len(list((home / "orch" / "some").iterdir())) == 2
-    Kept("some", [b"large"], most_bytes=100).write(b"x" * 400)
+    Entry("some", [b"large"], most_bytes=100).write(b"x" * 400)
     assert [path.stat().st_size for path in (home / "orch" / "some").iterdir()] == [400]
 
 

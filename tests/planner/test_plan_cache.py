@@ -13,7 +13,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.planner import build
-from orchestrator.planner.cached import plan_of
+from orchestrator.planner.elastic.sizes import plan_of
 from orchestrator.run.folder import home_folder
 from orchestrator.submit.cluster import ClusterResolver, at_home
 
