@@ -37,13 +37,13 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 @contextlib.contextmanager
-def watch_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `told` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers weights with it."""
+def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers weights with it."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, *args: Any) -> Any:
         result = original(self, *args)
-        told(self)
+        callback(self)
         return result
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]

@@ -165,18 +165,18 @@ class Run:
         coord = self.mesh.coord
         counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
         mine = sum(batch.valid_tokens for batch in batches) if counts else 0
-        told = int(self.termination.received is not None)
+        stop = int(self.termination.received is not None)
         began = time.perf_counter()
-        valid_tokens, told, votes = messages.sum_ints([mine, told, self.checkpoints.vote])
+        valid_tokens, stop, votes = messages.sum_ints([mine, stop, self.checkpoints.vote])
         self._boundary_s = time.perf_counter() - began
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.advance(votes)
-        if not valid_tokens and not told:
+        if not valid_tokens and not stop:
             raise DataError(f"step {self.step + 1}: no token of the global batch is a target")
-        return valid_tokens, told > 0
+        return valid_tokens, stop > 0
 
     def _stop(self) -> None:
-        reason = self.termination.received or "another rank was told to stop"
+        reason = self.termination.received or "another rank got a termination signal"
         self.reporter.event("stopping", self.step, reason=reason)
         if self.step == 0:
             raise Stopped(f"{reason} before the first step: nothing to save yet")
@@ -219,7 +219,7 @@ class Run:
         """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the same norm."""
         mine = b"" if bool(torch.isfinite(loss_sum)) else self._sample_indices().encode()
         reports = {rank: raw.decode() for rank, raw in enumerate(messages.all_gather_bytes(mine)) if raw}
-        self.checkpoints.settle()  # a save of good weights may be under way
+        self.checkpoints.settle()  # a save of good weights may be in progress
         where = "every loss is finite"
         if reports:
             ranks, samples = ", ".join(map(str, reports)), "; ".join(dict.fromkeys(reports.values()))

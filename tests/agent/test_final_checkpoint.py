@@ -112,12 +112,12 @@ def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_what_t
             b.channel.abort()
             says(a, 0, int(Exit.RESTART), error="a peer is gone or silent")
             await assigned((a,), 2)
-            says(a, 0, 1, error="of the copy of step 7 1 of 3 files are good on no node that is left")
+            says(a, 0, 1, error="replica of step 7: 1 of 3 files were lost with their nodes")
             over = await released(world, a)
             assert over.code == Exit.CAPACITY
             assert over.reason.endswith(
                 "; what the nodes' memories hold was not saved:"
-                " of the copy of step 7 1 of 3 files are good on no node that is left"
+                " replica of step 7: 1 of 3 files were lost with their nodes"
             )
             assert [epoch.outcome for epoch in world.state().epochs] == ["failed", "not saved", "not saved"]
 

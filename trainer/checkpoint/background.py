@@ -41,7 +41,7 @@ class BackgroundSave:
 
     def __init__(self, target: Target, keep_last: int):
         self.target, self.keep_last = target, keep_last
-        self.contents: Contents | None = None  # of the save under way
+        self.contents: Contents | None = None  # of the save in progress
         self._snapshots = Snapshots()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[RankOutcome] | None = None

@@ -48,7 +48,7 @@ class Checkpoints:
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
         self._background = BackgroundSave(self.target, self.keep_last)
-        self._started, self._stall_s = 0.0, 0.0  # of the save under way
+        self._started, self._stall_s = 0.0, 0.0  # of the save in progress
 
     def resume(self, pieces: Callable[[], Sequence[StatePiece]]) -> Manifest | None:
         """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.

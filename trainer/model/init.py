@@ -42,7 +42,7 @@ def init_stage(stage: Stage, model: Model, seed: int, table: Mapping[str, Slice]
             fill(param, name, tuple(param.shape), tuple(slice(0, size) for size in param.shape), model, seed)
         else:
             info = table[name]
-            param.zero_()  # padding stays zero for ever: its gradient is zero and decay keeps it there
+            param.zero_()  # padding stays zero: its gradient is zero and weight decay keeps it zero
             fill(info.valid(param), name, info.global_shape, info.global_slices, model, seed)
 
 

@@ -166,8 +166,8 @@ class PeerRestore(ReplicaInventory):
         return VerifiedCheckpoint(folder, manifest)
 
     def _agree(self, replica: Replica, problems: list[str]) -> None:
-        said = [one.decode() for one in messages.all_gather_bytes("; ".join(problems).encode())]
-        if failed := [f"rank {rank}: {one}" for rank, one in enumerate(said) if one]:
+        everyones = [one.decode() for one in messages.all_gather_bytes("; ".join(problems).encode())]
+        if failed := [f"rank {rank}: {one}" for rank, one in enumerate(everyones) if one]:
             raise CheckpointError(f"replica of step {replica.step} in memory: {failed[0]}")
 
     def _replica_folder(self, replica: Replica) -> Path:
