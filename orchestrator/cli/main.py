@@ -143,7 +143,7 @@ def _refuse(message: str, code: int, as_json: bool) -> int:
     if as_json:
         import json
 
-        meaning = MEANING.get(code, "")  # IntEnum keys compare with plain integers
+        meaning = MEANING[Exit(code)] if code in MEANING else ""  # IntEnum keys compare with plain integers
         print(json.dumps({"error": {"message": message, "exit": int(code), "meaning": meaning}}))
     return int(code)
 

@@ -1,13 +1,19 @@
-"""What the terminal can show. The only place of the CLI that asks."""
+"""What verbs show: the terminal's abilities, files given on the command line, a run that was started."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
 if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
+    from orchestrator.run.folder import RunFolder
     from orchestrator.style import Style
 
 
@@ -19,3 +25,37 @@ def style() -> Style:
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
     return Style(colour=colour, width=max(60, min(width, 160)), unicode="utf" in (sys.stdout.encoding or "").lower())
+
+
+def print_json(value: object) -> None:
+    """One line; structs, tuples and numbers as they are."""
+    import msgspec
+
+    print(msgspec.json.encode(value).decode(), flush=True)
+
+
+def write_file(path: Path, content: bytes, flag: str) -> None:
+    """A file given on the command line with `flag`: whole or not at all. OrchError (64)."""
+    scratch = path.with_name(f".{path.name}.partial")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OrchError(f"{flag} {path}: {error.strerror or error}", Exit.USAGE) from None
+
+
+def follow_run(handle: str, folder: RunFolder, backend: Backend, as_json: bool) -> int:
+    """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout."""
+    from orchestrator.observe.follow import follow
+
+    out = sys.stderr if as_json else sys.stdout
+    print(handle, file=out, flush=True)
+    try:
+        state = follow(folder, backend.state, out, style())
+    except KeyboardInterrupt:
+        print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out)
+        raise
+    if as_json:
+        print_json(state)
+    return state.exit_code or 0

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.plan.exits import MEANING, Exit
+from orchestrator.plan.supported import NOT_RUN
 
 U, C, S = Exit.USAGE, Exit.CONFIG, Exit.SECURITY
 
@@ -96,6 +97,15 @@ WRONG_LINES = [
     # what the planner refuses
     ("plan +cluster=h100x64 parallel=tp7", C, "tp"),
     ("plan +cluster=h100x64 parallel=tp8_pp4_dp3", C, "dp"),
+    # what the bundled trainer does not run
+    ("submit +cluster=local model=mixtral_8x7b parallel=ep2 --dry-run", C, NOT_RUN),
+    ("submit +cluster=local model=mixtral_8x7b parallel=ep2 run.allow_oom=true", C, NOT_RUN),
+    ("submit +cluster=local model=mixtral_8x7b parallel=ep2,ep4 --multirun --dry-run", C, f"parallel=ep2: {NOT_RUN}"),
+    ("render +cluster=local model=mixtral_8x7b parallel=ep2 backend=slurm", C, NOT_RUN),
+    ("submit cluster=local parallel=auto model=mixtral_8x7b", C, "mixture of experts, which the trainer does not run"),
+    ("plan +cluster=h100x64 parallel=auto model=mixtral_8x7b", C, "--any searches layouts for another program"),
+    ("tune +cluster=h100x64 model=mixtral_8x7b", C, "--any searches layouts for another program"),
+    ("whatif +cluster=h100x64 parallel=auto model=bert_large", C, "--any searches layouts for another program"),
 ]
 
 
@@ -111,6 +121,23 @@ def test_wrong_command_line(capsys, line, code, message):
     assert message in err
     assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan +cluster=local model=mixtral_8x7b parallel=ep2",
+        "submit --dry-run +cluster=local model=mixtral_8x7b parallel=ep2 -- python x.py",
+        "submit --dry-run +cluster=h100x64 model=mixtral_8x7b parallel=auto -- python x.py",
+        "plan --any +cluster=h100x64 model=mixtral_8x7b parallel=auto",
+        "tune --any +cluster=h100x64 model=mixtral_8x7b",
+    ],
+)
+def test_what_the_bundled_trainer_does_not_run_is_for_programs_of_ones_own(capsys, line):
+    """Shown with a warning; sent, and searched, for another program."""
+    assert main(line.split(" ")) == Exit.DONE
+    out, _ = said(capsys)
+    assert (NOT_RUN in " ".join(out.split())) == (not line.startswith("tune"))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ UPWARD = {
     ("orchestrator.backends", "orchestrator.submit"),
     ("orchestrator.cluster", "orchestrator.backends"),
     ("orchestrator.cluster", "orchestrator.bench"),
-    ("orchestrator.submit", "orchestrator.cli"),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.backends.base import After
 from orchestrator.backends.slurm.dependency import add_dependencies, without_dependency
 from orchestrator.backends.slurm.starts import Start, choose
 from orchestrator.cli.main import main
@@ -16,7 +17,6 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
-from orchestrator.submit.candidates import After
 
 NOW = datetime(2026, 11, 21, 12, 0, 0)
 

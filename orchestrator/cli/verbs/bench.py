@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from orchestrator.plan import Plan
     from orchestrator.style import Style
 
-HELP = "measure a cluster's links and GPUs; later plans of it use what was found"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-keep", action="store_true", help="show what was found, change no plan")
@@ -23,38 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
-
     import msgspec
 
-    from orchestrator.backends.base import get_backend
     from orchestrator.bench import run as bench
+    from orchestrator.cli.session import from_here
     from orchestrator.cli.terminal import style
-    from orchestrator.cli.verbs import submit
     from orchestrator.config.compose import load
-    from orchestrator.planner.build import build_plan
-    from orchestrator.run.folder import RunFolder, home_folder, new_run_id
-    from orchestrator.submit.cluster import ClusterResolver, at_home
+    from orchestrator.run.folder import RunFolder, new_run_id
+    from orchestrator.submit.submission import prepare, send
 
-    home = home_folder(os.environ)
-    resolve = ClusterResolver(home)
-    config = bench.config_of(at_home(load(overrides, args.config_dir), home))
-    backend = get_backend(config.backend.name)
-    config = resolve.leave_out(config, backend)
-    plan = build_plan(config, resolve(config.cluster))
-    sent = argparse.Namespace(
-        command=[sys.executable, "-P", "-m", bench.PROGRAM],
-        env=[],
-        in_place=True,
-        run_id=args.run_id or new_run_id(f"bench-{config.cluster.name}", _now()),
-    )
-    bundle = submit.make_bundle(sent, config, plan, backend, home)
-    handle = submit.send(bundle, backend, home)
+    config = bench.config_of(load(overrides, args.config_dir))
+    run_id = args.run_id or new_run_id(f"bench-{config.cluster.name}", time.time())
+    options = from_here(command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id)
+    backend, [(config, plan, bundle)] = prepare(config, options)
+    handle = send(bundle, backend, options)
     out, look = (sys.stderr if args.json else sys.stdout), style()
     print(handle, file=out, flush=True)
     events = bench.watch(RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look))
     record = bench.record_of(config, handle, events)
-    where = None if args.no_keep else bench.keep(config, record, home)
+    where = None if args.no_keep else bench.keep(config, record, options.home)
     if args.json:
         import json
 
@@ -62,12 +48,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     else:
         print(page(plan, record, where, look))
     return Exit.DONE
-
-
-def _now() -> float:
-    import time
-
-    return time.time()
 
 
 class _Progress:

@@ -7,7 +7,6 @@ import argparse
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "stop a run after it has saved"
 _LOOK_S = 0.1
 
 
@@ -18,18 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import time
 
-    from orchestrator.backends.base import get_backend
-    from orchestrator.cli.terminal import style
+    from orchestrator.cli.session import open_run
+    from orchestrator.cli.terminal import print_json, style
     from orchestrator.observe.pages.run_page import end_lines
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
-    from orchestrator.run.state import read_state
 
-    folder = find_run(home_folder(os.environ), args.run)
-    backend = get_backend(read_state(folder).backend)
+    folder, backend = open_run(args.run)
     state = backend.state(folder)
     if state.is_final:
         raise OrchError(f"run {folder.run_id} has ended: {state.state}")
@@ -41,9 +35,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             break
         time.sleep(_LOOK_S)
     if args.json:
-        import msgspec
-
-        print(msgspec.json.encode(state).decode())
+        print_json(state)
     elif args.no_wait:
         print(f"asked {folder.run_id} to end; orch status {folder.run_id}")
     else:

@@ -10,8 +10,6 @@ from orchestrator.cli.verbs import VERBS
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "a completion script for bash, zsh or fish"
-
 BASH = """\
 _orch() {
     local IFS=$'\\n' line="${COMP_LINE:0:COMP_POINT}"

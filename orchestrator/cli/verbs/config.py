@@ -13,7 +13,6 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.config.groups import Library
 
-HELP = "the resolved configuration, or the choices of every group"
 ALL = "all"
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from orchestrator.run.folder import RunFolder
     from orchestrator.style import Style
 
-HELP = "train a tiny model on this machine, and show what there is to see"
 LINE = ("+cluster=local", "parallel=tp2_pp2_zero1")
 #: What the demonstration shows of the metrics page; the rest is one `curl` away.
 SHOWN = (
@@ -33,30 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
-
-    from orchestrator.backends.base import get_backend
+    from orchestrator.cli.session import from_here
     from orchestrator.cli.terminal import style
-    from orchestrator.cli.verbs import submit
     from orchestrator.config.compose import load
     from orchestrator.observe.follow import follow
     from orchestrator.observe.pages.plan_page import render
-    from orchestrator.planner.build import build_plan
-    from orchestrator.run.folder import RunFolder, home_folder
-    from orchestrator.submit.cluster import ClusterResolver, at_home
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.submit.submission import check, prepare, send
 
     if args.steps is not None and args.steps < 2:
         raise OrchError(f"--steps {args.steps}: at least 2, to see the loss fall", Exit.USAGE)
     words = [*LINE, *([f"train.steps={args.steps}"] if args.steps else [])]
     out, look = (sys.stderr if args.json else sys.stdout), style()
-    home = home_folder(os.environ)
-    config = at_home(load(words, None), home)
-    backend, plan = get_backend(config.backend.name), build_plan(config, ClusterResolver(home)(config.cluster))
+    options = from_here()
+    submission = prepare(load(words, None), options)
+    check(submission, options)
+    backend, [(_, plan, bundle)] = submission
     print(f"$ orch submit {' '.join(words)} --follow\n", render(plan, look), "", sep="\n", file=out)
 
-    sent = argparse.Namespace(command=None, env=[], run_id=None, in_place=False)
-    bundle = submit.make_bundle(sent, config, plan, backend, home)
-    handle = submit.send(bundle, backend, home)
+    handle = send(bundle, backend, options)
     print(handle, file=out, flush=True)
     folder = RunFolder(Path(bundle.request.run_dir))
     scraper = Scraper(folder)

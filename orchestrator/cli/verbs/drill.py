@@ -7,8 +7,6 @@ import argparse
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "break parts of a run on purpose: how often, and how soon, does it go on"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.drill.faults import KINDS, POSITIONS
@@ -30,22 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import sys
     from functools import partial
 
-    from orchestrator.cli.terminal import style
+    from orchestrator.cli.session import find_run
+    from orchestrator.cli.terminal import print_json, style
     from orchestrator.drill.faults import check_kinds, plan_injections
     from orchestrator.drill.session import open_drill, session
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
 
     if args.trials < 1 or args.for_s < 0 or args.limit_s <= 0:
         raise OrchError("`orch drill`: --trials is at least 1, --for-s not negative, --limit-s positive", Exit.USAGE)
     faults = check_kinds([name for name in args.faults.split(",") if name])
     if not faults:
         raise OrchError("`orch drill --faults` names no fault", Exit.USAGE)
-    folder = find_run(home_folder(os.environ), args.run)
+    folder = find_run(args.run)
     drilled, targets = open_drill(folder, faults, args.victim, args.limit_s)
     plan = plan_injections(faults, args.victim, args.trials, args.seed, args.random)
     say, look = partial(print, file=sys.stderr if args.json else sys.stdout), style()
@@ -54,10 +50,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     rows = score(trials)
     if args.json:
-        import msgspec
-
         found = {"run": folder.run_id, "seed": args.seed, "trials": trials, "score": rows, "stopped": stopped}
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
     else:
         from orchestrator.observe.pages.drill_page import table
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "a run's weights as one safetensors file"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
@@ -20,20 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import json
-    import os
     import subprocess
     import sys
 
-    from orchestrator.plan import PlanError, load_plan
+    from orchestrator.cli.session import find_run, plan_of_run
     from orchestrator.plan.worker import checkpoint_dir
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
 
-    folder = find_run(home_folder(os.environ), args.run)
-    try:
-        checkpoints = checkpoint_dir(load_plan(folder.plan).job.checkpoint.dir, str(folder.path))
-    except PlanError as error:
-        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+    folder = find_run(args.run)
+    checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
     command = [sys.executable, "-m", "trainer.export", str(checkpoints), str(args.out), "--dtype", args.dtype, *step]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -10,7 +10,6 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
 
-HELP = "runs of this machine"
 _SHOWN = 20
 
 
@@ -20,20 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import time
 
     from orchestrator.backends.base import get_backend
+    from orchestrator.cli.session import home
+    from orchestrator.cli.terminal import print_json, style
     from orchestrator.errors import OrchError
     from orchestrator.observe.live import read_live
-    from orchestrator.run.folder import home_folder
     from orchestrator.run.registry import all_runs
     from orchestrator.run.state import read_state
 
     now = time.time()
     rows, damaged = [], 0
     backends: dict[str, Backend] = {}  # one of each kind, which then asks its scheduler once for all runs
-    found = all_runs(home_folder(os.environ))
+    found = all_runs(home())
     for folder in found if args.all or args.active else found[:_SHOWN]:
         try:
             name = read_state(folder).backend
@@ -46,11 +45,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if not (args.active and state.is_final):
             rows.append((state, read_live(folder, state, now)))
     if args.json:
-        import msgspec
-
-        print(msgspec.json.encode([{"state": state, "live": live} for state, live in rows]).decode())
+        print_json([{"state": state, "live": live} for state, live in rows])
         return Exit.DONE
-    from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.run_page import list_page
 
     print(list_page(rows, now, style()) if rows else "no runs" if not args.active else "no active runs")

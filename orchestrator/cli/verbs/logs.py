@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from orchestrator.run.folder import RunFolder
 
-HELP = "what a run's workers and agents wrote"
 _LOOK_S = 0.2
 
 
@@ -28,19 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import time
 
-    from orchestrator.backends.base import LogMirroring, get_backend
+    from orchestrator.backends.base import LogMirroring
+    from orchestrator.cli.session import open_run
     from orchestrator.observe.logs import LogTail
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
-    from orchestrator.run.state import read_state
 
     if args.tail is not None and args.tail < 0:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
-    folder = find_run(home_folder(os.environ), args.run)
-    backend = get_backend(read_state(folder).backend)
+    folder, backend = open_run(args.run)
     with backend.mirror(folder, args.follow) if isinstance(backend, LogMirroring) else nullcontext():
         sources = _sources(args, folder)
         tails = [LogTail(path, args.tail) for _, path in sources]
@@ -85,13 +80,10 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
 
 def _seats(folder: RunFolder) -> dict[int, str]:
     """Rank -> node: where the workers really are, and before they have started where the plan puts them."""
-    from orchestrator.plan import PlanError, load_plan
+    from orchestrator.cli.session import plan_of_run
     from orchestrator.run.state import read_state
 
     real = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
     if real:
         return dict(sorted(real.items()))
-    try:
-        return {rank.rank: rank.node for rank in load_plan(folder.plan).ranks}
-    except PlanError as error:
-        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+    return {rank.rank: rank.node for rank in plan_of_run(folder).ranks}

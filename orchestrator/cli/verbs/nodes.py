@@ -7,8 +7,6 @@ import argparse
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "nodes that were found bad and are left out for a while; --forget one"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="only of this cluster")
@@ -17,18 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import time
 
-    import msgspec
-
-    from orchestrator.cli.terminal import style
+    from orchestrator.cli.session import home
+    from orchestrator.cli.terminal import print_json, style
     from orchestrator.errors import did_you_mean
     from orchestrator.observe.pages.run_page import nodes_page
     from orchestrator.run.bad_nodes import NodeMemory
-    from orchestrator.run.folder import home_folder
 
-    memory, now = NodeMemory(home_folder(os.environ)), time.time()
+    memory, now = NodeMemory(home()), time.time()
     if args.forget or args.forget_all:
         known = {one.node for one in memory.read(now, args.cluster)}
         for name in args.forget:
@@ -38,7 +33,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         memory.forget(now, lambda one: one.node in names and args.cluster in (None, one.cluster))
     left = memory.read(now, args.cluster)
     if args.json:
-        print(msgspec.json.encode({"nodes": left}).decode())
+        print_json({"nodes": left})
     else:
         print(nodes_page(left, now, style()))
     return Exit.DONE

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from orchestrator.plan.document import Cluster
     from orchestrator.planner.elastic.sizes import Sizes
 
-HELP = "place a model on a cluster: layout, memory, time, what limits it"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.cli.parser import add_any
@@ -32,16 +30,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.observe.plots import plan_picture as plot
 
         plot.ending(args.plot)  # before the work, not after it
-    import os
 
+    from orchestrator.cli.session import home
     from orchestrator.config.compose import load
     from orchestrator.planner.elastic.sizes import plan_sizes
-    from orchestrator.run.folder import home_folder
     from orchestrator.submit.cluster import ClusterResolver, at_home
 
-    home = home_folder(os.environ)
-    resolve = ClusterResolver(home)
-    config = at_home(load(overrides, args.config_dir, ranges=True), home)
+    resolve = ClusterResolver(home())
+    config = at_home(load(overrides, args.config_dir, ranges=True), home())
     if args.explain and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
 
@@ -49,9 +45,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     sizes = plan_sizes(config, resolve, any_memory=True, any_layout=args.any)
     _, config, plan = sizes.legal[0]
     if args.out:
+        from orchestrator.cli.terminal import write_file
         from orchestrator.plan import to_json
 
-        write(args.out, to_json(plan, indent=1) + b"\n", "--out")
+        write_file(args.out, to_json(plan, indent=1) + b"\n", "--out")
     if args.plot:
         plot.save(plan, args.plot)
     if args.explain and args.json:
@@ -105,20 +102,16 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
         return []  # no scheduler within reach: its modules are not even imported
 
     from orchestrator.backends.base import Queueing, get_backend
+    from orchestrator.cli.session import from_here
+    from orchestrator.submit.submission import make_bundle
 
     try:
         backend = get_backend(config.backend.name)
-    except OrchError:
-        return []
-    if not isinstance(backend, Queueing):
-        return []
-    from orchestrator.cli.verbs import submit
-    from orchestrator.run.folder import home_folder
-
-    here = argparse.Namespace(command=None, env=[], run_id="plan", in_place=True)
-    try:
-        home = home_folder(os.environ)  # nothing is put together before the scheduler has answered
-        bundles = (submit.make_bundle(here, at, plan, backend, home) for _, at, plan in sizes.legal)
+        if not isinstance(backend, Queueing):
+            return []
+        options = from_here(run_id="plan", in_place=True)
+        # nothing is put together before the scheduler has answered
+        bundles = (make_bundle(size.config, size.plan, backend, options) for size in sizes.legal)
         return backend.starts(bundles, os.environ)
     except OrchError:
         return []
@@ -147,14 +140,3 @@ def show(plan: Plan, as_json: bool) -> None:
     from orchestrator.observe.pages.plan_page import render
 
     print(render(plan, style()))
-
-
-def write(path: Path, content: bytes, flag: str) -> None:
-    """A file given on the command line: whole or not at all."""
-    scratch = path.with_name(f".{path.name}.partial")
-    try:
-        scratch.write_bytes(content)
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise OrchError(f"{flag} {path}: {error.strerror or error}", Exit.USAGE) from None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchestrator.planner.predict.score import Score
 
-HELP = "predict every row of a table of training runs; --score compares with what was measured"
 MOST_BYTES = 256 << 20
 
 
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import csv
     import io
 
-    from orchestrator.cli.verbs.plan import write
+    from orchestrator.cli.terminal import write_file
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.predict.predict import COLUMNS, predict
 
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     writer.writerow(COLUMNS)
     writer.writerows(one.cells() for one in predictions)
     if args.out:
-        write(args.out, text.getvalue().encode(), "--out")
+        write_file(args.out, text.getvalue().encode(), "--out")
     elif not args.score:
         print(text.getvalue(), end="")
     if args.score:

@@ -7,37 +7,31 @@ from __future__ import annotations
 
 import argparse
 
+from orchestrator.cli.session import add_request_arguments, submit_options
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-from . import submit
-
-HELP = "write a run's folder and print its job script"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    submit.add_request_arguments(parser)
+    add_request_arguments(parser)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import sys
-    from pathlib import Path
 
     from orchestrator.backends.base import Rendering
-    from orchestrator.run.folder import RunFolder, home_folder
-    from orchestrator.run.registry import register
-    from orchestrator.submit.candidates import preview
+    from orchestrator.config.compose import load
+    from orchestrator.submit.submission import check, choose, prepare, render
 
-    home = home_folder(os.environ)
-    backend, offers = submit.prepare(args, overrides, home)
+    options = submit_options(args, dry_run=True)  # a scheduler's refusal is not ours: nothing is sent to it
+    submission = prepare(load(overrides, args.config_dir, ranges=True), options)
+    backend, candidates = submission
     if not isinstance(backend, Rendering):
         raise OrchError(f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE)
-    offer, said = preview(offers, backend, os.environ) if len(offers) > 1 else (offers[0], [])
-    bundle = offer.bundle
-    os.umask(0o077)
-    text = backend.render(bundle)
-    register(home, RunFolder(Path(bundle.request.run_dir)))
+    check(submission, options)
+    candidate, said = choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
+    bundle = candidate.bundle
+    text = render(bundle, backend, options)
     if args.json:
         import json
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from orchestrator.plan import Plan
     from orchestrator.run.folder import RunFolder
 
-HELP = "a run's measurements against its plan; memory of its first steps"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
@@ -24,30 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
-
-    from orchestrator.backends.base import get_backend
+    from orchestrator.cli.session import open_run, plan_of_run
     from orchestrator.observe.report import make_report
     from orchestrator.observe.timeline import nodes_of, read_events, read_steps
-    from orchestrator.plan import PlanError, load_plan
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
-    from orchestrator.run.state import read_state
 
     if args.plot:
         from orchestrator.observe.plots.plan_picture import ending
 
         ending(args.plot)  # before the work, not after it
-    folder = find_run(home_folder(os.environ), args.run)
-    try:
-        plan = load_plan(folder.plan)
-    except PlanError as error:
-        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
-    state = get_backend(read_state(folder).backend).state(folder)
+    folder, backend = open_run(args.run)
+    plan, state = plan_of_run(folder), backend.state(folder)
     nodes = nodes_of(plan, state)
     report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
     timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
-    if args.plot:
+    if args.plot and timeline is not None:
         _plot(args.plot, folder.run_id, plan, timeline)
     if args.json:
         _print_json(report, plan, timeline)
@@ -75,8 +63,7 @@ def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> 
 
 
 def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
-    import msgspec
-
+    from orchestrator.cli.terminal import print_json
     from orchestrator.observe.pages.report_page import formulas
 
     found = {**report, "formulas": formulas(report, plan)}
@@ -87,7 +74,7 @@ def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
         ]
         memory = [{"at": held.at, **held.bytes} for held in timeline.memory]
         found["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
-    print(msgspec.json.encode(found).decode())
+    print_json(found)
 
 
 def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:

@@ -7,8 +7,6 @@ import argparse
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "continue an elastic run on another number of nodes"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="handle, id, or the beginning of one")
@@ -18,20 +16,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
 
-    from orchestrator.backends.base import Resizing, get_backend
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
-    from orchestrator.run.request import read_request
-    from orchestrator.run.state import read_state
+    from orchestrator.backends.base import Resizing
+    from orchestrator.cli.session import open_run, request_of_run
 
-    folder = find_run(home_folder(os.environ), args.run)
-    backend = get_backend(read_state(folder).backend)
+    folder, backend = open_run(args.run)
     if not isinstance(backend, Resizing):
         text = f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its nodes by itself"
         raise OrchError(text, Exit.USAGE)
     if backend.state(folder).state == "done":
         raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
-    request = read_request(folder)
+    request = request_of_run(folder)
     if args.nodes not in request.sizes:
         legal = ", ".join(map(str, sorted(request.sizes)))
         why = f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"

@@ -7,8 +7,6 @@ import argparse
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-HELP = "continue a stopped run from its last checkpoint"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="handle, id, or the beginning of one")
@@ -17,37 +15,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
-    import sys
 
-    from orchestrator.backends.base import get_backend
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
-    from orchestrator.run.request import read_request
-    from orchestrator.run.state import read_state
+    from orchestrator.cli.session import open_run, request_of_run
 
-    folder = find_run(home_folder(os.environ), args.run)
-    backend = get_backend(read_state(folder).backend)
+    folder, backend = open_run(args.run)
     alive = backend.is_alive(folder)
     state = backend.state(folder)
     if alive:
         raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end")
     if state.state == "done":
         raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
-    request = read_request(folder)
+    request = request_of_run(folder)
     os.umask(0o077)
     handle = backend.resume(folder, request, os.environ)
     if args.follow:
-        from orchestrator.cli.terminal import style
-        from orchestrator.observe.follow import follow
+        from orchestrator.cli.terminal import follow_run
 
-        out = sys.stderr if args.json else sys.stdout
-        print(handle, file=out, flush=True)
-        state = follow(folder, backend.state, out, style())
-        if args.json:
-            import msgspec
-
-            print(msgspec.json.encode(state).decode())
-        return state.exit_code or 0
+        return follow_run(handle, folder, backend, args.json)
     if args.json:
         import json
 

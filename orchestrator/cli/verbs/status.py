@@ -6,7 +6,6 @@ import argparse
 
 from orchestrator.plan.exits import Exit
 
-HELP = "one run, live: state, step, loss, tokens/s, memory"
 _LOOK_S = 1.0
 
 
@@ -16,21 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import time
 
-    from orchestrator.backends.base import get_backend
-    from orchestrator.cli.terminal import style
+    from orchestrator.cli.session import open_run
+    from orchestrator.cli.terminal import print_json, style
     from orchestrator.observe.goodput.account import account
     from orchestrator.observe.goodput.run_timeline import run_timeline
     from orchestrator.observe.live import read_live
     from orchestrator.observe.timeline import StepFollower, read_events
-    from orchestrator.run.folder import home_folder
-    from orchestrator.run.registry import find_run
-    from orchestrator.run.state import read_state
 
-    folder = find_run(home_folder(os.environ), args.run)
-    backend = get_backend(read_state(folder).backend)
+    folder, backend = open_run(args.run)
     look, lead = style(), StepFollower(folder)
     while True:
         state = backend.state(folder)
@@ -38,11 +32,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         live = read_live(folder, state, now)
         spent = account(run_timeline(state, read_events(folder, state.nodes), lead.read(state.nodes)), now)
         if args.json:
-            import msgspec
-
             goodput = {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "faults": spent.faults}
             found = {"state": state, "live": live, "goodput": goodput, "run_dir": str(folder.path)}
-            print(msgspec.json.encode(found).decode(), flush=True)
+            print_json(found)
         else:
             from orchestrator.observe.pages.run_page import run_page
 

@@ -12,8 +12,6 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.cluster.model import Topology
 
-HELP = "the network of a cluster: show it, import it from what the site has, compare two"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "import", "diff"))
@@ -102,6 +100,6 @@ def _write(args: argparse.Namespace, text: str) -> None:
     if args.out is None:
         print(text.rstrip("\n"))
         return
-    from orchestrator.cli.verbs.plan import write
+    from orchestrator.cli.terminal import write_file
 
-    write(args.out, (text.rstrip("\n") + "\n").encode(), "--out")
+    write_file(args.out, (text.rstrip("\n") + "\n").encode(), "--out")

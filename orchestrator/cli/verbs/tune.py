@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchestrator.planner.search.search import CostedLayout, SearchResult
 
-HELP = "search every legal layout: the fastest that fits, and near-ties that need less memory"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.cli.parser import add_any
@@ -19,13 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
-
+    from orchestrator.cli.session import home
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.search.auto import search
-    from orchestrator.run.folder import home_folder
     from orchestrator.submit.cluster import ClusterResolver
 
     if not 0 <= args.near <= 1000:
@@ -33,7 +29,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not any(word.lstrip("+").startswith("parallel=") for word in overrides):
         overrides = ["parallel=auto", *overrides]
     config = load(overrides, args.config_dir)
-    answer = search(config, ClusterResolver(home_folder(os.environ))(config.cluster), args.near / 100, args.any)
+    answer = search(config, ClusterResolver(home())(config.cluster), args.near / 100, args.any)
     if args.json:
         import json
 

@@ -14,7 +14,6 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from orchestrator.plan.parity import Cell, Verdict
 
-HELP = "train a layout and one process on the same tokens, and compare everything"
 #: Cells of the matrix that share one launch of ranks.
 TOGETHER = 4
 
@@ -47,11 +46,11 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
     entries = getattr(matrix, args.matrix)()
     verdicts = _show(list(of_entries(entries, args.config_dir)), args.json, TOGETHER)
     if args.out:
-        from orchestrator.cli.verbs.plan import write
+        from orchestrator.cli.terminal import write_file
         from orchestrator.verify.page import document
 
         page = document(entries, {verdict.name: verdict for verdict in verdicts}, _versions())
-        write(args.out, page.encode(), "--out")
+        write_file(args.out, page.encode(), "--out")
     return [verdict for verdict in verdicts if not verdict.refused]
 
 
@@ -63,10 +62,12 @@ def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> 
     if as_json:
         import msgspec
 
+        from orchestrator.cli.terminal import print_json
+
         for verdict in _judged(cells, together):
             found.append(verdict)
             more = {"verdict": verdict.word, **msgspec.to_builtins(verdict)}
-            print(msgspec.json.encode(more).decode(), flush=True)
+            print_json(more)
         return found
     from orchestrator.cli.terminal import style
     from orchestrator.verify.page import lines

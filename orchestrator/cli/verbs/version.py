@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 
-HELP = "versions of orch and of what it stands on"
 STANDS_ON = ("torch", "hydra-core", "omegaconf", "msgspec", "numpy", "safetensors", "prometheus-client")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchestrator.plan import Plan
 
-HELP = "plans side by side: other GPUs, fabrics, sequence lengths, batches; cost to a token target"
 GIB = 1 << 30
 
 
@@ -27,19 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import os
     import shlex
 
+    from orchestrator.cli.session import home
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.build import build_plan
-    from orchestrator.run.folder import home_folder
     from orchestrator.submit.cluster import ClusterResolver
 
     if args.tokens is not None and not 1 <= args.tokens <= 1e18:
         raise OrchError(f"--tokens {args.tokens:g}: from 1 to 1e18", Exit.USAGE)
-    plans, resolve = [], ClusterResolver(home_folder(os.environ))
+    plans, resolve = [], ClusterResolver(home())
     for case in ["", *args.case]:
         try:
             words = shlex.split(case)
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     return Exit.DONE
 
 
-def column(name: str, plan: Plan, tokens: float | None) -> dict[str, object]:
+def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
     """One plan in plain values: seconds, bytes, tokens, hours."""
     par, train = plan.parallel, plan.job.train
     target = tokens or float(train.steps) * par.global_batch_tokens
@@ -84,7 +82,7 @@ def column(name: str, plan: Plan, tokens: float | None) -> dict[str, object]:
     }
 
 
-def page(columns: list[dict[str, object]]) -> str:
+def page(columns: list[dict[str, Any]]) -> str:
     rows = [[label, *(show(column) for column in columns)] for label, show in ROWS]
     base = columns[0]
     for key, label in (("step_s", "step against the first"), ("gpu_hours", "GPU-hours against the first")):

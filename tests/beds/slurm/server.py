@@ -20,7 +20,7 @@ IMPORTED = (
     *(f"orchestrator.cli.verbs.{verb}" for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")),
     *(
         f"orchestrator.{name}"
-        for name in ("config.compose", "planner.elastic.sizes", "submit.sweep", "observe.pages.run_page")
+        for name in ("config.compose", "planner.elastic.sizes", "submit.sweep", "cli.session", "observe.pages.run_page")
     ),
     *(
         "orchestrator.backends.slurm.backend",

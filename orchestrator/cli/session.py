@@ -1,0 +1,87 @@
+"""What verbs work on: the runs of this user, and how a job is submitted from this shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
+    from orchestrator.plan import Plan
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.run.request import LaunchRequest
+    from orchestrator.submit.submission import SubmitOptions
+
+
+def home() -> Path:
+    """Where runs, measured clusters and bad nodes of this user are kept."""
+    from orchestrator.run.folder import home_folder
+
+    return home_folder(os.environ)
+
+
+def find_run(name: str | None) -> RunFolder:
+    """The run that a handle, an id or the beginning of one means; None: the newest. OrchError (64)."""
+    from orchestrator.run import registry
+
+    return registry.find_run(home(), name)
+
+
+def open_run(name: str | None) -> tuple[RunFolder, Backend]:
+    """A run and the backend that it was submitted to. OrchError: 64 for an unknown run, 65 for an unreadable one."""
+    from orchestrator.backends.base import get_backend
+    from orchestrator.run.state import read_state
+
+    folder = find_run(name)
+    return folder, get_backend(read_state(folder).backend)
+
+
+def plan_of_run(folder: RunFolder) -> Plan:
+    """OrchError (65) where it is missing or damaged."""
+    from orchestrator.plan import PlanError, load_plan
+
+    try:
+        return load_plan(folder.plan)
+    except PlanError as error:
+        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+
+
+def request_of_run(folder: RunFolder) -> LaunchRequest:
+    """What a run was started with. OrchError (65): there is none, or the bundled trainer does not run its plan."""
+    from orchestrator.run.request import read_request
+
+    request = read_request(folder)
+    if request.worker.bundled:
+        from orchestrator.plan.supported import refusal
+
+        if problem := refusal(plan_of_run(folder)):
+            raise OrchError(f"run {folder.run_id}: {problem}", Exit.CONFIG)
+    return request
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `submit_options` reads."""
+    parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
+    parser.add_argument("--in-place", action="store_true", help="run the program here, not in a copy of this folder")
+    parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
+    after = "start when that run has ended well (any:RUN in any way, notok:RUN not well); repeatable"
+    parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after)
+
+
+def submit_options(args: argparse.Namespace, dry_run: bool) -> SubmitOptions:
+    """From the flags of `add_request_arguments`, and this shell."""
+    wishes = {"env": tuple(args.env), "in_place": args.in_place, "run_id": args.run_id, "after": tuple(args.after)}
+    return from_here(command=tuple(args.command or ()), dry_run=dry_run, **wishes)
+
+
+def from_here(**wishes: Any) -> SubmitOptions:
+    """`wishes`: those fields of `SubmitOptions` that are no facts of this shell."""
+    from orchestrator.submit.submission import SubmitOptions
+
+    return SubmitOptions(home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes)

@@ -1,0 +1,196 @@
+"""Submitting a job, from its configuration to a backend's handle: `prepare`, `choose` one size, `check`, `send`.
+
+Nothing here prints or reads the shell: what a submission depends on is in `SubmitOptions`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from msgspec import Struct, structs
+
+from orchestrator.backends.base import After, Backend, Prefetching, Queueing, Rendering, get_backend
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.run import registry
+from orchestrator.run.folder import RunFolder, new_run_id
+
+from .cluster import ClusterResolver, at_home
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import Config
+    from orchestrator.plan import Plan
+    from orchestrator.run.request import SubmissionBundle
+
+
+WAYS: dict[str, Literal["ok", "any", "notok"]] = {"ok": "ok", "any": "any", "notok": "notok"}
+
+
+class SubmitOptions(Struct, frozen=True, kw_only=True):
+    """How a job is submitted, and the facts of the shell that submits it. Paths are absolute."""
+
+    home: Path  # of orch: runs, measured clusters, bad nodes
+    cwd: Path
+    python: str
+    environ: Mapping[str, str]
+    command: tuple[str, ...] = ()  # the user's program; empty: the bundled trainer
+    env: tuple[str, ...] = ()  # names of further variables to pass on
+    in_place: bool = False  # the program runs in `cwd`, not in a copy of it
+    run_id: str | None = None
+    after: tuple[str, ...] = ()  # `RUN` or `HOW:RUN`: runs to wait for
+    dry_run: bool = False  # nothing will be sent, so the cluster is not asked ahead
+
+
+class SizeCandidate(NamedTuple):
+    """What may be sent: the job at one size. All candidates carry the plans of all sizes."""
+
+    config: Config  # with exactly the nodes of this size
+    plan: Plan
+    bundle: SubmissionBundle
+
+
+class Submission(NamedTuple):
+    backend: Backend
+    candidates: list[SizeCandidate]  # largest first, at least one
+
+
+def prepare(config: Config, options: SubmitOptions) -> Submission:
+    """The job planned, at every legal size where it is elastic, and rendered into requests; nothing is written.
+
+    OrchError: 64 for options that make no sense, 65 when no size can be planned, 76 and 78 from resolving the cluster.
+    """
+    given, resolve = config, ClusterResolver(options.home)
+    config = at_home(config, options.home)
+    backend = get_backend(config.backend.name)
+    if options.after:
+        wishes = parse_after(options.after, options.home)
+        if not isinstance(backend, Queueing):
+            raise OrchError(f"--after: the backend {backend.name} has no queue in which a run could wait", Exit.USAGE)
+        waiting = backend.after(config.backend.options, wishes)
+        config = structs.replace(config, backend=structs.replace(config.backend, options=waiting))
+    config = resolve.leave_out(config, backend)
+    if isinstance(backend, Prefetching) and not options.dry_run:
+        backend.look_ahead(config)
+    from orchestrator.planner.elastic.sizes import plan_sizes  # while the cluster answers
+
+    options = structs.replace(options, run_id=new_id(config, options))
+    own = bool(options.command)
+    sizes = plan_sizes(config, resolve, any_memory=own, any_layout=own).legal
+    plans = {size.nodes: size.plan for size in sizes} if config.nodes else {}
+    candidates = []
+    for size in sizes:
+        at = structs.replace(size.config, data=given.data)  # the run folder keeps the configuration that was given
+        candidates.append(SizeCandidate(at, size.plan, make_bundle(at, size.plan, backend, options, plans)))
+    return Submission(backend, candidates)
+
+
+def parse_after(words: Sequence[str], home: Path) -> list[After]:
+    """`RUN` or `HOW:RUN` of --after. OrchError (64) for an unknown run or way."""
+    found = []
+    for word in words:
+        how, colon, run = word.partition(":")
+        if not colon or run.startswith("//"):  # slurm://<id> is a handle
+            how, run = "ok", word
+        way = WAYS.get(how)
+        if way is None:
+            raise OrchError(f"--after {word}: {how!r} is not ok, any or notok", Exit.USAGE)
+        found.append(After(way, registry.find_run(home, run)))
+    return found
+
+
+def new_id(config: Config, options: SubmitOptions) -> str:
+    """The id that was asked for, or one of the job's name."""
+    return options.run_id if options.run_id is not None else new_run_id(job_name(config), time.time())
+
+
+def job_name(config: Config) -> str:
+    return config.run.name or "-".join(filter(None, (config.model.name, config.choices.get("parallel"))))
+
+
+def make_bundle(
+    config: Config,
+    plan: Plan,
+    backend: Backend,
+    options: SubmitOptions,
+    sizes: Mapping[int, Plan] = MappingProxyType({}),
+) -> SubmissionBundle:
+    """The request of one plan with the files of its run folder. `sizes`: the plans of an elastic job by node count."""
+    from orchestrator.run.code_snapshot import find_code
+    from orchestrator.run.request import Code, Site, make_request
+
+    runs = Path(config.run.dir).expanduser().absolute() if config.run.dir else registry.runs_folder(options.home)
+    site = Site(
+        run_id=new_id(config, options),
+        home=str(options.home),
+        runs_dir=str(runs),
+        python=options.python,
+        environment_names=sorted(options.environ),
+        cwd=str(options.cwd),
+        code=Code(kind="none") if options.in_place else find_code(options.cwd, wanted=bool(options.command)),
+        agent_flags=list(backend.agent_flags),
+    )
+    return make_request(config, plan, site, options.command, options.env, sizes)
+
+
+def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidate, list[str]]:
+    """The candidate to send, and what to tell the user. A backend without a queue takes the largest.
+
+    OrchError from a scheduler that takes no size; in a dry run that is told, too.
+    """
+    backend, candidates = submission
+    if not isinstance(backend, Queueing):
+        return candidates[0], []
+    try:
+        index, lines = backend.choose([candidate.bundle for candidate in candidates], options.environ)
+    except OrchError as error:
+        if not options.dry_run:
+            raise
+        return candidates[0], [f"the largest size is shown: {error.message}"] if len(candidates) > 1 else []
+    return candidates[index], lines
+
+
+def check(submission: Submission, options: SubmitOptions) -> None:
+    """OrchError (65) for a job of the bundled trainer that cannot run: a layout that it does not run, and, except in a
+    dry run, a plan that needs more memory than there is."""
+    if options.command:
+        return
+    from orchestrator.plan.supported import refusal
+
+    for _, plan, _ in submission.candidates:
+        if problem := refusal(plan):
+            raise OrchError(problem, Exit.CONFIG)
+    config, plan, _ = submission.candidates[0]
+    memory = plan.memory
+    if options.dry_run or memory.total <= memory.capacity or config.run.allow_oom:
+        return
+    need = f"rank {memory.worst_rank} needs {memory.total / 2**30:.1f} GiB of {memory.capacity / 2**30:.1f} GiB"
+    raise OrchError(
+        f"the plan does not fit: {need}; `orch plan` shows what takes it, run.allow_oom=true submits it anyway",
+        Exit.CONFIG,
+    )
+
+
+def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
+    """Start the run; its handle. From now on `orch list` finds it."""
+    os.umask(0o077)  # what a run writes is its user's alone
+    handle = backend.submit(bundle, options.environ)
+    register(bundle, options)
+    return handle
+
+
+def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
+    """Write the run's folder; the document that its scheduler takes."""
+    os.umask(0o077)
+    text = backend.render(bundle)
+    register(bundle, options)
+    return text
+
+
+def register(bundle: SubmissionBundle, options: SubmitOptions) -> None:
+    """Let a run be found by its id, wherever its folder lies."""
+    registry.register(options.home, RunFolder(Path(bundle.request.run_dir)))
