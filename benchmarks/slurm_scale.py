@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.backends.slurm.cluster_source import uniform  # noqa: E402
-from orchestrator.cluster.fit import choose_nodes, fit  # noqa: E402
 from orchestrator.cluster.importers.slurm import parse_topology  # noqa: E402
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes  # noqa: E402
+from orchestrator.cluster.nodes import choose_nodes, with_nodes  # noqa: E402
 from orchestrator.planner.elastic.replan import replan  # noqa: E402
 from tests.beds.plans import make_plan  # noqa: E402
 from tests.beds.slurm import large_output as big  # noqa: E402
@@ -33,7 +33,7 @@ def once(plan, text: str, network: str) -> dict[str, float]:
     used = len({rank.node for rank in plan.ranks})
     chosen = choose_nodes([n.name for n in uniform(nodes, 8) if n.free], topology, used)
     marks.append(time.perf_counter())
-    replan(plan, fit(plan.cluster, chosen, topology))
+    replan(plan, with_nodes(plan.cluster, chosen, topology))
     marks.append(time.perf_counter())
     names = ("parse_nodes_s", "parse_topology_s", "choose_s", "place_s")
     parts = dict(zip(names, (b - a for a, b in pairwise(marks)), strict=True))

@@ -56,7 +56,7 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
     `slurm:[partition]` and `kubernetes:[label profile]` ask the running cluster, and take the `nodes` idle ones that
     lie closest together, without those that earlier runs have found bad.
     """
-    from .fit import choose_nodes, fit
+    from .nodes import choose_nodes, with_nodes
 
     file = str(spec.topology_file)
     live = file.startswith(LIVE)
@@ -81,7 +81,7 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
         )
     if live:
         fitting = choose_nodes(fitting, topology, spec.nodes)
-    return structs.replace(fit(base, fitting, topology, name=spec.name), left_out=left_out)
+    return structs.replace(with_nodes(base, fitting, topology, name=spec.name), left_out=left_out)
 
 
 def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:

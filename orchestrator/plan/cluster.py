@@ -50,16 +50,3 @@ def check_cluster(cluster: Cluster) -> str | None:
     if nodes > 1 and len(tiers[-1][1]) != 1:
         return f"nodes meet nowhere: the last level, {tiers[-1][0]}, has {len(tiers[-1][1])} blocks and must have one"
     return None
-
-
-def level_between(cluster: Cluster, node_a: int, node_b: int) -> str:
-    """Name of the tier on which two nodes meet: "nvlink" inside one domain, else the lowest common switch's level."""
-    for name, blocks in [(NVLINK, cluster.nvlink_domains), *((lv.name, lv.switches) for lv in cluster.levels)]:
-        if any(node_a in block and node_b in block for block in blocks):
-            return name
-    raise ValueError(f"nodes {node_a} and {node_b} have no common switch")
-
-
-def domain_gpus(cluster: Cluster) -> int:
-    """GPUs in the smallest NVLink domain: what a tensor-parallel group must fit into."""
-    return min(len(domain) for domain in cluster.nvlink_domains) * cluster.gpus_per_node

@@ -19,11 +19,11 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import Exit, Plan, from_json, to_json
-from orchestrator.plan.cluster import level_between
 from orchestrator.planner import build
 from orchestrator.planner.cost.profile import profile_of
 from orchestrator.run.folder import home_folder
 from orchestrator.submit.cluster import ClusterResolver
+from tests.planner.configs import level_between
 from trainer.bench.cases import OPERATIONS, SIZES, cases
 
 LATENCY, RATE = 2e-4, 4e5

@@ -10,7 +10,8 @@ from msgspec import structs
 from orchestrator.cluster.resolve import resolve
 from orchestrator.config.schema import ClusterSpec, Config, LevelSpec, ModelSpec
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Model
+from orchestrator.plan.cluster import NVLINK
+from orchestrator.plan.document import Cluster, Model
 from orchestrator.planner import build
 from orchestrator.planner.search.search import Search
 
@@ -103,3 +104,11 @@ def build_plan(config: Config) -> Plan:
 
 def search(config: Config, any_layout: bool = False) -> Search:
     return Search(config, resolve(config.cluster), any_layout)
+
+
+def level_between(cluster: Cluster, node_a: int, node_b: int) -> str:
+    """Name of the tier on which two nodes meet: "nvlink" inside one domain, else the lowest common switch's level."""
+    for name, blocks in [(NVLINK, cluster.nvlink_domains), *((lv.name, lv.switches) for lv in cluster.levels)]:
+        if any(node_a in block and node_b in block for block in blocks):
+            return name
+    raise ValueError(f"nodes {node_a} and {node_b} have no common switch")

@@ -13,9 +13,9 @@ from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.queue import parse_squeue, squeue_argv
 from orchestrator.backends.slurm.script.flags import as_argv, network_flags
 from orchestrator.backends.slurm.script.render import PROBE
-from orchestrator.cluster.fit import fit
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
+from orchestrator.cluster.nodes import with_nodes
 from orchestrator.planner.elastic.replan import replan
 from tests.beds.plans import make_plan
 from tests.beds.slurm.cluster import Cluster
@@ -70,14 +70,14 @@ def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out
     plan = make_plan(**degrees, nodes=nodes)
     topology = parse_topology(blocks.run("scontrol", "show", "topology"))
     # planned on nodes that lie in blocks of four, as the cluster's do
-    plan = replan(plan, fit(plan.cluster, [f"n{i}" for i in range(8) if f"n{i}" not in out], topology))
+    plan = replan(plan, with_nodes(plan.cluster, [f"n{i}" for i in range(8) if f"n{i}" not in out], topology))
     flags = network_flags(plan, SlurmOptions(topology="block", segment=None))
     assert flags == {"segment": segment}
     said = blocks.run("srun", f"-N{nodes}", "--exclusive", "--gpus-per-node=8", *as_argv(flags), "bash", "-c", PROBE)
     places = read_probe(said)
     per_block = Counter(address.split(".")[0] for address in places.values())
     assert all(count % segment == 0 for count in per_block.values()), per_block
-    real = replan(plan, fit(plan.cluster, places, from_addresses(places)))
+    real = replan(plan, with_nodes(plan.cluster, places, from_addresses(places)))
     node = {rank.rank: rank.node for rank in real.ranks}
     for group in real.groups["pp"]:
         assert len({places[node[rank]].split(".")[0] for rank in group}) == 1, "a pipeline stays in one block"

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.backends.slurm.cluster_source import uniform
-from orchestrator.cluster.fit import choose_nodes, fit
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.cluster.model import FLAT
+from orchestrator.cluster.nodes import choose_nodes, with_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
@@ -23,7 +23,7 @@ PLAN = make_plan(tp=8, pp=4, dp=2, nodes=8)
 
 
 def test_real_nodes_take_the_places_of_the_planned_ones():
-    real = replan(PLAN, fit(PLAN.cluster, [f"n{i}" for i in (7, 6, 5, 4, 3, 2, 1, 0)], TESTBED))
+    real = replan(PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in (7, 6, 5, 4, 3, 2, 1, 0)], TESTBED))
     assert check_ranks(real) is None
     assert real.cluster.node_names == [f"n{i}" for i in range(8)]
     assert [level.name for level in real.cluster.levels] == ["leaf", "spine"]
@@ -36,17 +36,17 @@ def test_real_nodes_take_the_places_of_the_planned_ones():
 
 
 def test_the_same_nodes_give_the_same_plan_again():
-    real = replan(PLAN, fit(PLAN.cluster, [f"n{i}" for i in range(8)], TESTBED))
-    again = replan(real, fit(real.cluster, [f"n{i}" for i in range(8)], TESTBED))
+    real = replan(PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in range(8)], TESTBED))
+    again = replan(real, with_nodes(real.cluster, [f"n{i}" for i in range(8)], TESTBED))
     assert again == real
     found = difference(real, again)
     assert found.text == "placed as planned" and found.cost == 0
 
 
 def test_a_scattered_allocation_says_what_it_costs():
-    plan = replan(PLAN, fit(PLAN.cluster, [f"n{i}" for i in range(8)], TESTBED))
+    plan = replan(PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in range(8)], TESTBED))
     places = {f"m{i}": f"core.spine{i % 2}.leaf{i}.m{i}" for i in range(8)}
-    found = difference(plan, replan(plan, fit(plan.cluster, places, from_addresses(places))))
+    found = difference(plan, replan(plan, with_nodes(plan.cluster, places, from_addresses(places))))
     assert not found.same_nodes
     assert found.worst_levels["pp"] == ["leaf", "spine"]
     assert found.text.startswith("on m[0-7]: ") and "pp crosses spine instead of leaf" in found.text
@@ -55,15 +55,15 @@ def test_a_scattered_allocation_says_what_it_costs():
 
 def test_too_few_nodes_is_no_capacity():
     with pytest.raises(OrchError) as refused:
-        replan(PLAN, fit(PLAN.cluster, ["n0", "n1"], TESTBED))
+        replan(PLAN, with_nodes(PLAN.cluster, ["n0", "n1"], TESTBED))
     assert refused.value.exit == Exit.CAPACITY and "needs 64 GPUs" in refused.value.message
 
 
 def test_flat_and_partial_topologies_still_make_a_cluster():
-    flat = fit(PLAN.cluster, [f"n{i}" for i in range(4)], FLAT)
+    flat = with_nodes(PLAN.cluster, [f"n{i}" for i in range(4)], FLAT)
     assert [level.name for level in flat.levels] == ["fabric"]
     partial = parse_topology("SwitchName=l0 Nodes=n[0-1]\nSwitchName=l1 Nodes=n[2-3]")
-    cluster = fit(PLAN.cluster, ["n0", "n1", "n2", "n3", "x9"], partial)
+    cluster = with_nodes(PLAN.cluster, ["n0", "n1", "n2", "n3", "x9"], partial)
     assert cluster.levels[0].switches == [[0, 1], [2, 3], [4]] and cluster.levels[-1].name == "fabric"
 
 
@@ -72,7 +72,7 @@ def test_blocks_become_nvlink_domains_on_rack_scale_systems():
 
     base = msgspec.structs.replace(make_plan(tp=8, dp=8, nodes=8).cluster, nvlink_domains=[[0, 1, 2, 3], [4, 5, 6, 7]])
     blocks = parse_topology("BlockName=b0 Nodes=a[0-3]\nBlockName=b1 Nodes=a[4-7]\nBlockSizes=4")
-    assert fit(base, ["a0", "a1", "a4", "a5", "a6", "a7"], blocks).nvlink_domains == [[0, 1], [2, 3, 4, 5]]
+    assert with_nodes(base, ["a0", "a1", "a4", "a5", "a6", "a7"], blocks).nvlink_domains == [[0, 1], [2, 3, 4, 5]]
 
 
 @given(st.sets(st.integers(0, 63), min_size=1), st.data())
@@ -109,7 +109,7 @@ def test_five_thousand_nodes_read_chosen_and_placed():
     text, network = big.scontrol_nodes(5000), big.scontrol_topology(5000)
     nodes, topology = parse_nodes(text), parse_topology(network)
     chosen = choose_nodes([n.name for n in uniform(nodes, 8) if n.free], topology, 8)
-    plan = replan(PLAN, fit(PLAN.cluster, chosen, topology))
+    plan = replan(PLAN, with_nodes(PLAN.cluster, chosen, topology))
     leaves = next(tier for tier in topology.tiers if tier.name == "leaf").switches
     assert sum(1 for group in leaves.values() if set(group) & set(chosen)) == 1
     assert check_ranks(plan) is None

@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Struct
 
 from orchestrator.backends.kubernetes.options import KubernetesOptions
-from orchestrator.cluster.fit import choose_nodes
 from orchestrator.cluster.model import Topology
+from orchestrator.cluster.nodes import choose_nodes
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit

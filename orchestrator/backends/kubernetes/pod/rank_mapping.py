@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from orchestrator.cluster.fit import fit
 from orchestrator.cluster.model import FLAT, Tier, Topology
+from orchestrator.cluster.nodes import with_nodes
 from orchestrator.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def map_ranks(planned: Plan, members: Sequence[Join], topology: Topology | None)
     from orchestrator.planner.elastic.replan import difference, replan  # numpy, which only pods need
 
     names = node_names(members)
-    real = replan(planned, fit(planned.cluster, names, pod_topology(topology or FLAT, members, names)))
+    real = replan(planned, with_nodes(planned.cluster, names, pod_topology(topology or FLAT, members, names)))
     return RankMapping(real, names, difference(planned, real))
 
 

@@ -17,9 +17,9 @@ from orchestrator.backends.slurm.record import (
     submitted_request,
 )
 from orchestrator.backends.slurm.script.flags import used_node_count
-from orchestrator.cluster.fit import choose_nodes, fit
 from orchestrator.cluster.hostlist import expand, natural_key
 from orchestrator.cluster.importers.slurm import from_addresses
+from orchestrator.cluster.nodes import choose_nodes, with_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
@@ -82,13 +82,13 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
     planned = _planned(folder, request.sizes, len(addresses))
     topology = from_addresses(addresses)
     names = choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
-    real = replan(planned, fit(planned.cluster, names, topology))
+    real = replan(planned, with_nodes(planned.cluster, names, topology))
     found = difference(planned, real)
     sizes = ""
     if request.sizes:
         sizes = f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
         spares = len(addresses) > len(names)
-        whole = replan(planned, fit(planned.cluster, addresses, topology)) if spares else real
+        whole = replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else real
         request = _elastic(folder, request, whole, list(addresses))
     placement = Placement(
         job_id=job_id,

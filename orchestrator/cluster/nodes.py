@@ -20,7 +20,7 @@ from .model import Tier, Topology
 FABRIC = "fabric"  # the level on which nodes meet that nobody puts under a common switch
 
 
-def fit(base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None) -> Cluster:
+def with_nodes(base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None) -> Cluster:
     """`base` with these nodes, in topology order, under the switches of the topology.
 
     Raises OrchError (65) when the description contradicts itself.

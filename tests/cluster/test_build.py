@@ -8,9 +8,8 @@ from msgspec import structs
 from orchestrator.cluster.build import build_cluster
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.plan.cluster import check_cluster, domain_gpus, level_between
-
-from . import configs
+from orchestrator.plan.cluster import check_cluster
+from tests.planner import configs
 
 
 def test_regular_description():
@@ -18,12 +17,12 @@ def test_regular_description():
     assert cluster.node_names[0] == "node-0" and len(cluster.node_names) == 8
     assert cluster.levels[0].switches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert cluster.levels[0].bytes_per_s == 50e9  # 400 Gb/s, one NIC a GPU
-    assert domain_gpus(cluster) == 8
+    assert len(cluster.nvlink_domains) == 8
 
 
 @pytest.mark.parametrize(("a", "b", "level"), [(0, 0, "nvlink"), (0, 3, "leaf"), (3, 4, "spine"), (7, 0, "spine")])
 def test_level_between(a, b, level):
-    assert level_between(build_cluster(configs.cluster()), a, b) == level
+    assert configs.level_between(build_cluster(configs.cluster()), a, b) == level
 
 
 def test_ragged_lists_and_a_short_last_switch():
@@ -34,9 +33,9 @@ def test_ragged_lists_and_a_short_last_switch():
 
 def test_nvlink_domain_over_several_nodes():
     cluster = build_cluster(configs.cluster(36, 4, [("leaf", 18, 1.0), ("spine", 36, 1.0)], domain_nodes=18))
-    assert domain_gpus(cluster) == 72
-    assert level_between(cluster, 0, 17) == "nvlink"
-    assert level_between(cluster, 17, 18) == "spine"
+    assert [len(domain) for domain in cluster.nvlink_domains] == [18, 18]
+    assert configs.level_between(cluster, 0, 17) == "nvlink"
+    assert configs.level_between(cluster, 17, 18) == "spine"
 
 
 def test_a_path_is_no_faster_than_its_nic():
