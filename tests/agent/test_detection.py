@@ -52,8 +52,10 @@ def test_each_way_to_stand_still_is_told_from_the_others(runs):
     assert {oct(path.stat().st_mode & 0o777) for path in (folder.path / "stacks").iterdir()} == {"0o600"}
 
 
-def test_a_run_that_only_starts_slowly_or_has_no_pulse_is_left_alone(runs):
-    """Before the second step of an epoch nobody knows how long one takes; who has no pulse is not judged at all."""
+def test_a_run_that_only_starts_slowly_or_sends_no_progress_is_left_alone(runs):
+    """Before the second step of an epoch nobody knows how long one takes; a worker without progress reports is not
+    judged at all.
+    """
     folder = start(runs, {"STEPS": 2, "STEP_S": 1.5, "SLOW": "1:2"}, hang_after_s=0.5, hang_after_steps=0.1)
     quiet = submit(
         make_plan(dp=2, nodes=1),

@@ -79,7 +79,7 @@ def test_patience_grows_with_the_step_and_with_what_has_no_usual_length():
     assert hang_timeout_s([works(0), works(1, phase="checkpoint")], RULES) == 1800.0
 
 
-def test_programs_without_a_pulse_are_not_judged():
+def test_programs_without_progress_reports_are_not_judged():
     assert diagnose(PLAN, [waits(0), works(1, silent_s=None)], RULES) is None
     assert diagnose(PLAN, [], RULES) is None
 
@@ -149,19 +149,19 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
     assert lookout.slow() is None, "one slow word is none"
 
 
-def test_a_watch_counts_its_own_looks_and_a_step_is_newer_than_the_pulse_before_it():
-    watch, pids = ProgressMonitor(), {3: os.getpid()}
-    pulse = ProgressReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
-    watch.on_progress(pulse)
+def test_a_monitor_counts_its_own_looks_and_a_step_is_newer_than_the_report_before_it():
+    monitor, pids = ProgressMonitor(), {3: os.getpid()}
+    report = ProgressReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
+    monitor.on_progress(report)
     for _ in range(4):
-        watch.on_progress(pulse)
-        (seen,) = watch.look(pids)
+        monitor.on_progress(report)
+        (seen,) = monitor.look(pids)
     assert (seen.still_s, seen.step_s, seen.silent_s, seen.step) == (2.0, 2.0, 0.5, 5)
     assert seen.phase == "forward?[31m" and len(seen.waiting) == 120, "a worker's word does not rule the terminal"
     fields = {"samples": 1, "tokens": 1, "step_s": 0.5}
-    watch.on_step(StepReport(rank=3, epoch=0, step=5, **fields))
-    watch.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
-    (seen,) = watch.look(pids)
+    monitor.on_step(StepReport(rank=3, epoch=0, step=5, **fields))
+    monitor.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
+    (seen,) = monitor.look(pids)
     assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (7, "", None, 0.5, 0.5)
 
 
@@ -172,13 +172,13 @@ def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, s
     monkeypatch.setattr(
         "orchestrator.agent.node.progress.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
     )
-    watch = ProgressMonitor()
-    pulse = ProgressReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
-    watch.on_progress(pulse)
+    monitor = ProgressMonitor()
+    report = ProgressReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
+    monitor.on_progress(report)
     for _ in range(8):
         if sign == "speaks":
-            watch.on_progress(pulse)
-        (seen,) = watch.look({3: os.getpid()})
+            monitor.on_progress(report)
+        (seen,) = monitor.look({3: os.getpid()})
     assert seen.stopped_s == (4.0 if sign == "none" else 0.5) and seen.is_frozen == (sign == "none")
 
 

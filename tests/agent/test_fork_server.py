@@ -190,5 +190,5 @@ def test_a_worker_that_died_before_its_go_ahead_does_not_end_the_supervisor(tmp_
     supervisor._pending[7] = PendingFork({"rank": 3}, log, report, word)
     with ours, agents, fork_server, theirs:
         theirs.send(json.dumps({"ticket": 7, "pid": 12345}).encode())
-        supervisor._on_fork_server()
+        supervisor._on_fork_server(fork_server)
         assert json.loads(agents.recv(1024)) == {"started": 3, "pid": 12345}

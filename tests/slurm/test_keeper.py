@@ -40,7 +40,7 @@ sys.exit(int(word))
 KEEPER = """
 import sys
 from pathlib import Path
-from orchestrator.slurm import keeper
+from orchestrator.backends.slurm.job import agent_supervisor as keeper
 keeper._AGAIN_S = 0.01
 over = Path(sys.argv[1]).with_name("over")
 sys.exit(keeper.keep([sys.executable, "-c", *sys.argv[2:3], sys.argv[1], *sys.argv[3:]], over.exists, 2))

@@ -1,4 +1,4 @@
-"""The coordinator's eye on a running epoch: what all agents see, put together about once a second."""
+"""Hang and straggler detector: evaluates what all agents report of a running epoch, about once a second."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from orchestrator.run.request import Policy
 
 from .diagnosis import Diagnosis, diagnose, gathered, peers_usual, slowdown
 
-_EVERY_S, _COMPARE_S = 0.9, 0.4  # of 16,384 ranks: 50 ms each
-#: Words of an agent, one or two a second, each about the last eight steps. To say that a node is slow costs nothing; to
-#: go on without it costs an epoch, and a machine that was busy for a moment is none to be left.
-_SURE_WORDS, _LASTING_WORDS, _OVER_WORDS = 2, 10, 4
+_EVERY_S, _COMPARE_S = 0.9, 0.4  # for 16,384 ranks it takes 50 ms each
+#: Reports of an agent, one or two a second, each about the last eight steps. To name a straggler costs nothing; to
+#: replace it costs an epoch, which a machine that was busy for a moment is not worth.
+_SURE_REPORTS, _LASTING_REPORTS, _OVER_REPORTS = 2, 10, 4
 
 
 @dataclass
 class _Slow:
     ratio: float = 1.0
-    words: int = 0  # that say so
-    against: int = 0  # the last ones, that do not
+    reports: int = 0  # in which it is slow
+    against: int = 0  # the last ones, in which it is not
 
 
 class HangDetector:
+    """One per coordinator. Call `begin_epoch` before anything else."""
+
+    _plan: Plan
+
     def __init__(self, rules: Policy):
         self._rules = rules
-        self._plan: Plan | None = None
-        self._seen: dict[str, Sequence[WorkerStatus]] = {}  # by node, what its agent said last
+        self._seen: dict[str, Sequence[WorkerStatus]] = {}  # by node, what its agent has reported last
         self._peers: Mapping[tuple[str, int], float] = {}
         self._looked = self._compared = float("-inf")  # loop times
         self._urgent = False
@@ -44,7 +47,7 @@ class HangDetector:
         self._urgent = False
 
     def hear(self, node: str, seen: Sequence[WorkerStatus], now: float) -> None:
-        """`now`: loop time."""
+        """Takes one report of an agent. `now`: loop time, seconds."""
         self._seen[node] = seen
         self._urgent = any(one.is_frozen for one in seen)
         if now - self._compared >= _COMPARE_S:
@@ -53,32 +56,33 @@ class HangDetector:
         self._count(node, slowdown(self._plan, theirs, self._peers, self._rules.straggler_ratio))
 
     def diagnosis(self, now: float) -> Diagnosis | None:
-        """What is wrong, if anything. Most calls return at once, for agents by the thousand speak."""
+        """What is wrong, None for nothing. Most calls return at once, since thousands of agents report."""
         if now - self._looked < _EVERY_S and not self._urgent:
             return None
         self._looked = now
         return diagnose(self._plan, gathered(self._seen, self._plan), self._rules)
 
     def slow(self) -> dict[str, float] | None:
-        """Nodes that are slow now, with their ratios, when they are others than those told last; else None."""
-        sure = self._since(_SURE_WORDS)
+        """Stragglers with their ratios, if they are others than those returned last; else None."""
+        sure = self._since(_SURE_REPORTS)
         if sure.keys() == self._told:
             return None
         self._told = frozenset(sure)
         return sure
 
     def lastingly_slow(self) -> dict[str, float]:
-        """Those that have been so for long enough to go on without them."""
-        return self._since(_LASTING_WORDS)
+        """Nodes that have been stragglers for long enough to replace them, with their ratios."""
+        return self._since(_LASTING_REPORTS)
 
-    def _since(self, words: int) -> dict[str, float]:
-        return {node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.words >= words}
+    def _since(self, reports: int) -> dict[str, float]:
+        return {node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.reports >= reports}
 
     def _count(self, node: str, ratio: float | None) -> None:
+        slow = self._slow.get(node)
         if ratio is not None:
             slow = self._slow.setdefault(node, _Slow())
-            slow.ratio, slow.words, slow.against = ratio, slow.words + 1, 0
-        elif slow := self._slow.get(node):
+            slow.ratio, slow.reports, slow.against = ratio, slow.reports + 1, 0
+        elif slow:
             slow.against += 1
-            if slow.words < _SURE_WORDS or slow.against >= _OVER_WORDS:
+            if slow.reports < _SURE_REPORTS or slow.against >= _OVER_REPORTS:
                 del self._slow[node]

@@ -1,9 +1,9 @@
-"""Who holds a run up: from what is seen of all its ranks, the one at fault. Pure.
+"""Finds the rank at fault when a run hangs, from the status of all its ranks. Pure.
 
-In synchronous training one rank that does not get on stops all: the others stand in an exchange that it has not
-entered. So when no rank has made a step for too long, the culprit is the one that waits for nobody; how it spends its
-time says what is wrong with it. If every rank waits, nobody is missing, and what carries the exchange is at fault.
-A worker that is stopped by a signal needs no comparison: the kernel says so.
+In synchronous training one rank that does not advance stops all others: they wait in a collective that it has not
+entered. So if no rank has completed a step for too long, the one at fault is the one that waits for nobody; how it
+spends its time says what is wrong with it. If every rank waits, none is missing, and the network is at fault. A worker
+that is stopped by a signal needs no comparison: the kernel says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of
@@ -21,9 +23,9 @@ from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
 
 _SPINS = 0.3  # CPU seconds a second: computing, not waiting
-_MUTE_S = 5.0  # without a pulse, in a run that stands still: what it said last is no longer where it is
-_LEAST_S = 0.005  # of compute time above the peers', to be called slow
-_SHARE = 0.1  # of the step that a slow rank must cost the others
+_MUTE_S = 5.0  # without a progress report, in a run that hangs: its last report no longer says where it is
+_LEAST_S = 0.005  # of compute time above the peers', to be a straggler
+_SHARE = 0.1  # of the step that a straggler must cost the others
 
 
 @dataclass(frozen=True)
@@ -38,38 +40,39 @@ class Diagnosis:
 
     def cause(self, folder: RunFolder, epoch: int) -> Cause:
         """The cause of the epoch's end that it makes, with the paths of the worker's log and stack."""
-        files = {}
-        if self.rank is not None:
-            paths = {"log": folder.rank_log(self.rank), "stack": folder.stack(epoch, self.rank)}
-            files = {name: str(path.relative_to(folder.path)) for name, path in paths.items()}
-        about = {"node": self.node, "rank": self.rank, "step": self.step}
-        return Cause(kind=self.kind, text=self.text, epoch=epoch, **about, **files)
+        cause = Cause(kind=self.kind, text=self.text, epoch=epoch, node=self.node, rank=self.rank, step=self.step)
+        if self.rank is None:
+            return cause
+        log, stack = folder.rank_log(self.rank), folder.stack(epoch, self.rank)
+        return structs.replace(cause, log=str(log.relative_to(folder.path)), stack=str(stack.relative_to(folder.path)))
 
 
 def diagnose(plan: Plan, seen: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
-    """`seen`: the ranks that live. None while nothing is wrong."""
+    """What is wrong, None for nothing. `seen`: the status of the ranks that are alive."""
     frozen = [one for one in seen if one.is_frozen]
     if frozen:
         first = max(frozen, key=lambda one: (one.stopped_s, -one.rank))
         how = f"stopped by a signal (state T) for {first.stopped_s:g} s"
         return _diagnosis("worker_frozen", plan, first, seen, how)
-    watched = [one for one in seen if one.silent_s is not None]
+    silent = {one.rank: one.silent_s for one in seen if one.silent_s is not None}
+    watched = [one for one in seen if one.rank in silent]
     if not watched or len(watched) < len(seen) or min(one.step_s for one in watched) < hang_timeout_s(watched, rules):
         return None
-    free = [one for one in watched if one.waiting is None or one.silent_s > _MUTE_S]
+    free = [one for one in watched if one.waiting is None or silent[one.rank] > _MUTE_S]
     if not free:
         return _nobody(watched)
     first = min(free, key=lambda one: (one.step, -one.still_s, one.rank))
     if first.busy >= _SPINS or first.state == "R":  # a busy machine may give it little
         how = f"it computes ({first.busy:.0%} of a core), and does not get on for {first.still_s:g} s"
         return _diagnosis("worker_spinning", plan, first, seen, how)
-    held = f"without a pulse for {first.silent_s:g} s" if first.silent_s > _MUTE_S else "neither computing nor waiting"
+    mute = silent[first.rank] > _MUTE_S
+    held = f"without a progress report for {first.silent_s:g} s" if mute else "neither computing nor waiting"
     how = f"{held}, state {first.state}, for {first.still_s:g} s"
     return _diagnosis("worker_stuck", plan, first, seen, how)
 
 
 def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
-    """How long no rank may make a step before something is wrong, seconds."""
+    """Seconds that may pass without a step of any rank before something is wrong."""
     usual = [one.usual_step_s for one in watched if one.usual_step_s is not None]
     if len(usual) < len(watched) or any(one.phase in ("start", "checkpoint") for one in watched):
         return max(rules.start_hang_after_s, rules.hang_after_s)
@@ -79,16 +82,16 @@ def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
 def slowdown(
     plan: Plan, theirs: Collection[WorkerStatus], peers: Mapping[tuple[str, int], float], least_ratio: float
 ) -> float | None:
-    """Of one node: own compute time of its slowest rank over what is usual for its `peers`; None: it is not slow.
+    """Own compute time of a node's slowest rank over the median of its `peers`; None if it is not a straggler.
 
-    Time spent in waiting for others is in nobody's own time, so those whom a slow rank holds up are not slow.
+    Own time has no time spent in waiting for others, so ranks that a straggler holds up are not stragglers.
     """
     found = []
     for one in filter(_is_timed, theirs):
         place, own = plan.ranks[one.rank], _of_the_most(plan, one)
         usual = peers.get((place.node, place.coord.pp), 0.0)
         more = own - usual
-        if usual > 0 and more > max(_LEAST_S, _SHARE * one.usual_step_s) and own / usual >= least_ratio:
+        if usual > 0 and more > max(_LEAST_S, _SHARE * (one.usual_step_s or 0.0)) and own / usual >= least_ratio:
             found.append(round(own / usual, 2))
     return max(found, default=None)
 
@@ -96,7 +99,7 @@ def slowdown(
 def peers_usual(plan: Plan, seen: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
     """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
 
-    One sort a stage: a node's own ranks are stepped over where they stand in the order, for there may be 16,384 ranks.
+    One sort per stage, in which a node's own ranks are stepped over, since there may be 16,384 ranks.
     """
     stages: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for one in filter(_is_timed, seen):
@@ -116,7 +119,7 @@ def peers_usual(plan: Plan, seen: Collection[WorkerStatus]) -> dict[tuple[str, i
 
 
 def _without(left_out: Collection[int], at: int) -> int:
-    """The place of the `at`-th of those that stay; `left_out` rises."""
+    """The index of the `at`-th element that is not in `left_out`, which is sorted."""
     for place in left_out:
         at += place <= at
     return at
@@ -127,9 +130,9 @@ def _is_timed(one: WorkerStatus) -> bool:
 
 
 def _of_the_most(plan: Plan, one: WorkerStatus) -> float:
-    """A rank's own time as it would be with the most micro-batches that a replica computes: who takes more is not
-    slow."""
+    """Own time of a rank, seconds, scaled to the largest number of micro-batches that any replica computes."""
     par = plan.parallel
+    assert one.usual_own_s is not None
     return one.usual_own_s * par.micro_batches / computed(par, replica_of(par, plan.ranks[one.rank].coord))
 
 
@@ -162,7 +165,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def gathered(by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan) -> list[WorkerStatus]:
-    """What the agents have seen last, of ranks that are theirs."""
+    """The status of all ranks, each as reported by the agent of its node."""
     return [one for node, seen in by_node.items() for one in seen if _is_of(plan, one.rank, node)]
 
 

@@ -1,6 +1,6 @@
-"""What happens after an epoch has ended: pure decisions from what was seen.
+"""Decides what happens after an epoch has ended. Pure.
 
-On which nodes an elastic run goes on is the planner's to say (`planner.elastic`); whether it does is said here.
+Whether a run goes on is decided here; with which nodes an elastic run goes on is decided by the planner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FINAL_CODES = FATAL | {Exit.NODE, Exit.CAPACITY, Exit.FENCED}
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """The end of one worker, numbered in the order in which the coordinator heard of it."""
+    """The end of one worker. `order`: in which the coordinator was told of the ends."""
 
     rank: int
     node: str
@@ -33,7 +33,7 @@ class WorkerEnd:
     step: int | None = None
     log: str = ""
     tail: tuple[str, ...] = ()
-    cause: str = ""  # what it said of its failure itself
+    cause: str = ""  # of its failure, as it has reported it
     error: str = ""
 
 
@@ -45,7 +45,7 @@ class NodeLoss:
 
 @dataclass(frozen=True)
 class Request:
-    """Somebody asked for the end."""
+    """Somebody has asked for the end of the run."""
 
     kind: Literal["cancelled", "stopped"]
     reason: str
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """All that is known once every worker of an epoch is gone."""
+    """What is known once every worker of an epoch is gone."""
 
     epoch: int
     world_size: int
@@ -108,11 +108,11 @@ class Decision:
 
 
 def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
-    """The end that explains the others.
+    """The end that explains the others, None if no worker failed.
 
-    When one worker dies its peers fail in their collectives and leave with 75 or an error of their own, and their
-    agents may be heard earlier. So: those that nobody had told to stop come first; among them a signal or an error
-    comes before a 75, which may be an answer to a peer's end; then the order of hearing decides.
+    When one worker dies, its peers fail in their collectives and exit with 75 or an error of their own, and their
+    agents may report earlier. So workers that nobody had told to stop come first; among them a signal or an error comes
+    before a 75, which may follow from a peer's end; then the order of the reports decides.
     """
     failed = [end for end in ends if end.code != 0]
     by_themselves = [end for end in failed if not end.asked]
@@ -140,14 +140,13 @@ def cause_of(end: WorkerEnd, epoch: int) -> Cause:
 
 
 def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> Decision:
-    """What to do now. The contract's table, in the order in which the rows apply."""
+    """What follows after an epoch: the table of docs/protocol.md, Decisions, in the order in which its rows apply."""
     complete = len(end.ends) == end.world_size
     if complete and all(worker.code == 0 for worker in end.ends):
         return Decision(again=False, state="done", code=0, reason="all workers are done", budget=budget)
 
     first = first_cause(end.ends)
     cause = end.fault or (cause_of(first, end.epoch) if first else None)
-    by_itself = end.fault is None and first is not None and not first.asked and first.code != Exit.RESTART
 
     if end.lost and end.request is None:
         gone = end.lost[0]
@@ -157,7 +156,7 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
         return _end("failed", Exit.CAPACITY, lost.text, budget, lost)
 
     if end.request is not None:
-        if by_itself and first.code in FATAL:
+        if first and cause and end.fault is None and not first.asked and first.code in FATAL:
             return _end("failed", first.code, cause.text, budget, cause)
         saved = all(worker.code in (0, Exit.RESTART) for worker in end.ends) and (complete or not end.ends)
         how = "; before any worker had started" if not end.ends else "" if saved else "; not every worker saved"
@@ -168,11 +167,15 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
             return _without(end.slow, end.resize, budget)
         return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
 
-    if first is None and end.fault is None:  # nobody failed, yet not all ended: only a lost node or a request does that
+    if cause is None:  # nobody failed, yet not all ended: only a lost node or a request does that
         text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
         return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
 
-    code = 1 if end.fault else first.code
+    return _after_failure(end, cause, 1 if end.fault or first is None else first.code, budget, history)
+
+
+def _after_failure(end: EpochEnd, cause: Cause, code: int, budget: Budget, history: FaultHistory) -> Decision:
+    """The rows for an epoch that ended by a failure. `code`: of the worker that failed first."""
     if code == Exit.NODE and end.elastic:
         return _without(cause, cause.text, budget)
 

@@ -296,7 +296,8 @@ class Elasticity:
         context = self._context
         text = f"{len(context.members)} nodes are left, the smallest size of this run is {self._sizes.least}"
         reason = "; ".join(filter(None, (decision.reason, text)))
-        state, code = ("stopped", Exit.RESTART) if left else ("failed", Exit.CAPACITY)
+        state: policy.FinalState = "stopped" if left else "failed"
+        code = Exit.RESTART if left else Exit.CAPACITY
         if request := context.end_request:
             state, code, reason = request.kind, Exit.RESTART, f"{request.reason}; {reason}"
         return policy.Decision(False, state, reason, context.budget, int(code), cause=decision.cause)

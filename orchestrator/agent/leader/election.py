@@ -140,7 +140,8 @@ class LeaderElection:
                     with contextlib.suppress(LeaseLost):
                         lease.take(max(newest, state.epoch, epoch) + 1)
                         self._lead(lease)
-                        call = _cancel(call)
+                        _cancel(call)
+                        call = None
                 if refused:
                     await asyncio.wait({over}, timeout=TICK_S)
         finally:

@@ -244,14 +244,16 @@ class Epoch:
         self._fault = found.cause(context.folder, context.epoch)
         context.note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
         for node, _ in self._ranked_members():
-            self._send(node, Examine(reason=found.text, end=[found.rank] if node == found.node else []))
+            end = [found.rank] if node == found.node and found.rank is not None else []
+            self._send(node, Examine(reason=found.text, end=end))
         if found.rank is None:
             self._stop_all(found.text, self._loss_grace)
 
     def _fault_with_tail(self) -> Cause | None:
         """The fault, with the exit code and last log lines of its worker."""
-        end = next((end for end in self._ends if self._fault and end.rank == self._fault.rank), None)
-        return structs.replace(self._fault, code=end.code, tail=list(end.tail)) if end else self._fault
+        fault = self._fault
+        end = next((end for end in self._ends if fault and end.rank == fault.rank), None)
+        return structs.replace(fault, code=end.code, tail=list(end.tail)) if fault and end else fault
 
     def _replace_straggler(self) -> None:
         nodes = self._detector.lastingly_slow()
@@ -260,8 +262,8 @@ class Epoch:
         if len(self._elasticity.ready_nodes()) > len(self._nodes):
             slowest, ratio = max(nodes.items(), key=lambda item: item[1])
             self._resize = f"{slowest} is slow: its own compute time is {ratio:g} times the median of its peers'"
-            about = {"epoch": self._context.epoch, "node": slowest, "step": reported_step(self._context)}
-            self._straggler = Cause(kind="straggler", text=self._resize, **about)
+            epoch, step = self._context.epoch, reported_step(self._context)
+            self._straggler = Cause(kind="straggler", text=self._resize, epoch=epoch, node=slowest, step=step)
             self._stop_all(self._resize, self._rules.grace_s)
 
     # ---------------------------------------------------------------------------------- the end of the epoch

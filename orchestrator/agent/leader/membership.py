@@ -90,7 +90,9 @@ class Membership:
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection, from the greeting to its end."""
-        self._tasks.add(asyncio.current_task())
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         self._greeting += 1
         channel = member = None
         text = "connection closed"
@@ -122,13 +124,13 @@ class Membership:
                 writer.close()
             if member and self.members.get(member.join.node) is member:
                 self._tell(member.join.node, MemberLost(text, member))
-            self._tasks.discard(asyncio.current_task())
+            self._tasks.discard(task)
 
     def _admit(self, channel: Channel, first: tuple[int, FromAgent] | None) -> Member | None:
         """Makes the newcomer a member, or tells it why not."""
-        if first is None or not isinstance(first[1], Join):
+        epoch, join = first or (-1, None)
+        if not isinstance(join, Join):
             raise Refused("the first message was no join")
-        epoch, join = first
         code, reason = None, ""
         if join.node != channel.peer:
             raise Refused(f"{channel.peer!r} joined as {join.node!r}")

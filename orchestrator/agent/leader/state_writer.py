@@ -216,6 +216,7 @@ class StateWriter:
 
     def finish(self, decision: Decision) -> None:
         """Writes the report and the final state; the report first, since readers of the final state look for it."""
+        assert decision.state != "restarting"
         self._nodes("ended")
         self._discovery.withdraw()
         ended = finish(self._state, decision.state, decision.code, decision.reason, decision.cause, at=self._clock())

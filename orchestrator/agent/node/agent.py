@@ -144,8 +144,15 @@ class Agent:
     async def _join(self) -> Channel:
         channel = await self._connector.connect(self._epoch, used_nodes(self._control.plan), self._result)
         self._channel = channel
-        about = {"plan_hash": self._control.plan.hash, "metrics": self._metrics_address, "warm": self._control.warm}
-        self._send(Join(node=self._node, **asdict(self._facts), **about))
+        self._send(
+            Join(
+                node=self._node,
+                **asdict(self._facts),
+                plan_hash=self._control.plan.hash,
+                metrics=self._metrics_address,
+                warm=self._control.warm,
+            )
+        )
         return channel
 
     async def _disconnect(self, tasks: list[asyncio.Task]) -> None:

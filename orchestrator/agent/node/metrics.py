@@ -1,8 +1,8 @@
-"""One Prometheus endpoint a node. Names, types and units: reliability.md section 7, docs/metrics in docs/protocol.md.
+"""The Prometheus endpoint of a node. Names, types and units: docs/protocol.md, Metrics.
 
-Labels are job (the run id), node and plan_epoch; there is no rank label, since ranks come by the ten thousand. So a
-series is the sum or the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max by (job)`
-over the nodes then gives the job. Nothing here keeps global state, and a report costs microseconds.
+Labels are job (the run id), node and plan_epoch. There is no rank label, since a job may have tens of thousands of
+ranks: a series is the sum or the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max by
+(job)` over the nodes gives the job's value. A report costs microseconds.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ _COUNTERS = {
     "orch_comm_bytes": "Bytes sent by the workers of this node, by axis of parallelism.",
     "orch_comm_seconds": "Seconds in communication, summed over the workers of this node.",
     "orch_wall_seconds": "Seconds of this node's agent, each in one state (docs/reliability.md).",
-    "orch_faults": "Failures, by kind and by who noticed.",
-    "orch_restarts": "Times that all workers were started again, by reason.",
-    "orch_replans": "Times that the run went on with other nodes, by how it changed.",
-    "orch_checkpoint_failures": "Saves that could not be made; training went on.",
+    "orch_faults": "Failures, by kind and by who detected them.",
+    "orch_restarts": "Restarts of all workers, by reason.",
+    "orch_replans": "Changes of the nodes that the run uses, by kind: grow, shrink or swap.",
+    "orch_checkpoint_failures": "Checkpoints that could not be saved while training went on.",
     "orch_reports_dropped": "Reports that workers dropped because their pipe was full.",
-    "orch_reports_unreadable": "Lines on report pipes that were no reports.",
+    "orch_reports_unreadable": "Lines on report pipes that could not be read.",
 }
 _GAUGES = {
     "orch_last_step": "Last completed step.",
-    "orch_last_step_timestamp_seconds": "When it completed.",
+    "orch_last_step_timestamp_seconds": "When the last step completed.",
     "orch_loss": "Loss of the last step, mean over the tokens of the whole job.",
     "orch_grad_norm": "Norm of the last gradient of the whole job, before clipping.",
     "orch_learning_rate": "Learning rate of the last step.",
-    "orch_ettr_ratio": "Productive seconds of this node over all of them; a run's is its sums' ratio.",
+    "orch_ettr_ratio": "Effective training time ratio: productive seconds of this node over all its seconds.",
     "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
-    "orch_pipeline_bubble_ratio": "Idle time of a pipeline over its busy time, last step, of this node's worst worker.",
+    "orch_pipeline_bubble_ratio": "Ratio of idle to busy time of a pipeline, last step, of this node's worst worker.",
     "orch_checkpoint_bytes": "Size of the last durable checkpoint.",
     "orch_memory_bytes": "Memory by category, of the worker of this node that uses most of it.",
     "orch_last_durable_checkpoint_timestamp_seconds": "When the last checkpoint was safely on disk.",
-    "orch_last_durable_checkpoint_step": "Its step.",
+    "orch_last_durable_checkpoint_step": "Step of the last checkpoint that was safely on disk.",
     "orch_workers": "Workers alive on this node.",
     "orch_healthy_nodes": "Nodes whose agents are connected.",
     "orch_wanted_nodes": "Nodes that the plan uses.",
     "orch_spare_nodes": "Connected nodes that hold no rank.",
-    "orch_node_slowdown_ratio": "Own compute time of a node that is slow over the median of its peers; 1: it is not.",
-    "orch_plan_info": "The plan that runs.",
-    "orch_build_info": "The orch that runs it.",
+    "orch_node_slowdown_ratio": "Compute time of this node over the median of its peers; 1 if it is not a straggler.",
+    "orch_plan_info": "The plan in force, as labels.",
+    "orch_build_info": "The version of orch.",
 }
 _EXTRA = {
     "orch_comm_bytes": ["axis"],
@@ -88,7 +88,8 @@ class _Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        running, result = 0, []
+        running = 0.0
+        result: list[tuple[str, float]] = []
         for bound, count in zip((*BUCKETS, float("inf")), self.counts, strict=True):
             running += count
             result.append(("+Inf" if bound == float("inf") else str(bound), running))
@@ -96,7 +97,7 @@ class _Histogram:
 
 
 class NodeMetrics(Collector):
-    """The numbers of one node. Feed it reports; it is its own registry's collector."""
+    """The metrics of one node, computed from the reports of its workers."""
 
     def __init__(self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic):
         self._job, self._node, self._clock = job, node, clock
@@ -116,7 +117,7 @@ class NodeMetrics(Collector):
         self.registry.register(self)
 
     def begin_epoch(self, epoch: int) -> None:
-        """From here on everything is of this epoch; values of the moment of older ones are no longer true."""
+        """Starts an epoch: gauges of older epochs are dropped, counters are kept."""
         self.enter("rendezvous")
         self._epoch = epoch
         keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
@@ -128,7 +129,7 @@ class NodeMetrics(Collector):
         self.set("orch_build_info", 1, __version__)
 
     def replan(self, plan: Plan) -> None:
-        """Another plan holds from here on, in the epoch that has begun."""
+        """Sets the plan in force from this epoch on."""
         self._plan = plan
         self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == self._node)
         self._gauges = {key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"}
@@ -140,7 +141,7 @@ class NodeMetrics(Collector):
         self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, par.schedule)
 
     def enter(self, state: WallState) -> None:
-        """What this node's time is spent on from now on, until its next step."""
+        """Sets the state that this node's time counts as, until its next step."""
         self._wall.enter(state, self._clock())
 
     def add(self, name: str, value: float, *labels: str) -> None:
@@ -208,17 +209,17 @@ class NodeMetrics(Collector):
                     family.add_metric([self._job, self._node, str(epoch), *labels], value)
             yield family
         for name, text in _GAUGES.items():
-            family = GaugeMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
+            gauge = GaugeMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
             for (which, labels), value in list(self._gauges.items()):
                 if which == name:
-                    family.add_metric([self._job, self._node, str(self._epoch), *labels], value)
-            yield family
-        text = "Time of a step and of its phases, as seen by the node's first worker."
+                    gauge.add_metric([self._job, self._node, str(self._epoch), *labels], value)
+            yield gauge
+        text = "Duration of a step and of its phases, as reported by the node's first worker."
         yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
-        text = "Time to save a checkpoint, from the first byte to durable, where a worker of this node says so."
+        text = "Duration of a save, from the first byte to durable, if a worker of this node reports it."
         yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
 
-        text = "From the first sign of an epoch's end to the beginning of the next step, where it broke off steps."
+        text = "From the first sign of an epoch's end to the start of the next step, if steps were interrupted."
         yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
 
     def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple, _Histogram]) -> Metric:
@@ -251,8 +252,8 @@ async def serve(
             elif method != "GET":
                 status, kind, body = "405 Method Not Allowed", "text/plain", b"GET only\n"
             elif path == "/targets":
-                found = targets is not None and targets.exists()
-                status, kind, body = "200 OK", "application/json", targets.read_bytes() if found else b"[]\n"
+                body = targets.read_bytes() if targets is not None and targets.exists() else b"[]\n"
+                status, kind = "200 OK", "application/json"
             else:
                 encode, kind = choose_encoder(headers.get("accept", ""))
                 status, body = "200 OK", encode(metrics.registry)

@@ -1,7 +1,7 @@
-"""What one node sees of its workers: what they say of themselves, and what the kernel says of them.
+"""Progress monitor: the status of a node's workers, from their progress reports and from the kernel.
 
-Looks are counted, not timed, so that a pause of this agent is not taken for one of its workers. Nothing is judged here:
-whether a worker that stands still is at fault shows only beside the others (`diagnose`).
+Looks are counted, not timed, so that a pause of this agent does not count against its workers. Nothing is judged here:
+whether a worker that stands still is at fault shows only beside the others (`faults.diagnosis`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from orchestrator.run.processes import Identity, Load, identity, load_of
 
 LOOK_S = 0.5
 _USUAL_STEPS = 32  # that a median is taken of
-_OWN_STEPS = 8  # of own compute time: who becomes slow is so after five
+_OWN_STEPS = 8  # of own compute time: a straggler shows after five
 _BUSY_LOOKS = 4
-_LONGEST_WORD = 120
+_LONGEST_TEXT = 120
 
 
 @dataclass
 class _Rank:
     process: Identity | None = None
-    pulse: ProgressReport | None = None
-    making: int = 0  # the step after the last that was reported: a pulse may be older than that
+    report: ProgressReport | None = None
+    making: int = 0  # the step after the last that was completed: `report` may be older than that
     still: int = 0  # looks
     in_step: int = 0
     silent: int = 0
@@ -52,16 +52,16 @@ class ProgressMonitor:
         if report.own_s is not None:
             one.own_s.append(report.own_s)
 
-    def on_progress(self, pulse: ProgressReport) -> None:
-        one = self._ranks.setdefault(pulse.rank, _Rank())
-        before, one.pulse, one.silent = one.pulse, pulse, 0
-        if before is None or before.step != pulse.step:
+    def on_progress(self, report: ProgressReport) -> None:
+        one = self._ranks.setdefault(report.rank, _Rank())
+        before, one.report, one.silent = one.report, report, 0
+        if before is None or before.step != report.step:
             one.in_step = 0
-        if before is None or _place(before) != _place(pulse):
+        if before is None or _position(before) != _position(report):
             one.still = 0
 
     def look(self, pids: Mapping[int, int]) -> list[WorkerStatus]:
-        """Once every LOOK_S, at the workers that live: rank -> pid, 0 for one that is just being born."""
+        """The status of the workers that are alive, to be called every LOOK_S. `pids`: by rank, 0: being started."""
         return [self._look(rank, pid) for rank, pid in sorted(pids.items()) if pid]
 
     def _look(self, rank: int, pid: int) -> WorkerStatus:
@@ -75,17 +75,19 @@ class ProgressMonitor:
         stopped = one.load is not None and one.load.state == "T"
         ran = one.silent == 0 or (before is not None and one.load is not None and one.load.cpu_s > before.cpu_s)
         one.still, one.in_step, one.silent = one.still + 1, one.in_step + 1, one.silent + 1
-        one.stopped = (1 if ran else one.stopped + 1) if stopped else 0  # who is stopped and let go in turn is slow
-        pulse = one.pulse
-        told = pulse if pulse and pulse.step >= one.making else None
+        one.stopped = (
+            (1 if ran else one.stopped + 1) if stopped else 0
+        )  # stopped and continued in turn: slow, not frozen
+        report = one.report
+        current = report if report and report.step >= one.making else None
         return WorkerStatus(
             rank=rank,
-            step=told.step if told else one.making,
-            phase=_shown(told.phase) if told else "",
-            waiting=_shown(told.waiting) if told and told.waiting else None,
+            step=current.step if current else one.making,
+            phase=_shown(current.phase) if current else "",
+            waiting=_shown(current.waiting) if current and current.waiting else None,
             still_s=one.still * LOOK_S,
             step_s=one.in_step * LOOK_S,
-            silent_s=one.silent * LOOK_S if pulse else None,
+            silent_s=one.silent * LOOK_S if report else None,
             stopped_s=one.stopped * LOOK_S,
             state=one.load.state if one.load else "?",
             busy=round(sum(one.used_s) / (len(one.used_s) * LOOK_S), 2) if one.used_s else 0.0,
@@ -95,9 +97,9 @@ class ProgressMonitor:
 
 
 def _shown(text: str) -> str:
-    """A worker's word as it may appear on a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_WORD])
+    """A worker's text, safe to print on a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_TEXT])
 
 
-def _place(pulse: ProgressReport) -> tuple:
-    return pulse.step, pulse.phase, pulse.waiting, pulse.moves
+def _position(report: ProgressReport) -> tuple:
+    return report.step, report.phase, report.waiting, report.moves

@@ -1,4 +1,4 @@
-"""Everything that a node has to tell, in three forms: metrics lines, events lines, Prometheus."""
+"""Records what a node reports in three forms: metrics lines, events lines, Prometheus."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from orchestrator.observe.goodput.intervals import WallState
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import EventReport, ProgressReport, StepReport
 from orchestrator.run.folder import RunFolder
@@ -15,19 +16,19 @@ from .metrics import NodeMetrics
 from .progress import ProgressMonitor
 from .worker_reports import JsonLines, parse, stamped
 
-#: Events of this node that say what its time goes to from then on.
-_ENTERS = {
+#: Events of this node after which its time counts as another state.
+_ENTERS: dict[str, WallState] = {
     "workers_started": "startup",
     "flush_started": "checkpoint_stall",
     "worker_ended": "rendezvous",
     "coordinator_lost": "rendezvous",
 }
-_LONGEST_WORD = 500  # of what a worker says of its failure
+_LONGEST_WORD = 500  # of a worker's own description of its failure
 _MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
 
 
 class Recorder:
-    """One a node. `clock` gives Unix seconds."""
+    """One per node. `clock` returns Unix seconds."""
 
     def __init__(self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time):
         self.node, self.metrics = node, NodeMetrics(folder.run_id, node, plan)
@@ -56,7 +57,7 @@ class Recorder:
         return max(self.last_step.values(), default=None)
 
     def failure_of(self, rank: int) -> dict[str, str]:
-        """`cause` and `error`, in a worker's own words; empty where it had none."""
+        """`cause` and `error` of a worker's failure as it has reported them; empty if it has not."""
         fields = self._failure[rank].fields if rank in self._failure else {}
         return {name: str(fields.get(name) or "")[:_LONGEST_WORD] for name in ("cause", "error")}
 
@@ -76,7 +77,7 @@ class Recorder:
             self._events.write(stamped(line, at))
             self.metrics.on_event(report, at)
             if report.name == "checkpoint_saved" and report.step is not None:
-                self.last_step.setdefault(rank, report.step)  # of a flush, which makes none
+                self.last_step.setdefault(rank, report.step)  # a final checkpoint makes no steps
             if report.name == "stopping":  # steps are over, the last save follows
                 self.metrics.enter("checkpoint_stall")
         else:
@@ -86,7 +87,7 @@ class Recorder:
                 self.event("report_unreadable", rank=rank, line=line[:200].decode(errors="backslashreplace"))
 
     def event(self, name: str, **fields: object) -> None:
-        """Something that the agent or the coordinator itself did or saw."""
+        """Writes an event of the agent or the coordinator."""
         if name in _ENTERS:
             self.metrics.enter(_ENTERS[name])
         record = {"kind": "agent", "name": name, "node": self.node, "epoch": self._epoch, **fields}

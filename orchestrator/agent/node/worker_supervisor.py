@@ -77,10 +77,12 @@ class WorkerSupervisor:
             kill_descendants()
 
     def _serve(self, wake: int) -> bool:
-        heard = [self._agent, wake] + ([self._fork_server] if self._fork_server else [])
+        heard: list[socket.socket | int] = [self._agent, wake]
+        if self._fork_server:
+            heard.append(self._fork_server)
         readable, _, _ = select.select(heard, [], [])
-        if self._fork_server in readable:
-            self._on_fork_server()  # before reaping: a worker may just have been forked
+        if self._fork_server and self._fork_server in readable:
+            self._on_fork_server(self._fork_server)  # before reaping: a worker may just have been forked
         if wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
@@ -143,7 +145,7 @@ class WorkerSupervisor:
                 return
             self._sweep = True
             if self._fork_server and argv[: len(self._program)] == self._program:
-                self._request_fork(order, log, report)
+                self._request_fork(self._fork_server, order, log, report)
             else:
                 self._exec(rank, argv, environment, log, report)
         finally:
@@ -171,7 +173,7 @@ class WorkerSupervisor:
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             ).pid
 
-    def _request_fork(self, order: dict, log: int, report: int) -> None:
+    def _request_fork(self, server: socket.socket, order: dict, log: int, report: int) -> None:
         theirs, go_ahead = os.pipe2(os.O_CLOEXEC)
         pending = PendingFork(order, os.dup(log), os.dup(report), go_ahead)
         ticket = next(self._tickets)
@@ -179,16 +181,16 @@ class WorkerSupervisor:
         wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
         wanted |= {"arguments": order["argv"][len(self._program) :], "environment": order["environment"]}
         try:
-            socket.send_fds(self._fork_server, [json.dumps(wanted).encode()], [log, report, theirs])
+            socket.send_fds(server, [json.dumps(wanted).encode()], [log, report, theirs])
         except OSError:
-            self._fork_server_lost()
+            self._fork_server_lost(server)
         finally:
             os.close(theirs)
 
-    def _on_fork_server(self) -> None:
-        for answer in waiting_packets(self._fork_server):
+    def _on_fork_server(self, server: socket.socket) -> None:
+        for answer in waiting_packets(server):
             if answer is None:
-                self._fork_server_lost()
+                self._fork_server_lost(server)
                 return
             if "warm" in answer:
                 self._tell(warm=True)
@@ -200,18 +202,17 @@ class WorkerSupervisor:
                     os.write(pending.go_ahead, b"!")
                 pending.close()
 
-    def _fork_server_lost(self) -> None:
+    def _fork_server_lost(self, server: socket.socket) -> None:
         """It could not import the program, or was killed: from now on workers start by fork and exec."""
-        self._fork_server.close()
+        server.close()
         self._fork_server, self._fork_server_pid = None, 0
         self._tell(warm=True)  # as warm as it will ever be
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
             order = pending.order
             os.chdir(order["cwd"])
-            self._exec(
-                order["rank"], order["argv"], {**os.environ, **order["environment"]}, pending.log, pending.report
-            )
+            environment = {**os.environ, **order["environment"]}
+            self._exec(order["rank"], order["argv"], environment, pending.log, pending.report)
             pending.close()
 
     def _cancel_pending(self, signum: int) -> None:

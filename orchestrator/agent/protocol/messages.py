@@ -1,14 +1,16 @@
-"""What agents and coordinator say to each other. docs/protocol.md tells when.
+"""The messages between agents and coordinator. docs/protocol.md says when each is sent.
 
-Every message travels in an envelope with its epoch, so none of them repeats it. Unknown kinds and fields are refused.
+Every message travels with its epoch in an envelope. Unknown kinds and fields are refused.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
+from orchestrator.plan.document import Frozen
 
-class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", kw_only=True):
+
+class _Message(Frozen, tag_field="kind"):
     pass
 
 
@@ -16,7 +18,7 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
 
 
 class Join(_Message, tag="join"):
-    """Who I am. The identity is the name that the launcher gave, never one derived from a host name."""
+    """The first message of an agent. `node`: the name that the launcher gave it, never one derived from a host name."""
 
     node: str
     host: str  # for people
@@ -34,7 +36,7 @@ class Warm(_Message, tag="warm"):
 
 
 class Ready(_Message, tag="ready"):
-    """I follow this epoch, and nothing of an older one runs here. `port` is free on this node now."""
+    """The agent follows this epoch, and nothing of an older one runs here. `port` is free on this node now."""
 
     port: int
 
@@ -49,7 +51,7 @@ class WorkerExit(_Message, tag="worker_exit"):
     asked: bool  # it had been told to stop before it ended
     step: int | None  # last step it reported
     tail: list[str]  # last lines of its log
-    cause: str = ""  # what it said of its failure (`launch.state.WORKER_CAUSES`)
+    cause: str = ""  # of its failure, as it has reported it (`run.state.WORKER_CAUSES`)
     error: str = ""
 
 
@@ -69,15 +71,15 @@ FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is n
 
 
 class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One worker, as its agent sees it. Seconds are the agent's own heartbeats: no clock is compared with another."""
+    """The status of one worker. Seconds are counted by the agent's own ticks: no clock is compared with another."""
 
     rank: int
-    step: int = 0  # that it makes; 0 before the first
+    step: int = 0  # under way; 0 before the first
     phase: str = ""
-    waiting: str | None = None  # the exchange that it stands still in
-    still_s: float = 0.0  # without a move
+    waiting: str | None = None  # the collective that it waits in
+    still_s: float = 0.0  # without progress
     step_s: float = 0.0  # in this step so far
-    silent_s: float | None = None  # without a pulse; None: it never had one
+    silent_s: float | None = None  # without a progress report; None: it has never sent one
     stopped_s: float = 0.0  # stopped by a signal
     state: str = "?"  # the kernel's letter
     busy: float = 0.0  # CPU seconds a second, lately
@@ -98,7 +100,7 @@ class AgentAlive(_Message, tag="agent_alive"):
 
 
 class Prepare(_Message, tag="prepare"):
-    """Leave what you do and follow this epoch; answer with Ready."""
+    """A new epoch: drop what you do, answer with Ready."""
 
 
 class RankAssignment(Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +131,7 @@ class Stop(_Message, tag="stop"):
 
 
 class Examine(_Message, tag="examine"):
-    """Something is wrong: save where your workers are, then kill those in `end`."""
+    """A fault was found: save the stacks of all workers, then kill those in `end`."""
 
     reason: str
     end: list[int] = []
