@@ -58,7 +58,7 @@ BACK_S, TRAINER_BACK_S = 0.2, 5.0  # after which a lost node is there again, and
 
 
 class OrchRun:
-    """One run that takes many shots. `kind`: "host" (spares), "cable" (network namespaces), "trainer", "buddy"."""
+    """One run that takes many injections. `kind`: "host" (spares), "cable" (network namespaces), "trainer", "buddy"."""
 
     def __init__(self, home: Path, kind: str):
         self.home, self.kind = home, kind

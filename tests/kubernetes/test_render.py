@@ -229,6 +229,10 @@ def test_bad_options_are_one_line(main_line, options, says):
     assert "\n" not in caught.value.message
 
 
+def test_an_option_of_before_goes_by_its_new_name():
+    assert read_options({"gather_timeout_s": 5}) == KubernetesOptions(rendezvous_timeout_s=5.0)
+
+
 def test_names_that_would_be_too_long_are_refused_early():
     assert names.object_name("9lives", 8, "job") == "r9lives"
     assert names.object_name("a" * 61, 8, "job") == "a" * 61

@@ -78,7 +78,7 @@ def test_every_object_of_every_run(check, main_line):  # noqa: F811
 def test_every_option_is_in_some_rendering():
     """But those that say where and how the run is sent, not what."""
     given = set().union(*CASES.values(), *MORE.values()) | {"image"}
-    elsewhere = {"context", "profile", "slices", "python", "user", "unreachable_s", "gather_timeout_s"}
+    elsewhere = {"context", "profile", "slices", "python", "user", "unreachable_s", "rendezvous_timeout_s"}
     elsewhere |= {"gpu_resource", "max_pod_failures", "pull_policy"}  # plain values in fields that are always there
     assert set(KubernetesOptions.__struct_fields__) - given - elsewhere == set()
 

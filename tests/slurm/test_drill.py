@@ -44,6 +44,6 @@ def test_the_agent_of_one_node_is_hit_and_the_run_goes_on(orch, fault):
     cause = next((epoch.cause for epoch in run.state().epochs if epoch.cause), None)
     kind = {"kill_worker": "worker_exit", "notice": None}.get(fault, "node_lost")
     assert (cause and cause.kind) == kind and (cause is None or cause.node == trial["node"])
-    if fault == "kill_agent":  # its node lives: it comes back in the same life of the job
+    if fault == "kill_agent":  # its node lives: it comes back in the same attempt of the job
         wait_for(lambda: run.state().nodes[trial["node"]].state in ("joined", "running"), 300, "the agent's return")
     orch("cancel", run.id)

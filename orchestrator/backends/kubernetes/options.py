@@ -85,7 +85,7 @@ class KubernetesOptions(Frozen):
     volumes: list[Volume] = []
     # life
     unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
-    gather_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
+    rendezvous_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
     max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75
     checkpoint_gb_per_s: Positive = 1.0  # what one node writes to the claim; to size the grace period
     ttl_s: Natural | None = 604800  # a finished run is removed from the cluster after this long; None: never
@@ -96,6 +96,10 @@ class KubernetesOptions(Frozen):
     owner: Owner | None = None
 
 
+_RENAMED = {"gather_timeout_s": "rendezvous_timeout_s"}  # as runs and values of before call it
+
+
 def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
     """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place (exit 65)."""
-    return decode_options(options, KubernetesOptions, "kubernetes")
+    renamed = {_RENAMED.get(name, name): value for name, value in options.items()}
+    return decode_options(renamed, KubernetesOptions, "kubernetes")

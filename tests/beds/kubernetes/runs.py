@@ -30,7 +30,7 @@ SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_s
 #: Options of every run on real nodes: little of everything, torch from a volume.
 SMALL = {
     **{"image": image.NAME, "pull_policy": "Never", "claim": "runs", "user": USER},
-    **{"cpus": 0.8, "memory_gib": 3, "shm_gib": 0.25, "unreachable_s": 5, "gather_timeout_s": 600},
+    **{"cpus": 0.8, "memory_gib": 3, "shm_gib": 0.25, "unreachable_s": 5, "rendezvous_timeout_s": 600},
     "volumes": [{"claim": "site", "path": image.SITE}],
 }
 

@@ -189,7 +189,7 @@ def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
         log.info("%s", assigned[0].difference.text)
         return assigned[0].plan.hash
 
-    within_s = read_options(given.request.backend_options).gather_timeout_s
+    within_s = read_options(given.request.backend_options).rendezvous_timeout_s
     start = asyncio.run(
         rendezvous(own, count, pod.host_of_first, names.RENDEZVOUS_PORT, folder.run_id, given.key, within_s, assign)
     )
