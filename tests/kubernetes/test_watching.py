@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from orchestrator.backends.base import write_record
 from orchestrator.backends.kubernetes.api.api_errors import api_error, unreachable
+from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.cluster_view import check_queue
 from orchestrator.backends.kubernetes.names import RUN, SUBMISSION
 from orchestrator.backends.kubernetes.objects.node_affinity import choose, in_whole_units, node_affinity
 from orchestrator.backends.kubernetes.observer import force_delete_stuck_pods
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.phases import ObservedRun, nodes_of, status_of
-from orchestrator.backends.kubernetes.record import verdict
+from orchestrator.backends.kubernetes.record import KubernetesRecord, verdict
 from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.run.state import SCHEMA, RunState
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import SCHEMA, RunState, write_state
 from tests.beds.plans import make_plan
 
 NOW = 1_800_000_000.0
@@ -139,8 +142,8 @@ class Nodes:
             for name, status in ready.items()
         ]
 
-    def list(self, kind: str, absent_ok: bool) -> list[dict]:
-        return self.nodes
+    def list(self, kind: str, labels: str = "", absent_ok: bool = False) -> list[dict]:
+        return self.nodes if kind == "Node" else []
 
     def patch_status(self, kind: str, name: str, change: dict) -> None:
         if not self.may:
@@ -184,6 +187,16 @@ def test_cluster_and_pods_words_are_put_together():
     done = status_of(seen(job(conditions=[condition("Complete")])), NOW)
     ended = verdict(state("running"), done, True)
     assert (ended.state, ended.exit_code, ended.cause) == ("done", Exit.DONE, None)
+
+
+def test_a_run_whose_job_is_gone_is_stopped(tmp_path, monkeypatch):
+    """From the run folder to the API server and back, through the backend."""
+    folder, backend = RunFolder(tmp_path / "r"), KubernetesBackend()
+    folder.create()
+    write_state(folder, state("running"))
+    write_record(folder, KubernetesRecord(None, "n", "Job", "r", "s", 1.0, sent=True))
+    monkeypatch.setattr(backend, "_cluster", lambda context, namespace: Nodes())
+    assert backend.state(folder).state == "stopped" and not backend.is_alive(folder)
 
 
 # ------------------------------------------------------------------------------------------ refusals

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.state import Cause, RunState, finish
+
+FinalPhase = Literal["done", "failed", "cancelled", "stopped"]
 
 if TYPE_CHECKING:
     from .phases import RunStatus
@@ -51,10 +53,11 @@ def _ended(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool) -> 
         return state
     if what.phase == "stopped" and not sent:
         return _replace(state, reason="its objects were rendered; the cluster has not seen them")
-    return _final(state, what.phase, Exit.CAPACITY if what.exit is None else what.exit, what.text)
+    phase = cast(FinalPhase, what.phase)  # a run that is over has one of these
+    return _final(state, phase, Exit.CAPACITY if what.exit is None else what.exit, what.text)
 
 
-def _final(state: RunState, phase: str, exit: Exit, text: str) -> RunState:
+def _final(state: RunState, phase: FinalPhase, exit: Exit, text: str) -> RunState:
     cause: Cause | None = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=int(exit))
     cause = None if exit == Exit.DONE or phase == "cancelled" else cause
     return finish(state, phase, exit, text, cause)
