@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKER = ROOT / "tests" / "launch" / "worker.py"
+WORKER = ROOT / "tests" / "beds" / "worker.py"
 HEARTBEAT_TIMEOUT_S = 3.0
 LIMIT_S = 120.0
 #: what is hit, which of them, with which signal

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.plan.codec import open_regular
+
 _AT_ONCE = 1 << 20  # bytes
 
 
@@ -19,13 +21,13 @@ class LogTail:
         """Whole lines since the last call; with `last` also a line that has no end yet."""
         lines: list[bytes] = []
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._at)
                 while chunk := file.read(_AT_ONCE):
                     self._at += len(chunk)
                     *whole, self._part = (self._part + chunk).split(b"\n")
                     lines += whole
-        except FileNotFoundError:  # its worker has not started yet
+        except OSError:  # its worker has not started yet
             pass
         if last and self._part:
             lines.append(self._part)
@@ -38,7 +40,7 @@ def _start_of_last(path: Path, count: int | None) -> int:
     if count is None:
         return 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             end = file.seek(0, 2)
             at, block, breaks = end, b"", 0
             while at > 0 and breaks <= count:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from orchestrator.plan import Plan
-from orchestrator.plan.codec import UNREADABLE
+from orchestrator.plan.codec import UNREADABLE, open_regular, read_file
 from orchestrator.plan.worker import StepReport
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
@@ -118,7 +118,7 @@ def last_events(path: Path, size: int = _TAIL_BYTES) -> list[Event]:
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[bytes]:
     """Whole lines from the last `size` bytes."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             end = file.seek(0, 2)
             start = max(0, end - size)
             file.seek(start)
@@ -130,7 +130,7 @@ def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[bytes]:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines()
+        return read_file(path).splitlines()
     except OSError:
         return []
 
@@ -177,7 +177,7 @@ class StepFollower:
         for index, node in enumerate(sorted(nodes)):
             path = self._folder.metrics(node)
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     inode = os.fstat(file.fileno()).st_ino
                     before, done = self._read.get(node, (inode, 0))
                     done = done if before == inode else 0  # on Kubernetes it is replaced by what was heard last

@@ -121,7 +121,14 @@ def read_json(path: Path, kind: type[Document]) -> Document | None:
         why = error.strerror or str(error)
     except UNREADABLE as error:
         why = str(error)
-    raise OrchError(f"{path}: {why}", Exit.CONFIG)
+    why = "".join(c if c.isprintable() else " " for c in why)
+    raise OrchError(f"{path} is unreadable: {why}", Exit.CONFIG)
+
+
+def reason_of(error: Exception) -> str:
+    """Why something of a run folder cannot be read, in one printable line."""
+    text = error.message if isinstance(error, OrchError) else f"{type(error).__name__}: {error}"
+    return "".join(c if c.isprintable() else " " for c in text)[:500]
 
 
 def sync_folder(path: Path) -> None:

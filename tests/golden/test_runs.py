@@ -38,7 +38,7 @@ def test_all_are_listed(home):
     found = {row["state"]["run_id"]: row["state"]["state"] for row in read("list")}
     assert found == {"local": "cancelled", "slurm": "running", "kubernetes": "running"}
     said = orch(["list"])
-    assert said.exit == 0 and "without a readable state" not in said.out
+    assert said.exit == 0 and "unreadable" not in said.out
     assert all(name in said.out for name in found)
 
 

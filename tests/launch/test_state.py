@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import OrchError
 from orchestrator.observe.live import read_live
 from orchestrator.observe.logs import LogTail
-from orchestrator.observe.pages.run_page import end_lines, list_page, progress_line, request_page, run_page
+from orchestrator.observe.pages.run_page import end_lines, list_page, list_row, progress_line, request_page, run_page
 from orchestrator.observe.report import make_report, read_steps
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import (
@@ -110,7 +110,7 @@ def test_before_the_first_step_the_last_word_of_a_worker_is_shown(folder):
 def test_nothing_at_all_is_still_a_page(folder):
     live = read_live(folder, state(nodes={}), now=0.0)
     assert "running" in run_page(state(nodes={}), live, Style())
-    assert "run-1" in list_page([(state(), live)], 5.0, Style())
+    assert "run-1" in list_page([list_row(state(), live, 5.0)], Style())
 
 
 def test_a_failure_is_told_with_its_first_cause(folder):

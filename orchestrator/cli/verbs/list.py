@@ -21,38 +21,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import time
 
+    import msgspec
+
     from orchestrator.backends.base import get_backend
     from orchestrator.cli.session import home
     from orchestrator.cli.terminal import print_json, style
-    from orchestrator.errors import OrchError
     from orchestrator.observe.live import read_live
+    from orchestrator.observe.pages.run_page import list_page, list_row
+    from orchestrator.run.folder import reason_of
     from orchestrator.run.registry import all_runs
     from orchestrator.run.state import read_state
 
     now = time.time()
-    rows, damaged = [], 0
+    rows: list[msgspec.Raw | dict[str, str]] = []
+    table: list[tuple[str, ...]] = []
+    unreadable: dict[str, str] = {}
     backends: dict[str, Backend] = {}  # one of each kind, which then asks its scheduler once for all runs
     found = all_runs(home())
-    for folder in found if args.all or args.active else found[:_SHOWN]:
+    shown = found if args.all or args.active else found[:_SHOWN]
+    for folder in shown:
         try:
             name = read_state(folder).backend
             if name not in backends:
                 backends[name] = get_backend(name)
             state = backends[name].state(folder)
-        except OrchError:
-            damaged += 1
-            continue
-        if not (args.active and state.is_final):
-            rows.append((state, read_live(folder, state, now)))
+            if args.active and state.is_final:
+                continue
+            live = read_live(folder, state, now)
+            raw = msgspec.Raw(msgspec.json.encode({"state": state, "live": live}) if args.json else b"")
+            table.append(list_row(state, live, now))
+            rows.append(raw)
+        except Exception as error:  # whatever lies in the folder of one run, the others are listed
+            unreadable[folder.run_id] = reason_of(error)
     if args.json:
-        print_json([{"state": state, "live": live} for state, live in rows])
+        print_json([*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())])
         return Exit.DONE
-    from orchestrator.observe.pages.run_page import list_page
-
-    print(list_page(rows, now, style()) if rows else "no runs" if not args.active else "no active runs")
-    hidden = len(found) - len(rows) - damaged
-    if hidden > 0 and not args.active:
+    if table or not unreadable:
+        print(list_page(table, style()) if table else "no active runs" if args.active else "no runs")
+    for run_id, why in unreadable.items():
+        print(f"{run_id}  unreadable: {why}")
+    if hidden := len(found) - len(shown):
         print(f"... {hidden} older: orch list --all")
-    if damaged:
-        print(f"{damaged} without a readable state")
     return Exit.DONE

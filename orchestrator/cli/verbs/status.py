@@ -25,9 +25,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.observe.timeline import StepFollower, read_events
 
     folder, backend = open_run(args.run)
+    state = backend.state(folder)
     look, lead = style(), StepFollower(folder)
     while True:
-        state = backend.state(folder)
         now = time.time()
         live = read_live(folder, state, now)
         spent = account(run_timeline(state, read_events(folder, state.nodes), lead.read(state.nodes)), now)
@@ -43,3 +43,4 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if not args.watch or state.is_final:
             return Exit.DONE
         time.sleep(_LOOK_S)
+        state = backend.state(folder)

@@ -140,14 +140,17 @@ def end_lines(state: RunState, style: Style) -> list[str]:
     return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])
 
 
-def list_page(rows: list[tuple[RunState, Live]], now: float, style: Style) -> str:
-    table = [("run", "state", "job", "step", "loss", "age")]
-    for state, live in rows:
-        job = f"{state.summary.get('model')} {state.summary.get('parallel', '')} on {state.summary.get('cluster')}"
-        job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
-        step = f"{live.step if live.step is not None else '-'}/{live.steps or '?'}"
-        loss = three(live.loss) if live.loss is not None else "-"
-        table.append((state.run_id, state.state, job, step, loss, seconds(max(0.0, now - state.created_at))))
+def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
+    """One run of `list_page`. `now`: Unix seconds."""
+    job = f"{state.summary.get('model')} {state.summary.get('parallel', '')} on {state.summary.get('cluster')}"
+    job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
+    step = f"{live.step if live.step is not None else '-'}/{live.steps or '?'}"
+    loss = three(live.loss) if live.loss is not None else "-"
+    return state.run_id, state.state, job, step, loss, seconds(max(0.0, now - state.created_at))
+
+
+def list_page(rows: list[tuple[str, ...]], style: Style) -> str:
+    table = [("run", "state", "job", "step", "loss", "age"), *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = []
     for index, row in enumerate(table):

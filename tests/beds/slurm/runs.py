@@ -26,7 +26,7 @@ PATIENCE_S = 300
 ASK_S, LOOK_S = 1.0, 0.2
 CONF = ROOT / "slurm"
 #: No torch; speaks the report protocol and misbehaves on request.
-STAND_IN = (sys.executable, str(ROOT / "tests" / "launch" / "worker.py"))
+STAND_IN = (sys.executable, str(ROOT / "tests" / "beds" / "worker.py"))
 
 
 class Orch:
