@@ -11,6 +11,7 @@ from orchestrator.run.registry import Discovery
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import read_state
 
+from .leader.context import Context
 from .leader.coordinator import Coordinator
 from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .leader.election import LeaderElection
@@ -54,8 +55,8 @@ class AgentProcess:
         """Starts the coordinator, with the plan that is in force. `lease`: of an elastic run."""
         plan, discovery = load_plan(self._folder.plan), Discovery(self._folder, self._request.discovery_dir)
         record = StateWriter(self._folder, plan, self._node, discovery, lease)
-        rules = self._request.policy
-        self._coordinator = Coordinator(self._folder, plan, rules, self._key, self._node, self._recorder, record, sizes)
+        about = self._folder, plan, self._request.policy, self._key, self._node, self._recorder, record
+        self._coordinator = Coordinator(Context(*about, sizes.elastic), sizes)
         self._leading = asyncio.create_task(self._coordinator.run(*self._listens_at))
         self._leads.set()
 

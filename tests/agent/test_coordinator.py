@@ -12,6 +12,7 @@ import sys
 import msgspec
 import pytest
 
+from orchestrator.agent.leader.context import Context
 from orchestrator.agent.leader.coordinator import Coordinator
 from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.state_writer import StateWriter
@@ -106,11 +107,11 @@ class World:
         return [line for line in lines if line["name"] == name]
 
 
-def make_folder(tmp_path, epoch=-1) -> RunFolder:
+def make_folder(tmp_path, **fields) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / "test-run")
     folder.create()
-    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "backend": "local", "epoch": epoch}
-    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", state="pending", plan_hash=PLAN.hash, **fields))
+    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "state": "pending", **fields}
+    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", backend="local", plan_hash=PLAN.hash, **fields))
     return folder
 
 
@@ -130,13 +131,12 @@ async def coordinating(folder: RunFolder, coordinator: Coordinator, recorder: Re
 
 @contextlib.asynccontextmanager
 async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1):
-    folder = make_folder(tmp_path, epoch)
+    folder = make_folder(tmp_path, epoch=epoch)
     rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
     recorder = Recorder(folder, "node0", PLAN)
     record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
-    async with coordinating(
-        folder, Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record, WorldSizes.fixed(PLAN)), recorder
-    ) as found:
+    context = Context(folder, PLAN, rules, KEY, "node0", recorder, record, elastic=False)
+    async with coordinating(folder, Coordinator(context, WorldSizes.fixed(PLAN)), recorder) as found:
         yield found
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from orchestrator.agent.leader.context import Context
 from orchestrator.agent.leader.coordinator import Coordinator
 from orchestrator.agent.leader.elasticity import ScaleUpPolicy, WorldSizes
 from orchestrator.agent.leader.state_writer import StateWriter
@@ -38,8 +39,9 @@ async def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     claims.take(0)
     recorder = Recorder(folder, "node0", PLAN)
     record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")), claims)
-    parts = folder, PLAN, rules, KEY, "node0", recorder, record, WorldSizes.of_request(folder, request, ScaleUpPolicy())
-    async with coordinating(folder, Coordinator(*parts), recorder) as found:
+    context = Context(folder, PLAN, rules, KEY, "node0", recorder, record, elastic=True)
+    sizes = WorldSizes.of_request(folder, request, ScaleUpPolicy())
+    async with coordinating(folder, Coordinator(context, sizes), recorder) as found:
         yield found
 
 

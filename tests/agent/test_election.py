@@ -16,7 +16,7 @@ from orchestrator.plan import Exit
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
-from orchestrator.run.state import SCHEMA, RunState, write_state
+from tests.agent.test_coordinator import make_folder
 
 TIMEOUT = 12
 
@@ -70,25 +70,23 @@ def test_turns_go_by_the_plan_without_who_is_gone():
     assert turn_of("node2", order, gone="") == 0
 
 
-def folder_of(tmp_path, **fields) -> RunFolder:
-    folder = RunFolder(tmp_path / "runs" / "test-run")
-    folder.create()
-    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "node0", "backend": "local", **fields}
-    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", plan_hash="0" * 64, **fields))
-    return folder
-
-
 RULES = Policy(max_restarts=0, grace_s=1.0, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
 
 
-def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
-    """Its coordinator is gone and nobody listens, which would otherwise be the reason to claim."""
-    folder = folder_of(tmp_path, state="done", epoch=2)
+def without_coordinator(tmp_path, state: str) -> RunFolder:
+    """A run whose coordinator, on node1, is gone: its port refuses."""
+    folder = make_folder(tmp_path, state=state, epoch=2, writer="node0")
     EpochLease(folder, "node1").take(2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     gone = CoordinatorAddress(host="127.0.0.1", port=port, node="node1", epoch=2)
     write_private(folder.coordinator, msgspec.json.encode(gone))
+    return folder
+
+
+def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
+    """Its coordinator is gone and nobody listens, which would otherwise be the reason to claim."""
+    folder = without_coordinator(tmp_path, "done")
 
     async def main():
         part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
@@ -101,12 +99,7 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
 
 
 def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
-    folder = folder_of(tmp_path, state="running", epoch=2)
-    EpochLease(folder, "node1").take(2)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    gone = CoordinatorAddress(host="127.0.0.1", port=port, node="node1", epoch=2)
-    write_private(folder.coordinator, msgspec.json.encode(gone))
+    folder = without_coordinator(tmp_path, "running")
     led = []
 
     async def main():

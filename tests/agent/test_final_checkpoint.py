@@ -7,8 +7,10 @@ import contextlib
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from orchestrator.agent.faults.policy import Budget, Decision
+from orchestrator.agent.leader.context import Context
 from orchestrator.agent.leader.coordinator import Coordinator
 from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.final_checkpoint import is_due
@@ -49,8 +51,8 @@ async def two_left(tmp_path, grace_s=30.0):
     rules = Policy(max_restarts=0, grace_s=grace_s, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
     recorder = Recorder(folder, "node0", PLAN)
     record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")))
-    coordinator = Coordinator(folder, PLAN, rules, KEY, "node0", recorder, record, WorldSizes.fixed(PLAN))
-    async with coordinating(folder, coordinator, recorder) as world:
+    context = Context(folder, PLAN, rules, KEY, "node0", recorder, record, elastic=False)
+    async with coordinating(folder, Coordinator(context, WorldSizes.fixed(PLAN)), recorder) as world:
         agents = [await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)]
         await asyncio.gather(*(agent.follow() for agent in agents))
         *left, lost = agents
@@ -159,7 +161,7 @@ def test_saving_is_bounded_by_the_grace_and_by_whoever_will_not_wait(tmp_path, h
 
 def test_it_is_due_where_the_newest_state_may_be_in_memory_alone(tmp_path):
     lost = Cause(kind="node_lost", text="gone", epoch=0)
-    full, died = replace_kind(lost, "disk_full"), replace_kind(lost, "worker_exit")
+    full, died = structs.replace(lost, kind="disk_full"), structs.replace(lost, kind="worker_exit")
     base = Decision(False, "failed", "", Budget(0))
     cases = [
         (Exit.CAPACITY, lost, True),
@@ -179,7 +181,3 @@ def test_it_is_due_where_the_newest_state_may_be_in_memory_alone(tmp_path):
     assert not is_due(folder, make_plan(dp=3, nodes=3), ended), "there are no copies"
     write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "x", command=("prog",)).request))
     assert not is_due(folder, PLAN, ended), "a program of the user's keeps none"
-
-
-def replace_kind(cause: Cause, kind: str) -> Cause:
-    return Cause(kind=kind, text=cause.text, epoch=cause.epoch)

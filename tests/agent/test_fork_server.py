@@ -42,10 +42,6 @@ def run(scenario, tmp_path, monkeypatch, **environment):
     asyncio.run(main())
 
 
-def children_of(pid: int) -> list[int]:
-    return descendants(pid)
-
-
 def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(tmp_path, monkeypatch):
     async def scenario(h):
         fork_server_pids = set()
@@ -66,7 +62,7 @@ def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(tmp_path
             assert h.ended == {0: (0, False), 1: (0, False)}
             h.ended.clear()
         assert len(fork_server_pids) == 1 and h.workers.warm
-        assert children_of(h.workers.supervisor_pid) == [int(fork_server_pids.pop())]
+        assert descendants(h.workers.supervisor_pid) == [int(fork_server_pids.pop())]
 
     run(scenario, tmp_path, monkeypatch)
 
@@ -80,7 +76,7 @@ def test_without_a_fork_server_workers_start_the_plain_way(tmp_path, monkeypatch
 
     async def scenario(h):
         h.workers.open()
-        while not (fork_server_pid := children_of(h.workers.supervisor_pid)):
+        while not (fork_server_pid := descendants(h.workers.supervisor_pid)):
             await asyncio.sleep(0.01)
         if when == "between":
             h.start(WHO, 0, {"MINE": "x", "PRELOAD_WAITS": ""})
@@ -88,7 +84,7 @@ def test_without_a_fork_server_workers_start_the_plain_way(tmp_path, monkeypatch
             os.kill(fork_server_pid[0], signal.SIGKILL)
         else:
             os.kill(fork_server_pid[0], signal.SIGKILL)
-            while children_of(h.workers.supervisor_pid):
+            while descendants(h.workers.supervisor_pid):
                 await asyncio.sleep(0.01)
             h.start(WHO, 0, {"MINE": "x"})
         await h.until_empty()
@@ -102,7 +98,7 @@ def test_a_worker_is_prepared_before_it_is_forked(tmp_path, monkeypatch):
     async def scenario(h):
         h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
         await h.until_empty()
-        (fork_server_pid,) = children_of(h.workers.supervisor_pid)
+        (fork_server_pid,) = descendants(h.workers.supervisor_pid)
         where, prepared_by, own = h.log().read_text().split()
         assert (where, prepared_by) == ("in", str(fork_server_pid)) and own != prepared_by
 
@@ -154,7 +150,7 @@ def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_serve
         h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'fork server' else 600})")
         await h.until_logged("up")
         worker = h.workers.pids[0]
-        (fork_server_pid,) = [pid for pid in children_of(h.workers.supervisor_pid) if pid != worker]
+        (fork_server_pid,) = [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker]
         seen = [identity(worker), identity(fork_server_pid)]
         os.kill(h.workers.supervisor_pid if victim == "worker supervisor" else fork_server_pid, signal.SIGKILL)
         await h.until_empty()
@@ -182,12 +178,12 @@ def test_a_traceback_and_an_exit_code_are_the_programs_own(tmp_path, monkeypatch
 def test_a_worker_that_died_before_its_go_ahead_does_not_end_the_supervisor(tmp_path):
     ours, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fork_server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    read, word = os.pipe2(os.O_CLOEXEC)
+    read, go_ahead = os.pipe2(os.O_CLOEXEC)
     os.close(read)  # the worker held it
     supervisor = WorkerSupervisor(ours)
     supervisor._fork_server = fork_server
     log, report = os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY)
-    supervisor._pending[7] = PendingFork({"rank": 3}, log, report, word)
+    supervisor._pending[7] = PendingFork({"rank": 3}, log, report, go_ahead)
     with ours, agents, fork_server, theirs:
         theirs.send(json.dumps({"ticket": 7, "pid": 12345}).encode())
         supervisor._on_fork_server(fork_server)

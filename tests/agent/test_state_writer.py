@@ -1,4 +1,4 @@
-"""The coordinator's pen in elastic runs: who may write, and what another's late write is worth."""
+"""The state of elastic runs: who may write it, and what another process's late write is worth."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import pytest
 from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.protocol.messages import Join
 from orchestrator.run.epoch_lease import EpochLease, LeaseLost
-from orchestrator.run.folder import RunFolder
 from orchestrator.run.registry import Discovery
-from orchestrator.run.state import SCHEMA, NodeState, RunState, read_state, write_state
-from tests.beds.plans import make_plan
-
-PLAN = make_plan(dp=2, nodes=2)
+from orchestrator.run.state import NodeState, read_state, write_state
+from tests.agent.test_coordinator import PLAN, make_folder
 
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = RunFolder(tmp_path / "runs" / "test-run")
-    folder.create()
-    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "backend": "local"}
-    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", state="pending", plan_hash=PLAN.hash, **fields))
-    return folder
+    return make_folder(tmp_path)
 
 
 def record(folder, node, epoch) -> StateWriter:

@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 
 class Context:
-    """`elastic`: nodes may be lost, leave and join while the run goes on."""
+    """`plan`: the one in force. `elastic`: nodes may be lost, leave and join while the run goes on."""
 
     def __init__(
         self,

@@ -16,15 +16,12 @@ from dataclasses import replace
 from orchestrator.agent.faults import policy
 from orchestrator.agent.faults.attribution import FaultHistory
 from orchestrator.agent.faults.detector import HangDetector
-from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.channel import LONGEST_LINE
 from orchestrator.agent.protocol.heartbeat import SelfStallDetector
 from orchestrator.agent.protocol.messages import Done, TerminationSignal
-from orchestrator.plan import Exit, Plan
+from orchestrator.plan import Exit
 from orchestrator.run.bad_nodes import remember
 from orchestrator.run.epoch_lease import LeaseLost
-from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import Policy
 
 from .context import Context
 from .elasticity import CoordinatorLeaves, Elasticity, WorldSizes
@@ -32,27 +29,15 @@ from .election import Announcement
 from .epoch import Epoch
 from .final_checkpoint import FinalCheckpoint, is_due
 from .membership import MemberLost
-from .state_writer import NO_ROOM, StateWriter
+from .state_writer import NO_ROOM
 
 
 class Coordinator:
-    """`plan`: the one in force, in an elastic run the last one that was. `sizes`: what the run may become."""
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        plan: Plan,
-        rules: Policy,
-        key: bytes,
-        node: str,
-        recorder: Recorder,
-        record: StateWriter,
-        sizes: WorldSizes,
-    ):
-        self._context = Context(folder, plan, rules, key, node, recorder, record, sizes.elastic)
-        self._announcement = Announcement(folder, record, node)
-        self._elasticity = Elasticity(self._context, sizes, self._announcement)
-        self._detector = HangDetector(rules)
+    def __init__(self, context: Context, sizes: WorldSizes):
+        self._context = context
+        self._announcement = Announcement(context.folder, context.record, context.node)
+        self._elasticity = Elasticity(context, sizes, self._announcement)
+        self._detector = HangDetector(context.rules)
         self._stalls = SelfStallDetector()
 
     async def run(self, host: str, port: int = 0) -> policy.Decision:
