@@ -13,6 +13,9 @@ from msgspec import Struct
 
 SCHEMA = "orch.plan/1"
 
+#: `Parallel.schedule` of a plan whose `schedule_rows` are the schedule.
+TABLE = "table"
+
 Axis = Literal["tp", "cp", "ep", "pp", "dp"]
 #: Default nesting from the fastest links outwards (planning.md E1, Llama 3 order).
 AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")

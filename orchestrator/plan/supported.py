@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from msgspec import Struct
 
 from .batch import share
-from .document import BatchRamp, Cluster, CpMethod, Model, Plan
-from .schedules import TABLE, copies, illegal, read_rows
+from .document import TABLE, BatchRamp, Cluster, CpMethod, Model, Plan
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
@@ -193,6 +192,8 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
 
 
 def _sharding(case: Case) -> str | None:
+    from .schedules import copies
+
     return sharding(case.zero, case.pp, case.schedule_name, copies(case.schedule_name, case.pp, case.vpp))
 
 
@@ -243,6 +244,8 @@ def _unequal(case: Case) -> str | None:
     elif case.schedule_name == TABLE:
         problem = "a schedule table is for one number of micro-batches"
     else:
+        from .schedules import illegal
+
         counts = sorted(set(case.unequal)) if case.zero < 2 else [most]
         found = (illegal(case.schedule_name, case.pp, many, case.vpp) for many in counts)
         problem = next(filter(None, found), None)
@@ -250,6 +253,8 @@ def _unequal(case: Case) -> str | None:
 
 
 def _schedule(case: Case) -> str | None:
+    from .schedules import illegal, read_rows
+
     if case.schedule_name != TABLE:
         return illegal(case.schedule_name, case.pp, case.micro_batches, case.vpp)
     if not case.schedule_rows:
@@ -376,6 +381,6 @@ def problems(plan: Plan) -> Iterator[str]:
 
 
 def refusal(plan: Plan) -> str | None:
-    """One line for people: why the bundled trainer does not run the plan. None where it does."""
-    problem = next(problems(plan), None)
-    return problem and f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"
+    """One line for people: why the bundled trainer does not run what the planner has taken. None where it does."""
+    found = broken(case_of(plan), TRAINER)
+    return found and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"

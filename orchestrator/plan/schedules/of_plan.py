@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from orchestrator.plan.document import Parallel
+from orchestrator.plan.document import TABLE, Parallel
 
 from .actions import ScheduleError
 from .registry import SCHEDULES, build
 from .schedule import Schedule
 from .table import read_rows
-
-#: `Parallel.schedule` of a plan whose `schedule_rows` are the schedule.
-TABLE = "table"
 
 
 def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedule:
