@@ -3,9 +3,11 @@
 One technique a file, each a function from (rank, pp, micro_batches, vpp) to that rank's order of compute actions.
 """
 
+from orchestrator.plan.document import TABLE
+
 from .actions import Action, Kind, ScheduleError, parse_action
 from .lower import Program, lower, peer_of, receive_early, receive_of
-from .of_plan import TABLE, copies, copies_of, schedule_of
+from .of_plan import copies, copies_of, schedule_of
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
 from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
