@@ -6,12 +6,14 @@ from orchestrator.plan import Plan
 from orchestrator.plan.supported import refusal
 
 GIB = 1 << 30
-BUBBLE = 0.20  # idle share of a pipeline that is worth a line
+BUBBLE = 0.20  # idle share of a pipeline above which it is reported
 
 
 def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None) -> list[str]:
-    """Every warning of a plan. `inside_nvlink`: the nearest word whose tensor-parallel groups stay inside NVLink, and
-    its step seconds."""
+    """All warnings of a plan, each in one line.
+
+    `inside_nvlink`: (parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside NVLink.
+    """
     found = [
         refusal(plan),
         _memory(plan),
@@ -46,13 +48,13 @@ def _memory(plan: Plan) -> str | None:
 
 
 def _left_out(plan: Plan) -> str | None:
-    """Nodes of another kind: what they cost is what they might have computed."""
+    """Nodes of another kind, which the job cannot use."""
     kinds = {kind: count for kind, count in plan.cluster.left_out.items() if kind != "out of service"}
     if not kinds:
         return None
-    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     have = f"{plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
-    return f"a job runs on nodes of one kind, here {len(plan.cluster.node_names)} with {have}; left out: {told}"
+    return f"a job runs on nodes of one kind, here {len(plan.cluster.node_names)} with {have}; left out: {counts}"
 
 
 def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
@@ -64,9 +66,9 @@ def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
     line += f": {exposed:.3g} s of tensor-parallel communication a step, {exposed / plan.time.step_s:.0%} of it"
     if inside is None:
         return line
-    word, seconds = inside
+    spec, seconds = inside
     cost = plan.time.step_s - seconds
-    return f"{line}; predicted cost against {word}: {cost:+.3g} s a step ({cost / seconds:+.0%})"
+    return f"{line}; predicted cost against {spec}: {cost:+.3g} s a step ({cost / seconds:+.0%})"
 
 
 def _bubble(plan: Plan) -> str | None:
@@ -89,7 +91,7 @@ def _sequence_length(plan: Plan) -> str | None:
 
 
 def _replicated_state(plan: Plan) -> str | None:
-    """ZeRO-1 costs no communication, so not sharding a large optimizer state is worth a line."""
+    """ZeRO-1 costs no communication, so a large unsharded optimizer state is reported."""
     par = plan.parallel
     replicas = par.dp * par.cp * par.ep
     saved = plan.memory.optimizer * (1 - 1 / replicas)
@@ -100,7 +102,7 @@ def _replicated_state(plan: Plan) -> str | None:
 
 
 def _sharded_gradients(plan: Plan) -> str | None:
-    """What ZeRO-2 and -3 send again for every micro-batch, which ZeRO-1 sends once a step."""
+    """Communication that ZeRO-2 and -3 repeat for every micro-batch and ZeRO-1 does once a step."""
     par, many = plan.parallel, plan.parallel.micro_batches
     replicas = par.dp * par.cp * par.ep
     if par.zero < 2 or replicas == 1 or many == 1:

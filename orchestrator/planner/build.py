@@ -39,14 +39,14 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     shape = make_parallel(config, case)
     train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
     job = structs.replace(job, train=train)
-    imported = config.cluster.topology_file is not None  # nodes that anyone may have listed in any order
+    imported = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
     context = CostContext(cluster, model, train, searched.path_cache if searched else None)
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
     alternative = None
     if best.outside_nvlink("tp"):
-        if not case.allow_tp_across_nvlink:  # only an explicit order gets here: the rules refuse everything else
+        if not case.allow_tp_across_nvlink:  # only with an explicit order; the rules refuse everything else
             raise OrchError(
                 f"parallel.order={parallel.order} puts tp={parallel.tp} groups across {best.worst_level('tp')};"
                 " put tp first, or set parallel.allow_tp_across_nvlink=true to see what it costs",
@@ -81,9 +81,9 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
 
 
 def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:
-    """(word, step seconds) of the nearest degrees whose tensor-parallel groups stay inside NVLink, if there are any.
+    """(parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside NVLink, or None.
 
-    Degrees that spread the model over as many GPUs come first: they need about as much memory.
+    Degrees with the same tp x pp come first: they need about as much memory.
     """
     legal = legality.nearest_legal(structs.replace(case, allow_tp_across_nvlink=False), limit=100)
     if not legal:

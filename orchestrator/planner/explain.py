@@ -1,4 +1,4 @@
-"""Why a plan costs what it costs, and which single changes help most: each costed as a plan of its own."""
+"""Why a plan costs what it costs, and which single changes help most; each change is costed as a plan."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Term(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change to a plan, everything else kept (dp takes the GPUs that are left)."""
+    """A change of one key of a plan; dp takes the remaining GPUs."""
 
     words: list[str]  # overrides to type
     step_s: float
     memory: doc.Memory
-    saves_s: float  # against the plan; negative: costs
+    saves_s: float  # seconds per step against the plan; negative: slower
     frees_bytes: int
 
 
 class Explanation(NamedTuple):
     terms: list[Term]  # of the step, largest first
     limited_by: str
-    over_bytes: int  # what the fullest rank lacks; 0: the plan fits
+    over_bytes: int  # bytes that the fullest rank lacks; 0: the plan fits
     categories: list[tuple[str, int]]  # of its memory, largest first
-    changes: list[Change]  # best first: that make it faster; where it does not fit: that make it fit
+    changes: list[Change]  # best first; those that make it faster, or make it fit where it does not
     tried: int
     warnings: list[str]
 
@@ -59,7 +59,7 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
             other = search.cost(layout)
             if other is not None and (over or other.step_s < plan.time.step_s):
                 found.append(_change(overrides, other, plan))
-        if over and not found:  # no single change is enough: the fastest layout of all
+        if over and not found:  # no single change makes it fit: the fastest layout that does
             found += [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
     found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
     categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
@@ -67,19 +67,19 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
 
 
 def terms(plan: Plan) -> list[Term]:
-    """What the step is made of: compute of the slowest rank, what it waits for, communication that nothing hides."""
+    """Terms of the step: compute of the slowest rank, pipeline bubble, exposed communication by axis."""
     time = plan.time
     axes = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline"}
     found = [Term("compute", time.compute_s)]
     for axis, seconds in time.exposed_comm_s.items():
         found.append(Term(f"{axes.get(axis, 'gradients and weights')}, communication", seconds))
-    waiting = time.step_s - sum(term.seconds for term in found)
-    found.append(Term("pipeline bubble", max(0.0, waiting)))
+    bubble = time.step_s - sum(term.seconds for term in found)
+    found.append(Term("pipeline bubble", max(0.0, bubble)))
     return sorted((term for term in found if term.seconds > 1e-9 * time.step_s), key=lambda term: -term.seconds)
 
 
 def _opened(config: Config) -> Config:
-    """The same job with every degree left open, so that any layout can be costed for it."""
+    """The configuration with every degree left open, so that any layout can be costed."""
     parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **dict.fromkeys(LEFT_OUT))
     train = structs.replace(config.train, recompute=None)
     return structs.replace(config, parallel=parallel, train=train)
@@ -91,7 +91,7 @@ def _change(overrides: list[str], other: CostedLayout, plan: Plan) -> Change:
 
 
 def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """(what to type, layout) of every plan that differs in one thing."""
+    """(overrides to type, layout) of every plan that differs in one key."""
     par = plan.parallel
     here = {name: getattr(par, name) for name in ("tp", "cp", "ep", "pp", "vpp", "zero", "micro_batch_size")}
     here |= {"schedule": par.schedule, "recompute": plan.job.train.recompute}

@@ -1,4 +1,4 @@
-"""Config -> what the trainer is told: the plan's `job`, with every derived value filled in."""
+"""The plan's `job`: the configuration's training keys with every derived value filled in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_job(config: Config) -> doc.Job:
 
 
 def make_train(config: Config) -> doc.Train:
-    """What no key says (`recompute_layers`) keeps the plan's default until it is derived."""
+    """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is derived."""
     train = config.train
     same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp"}
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None

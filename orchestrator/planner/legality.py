@@ -1,4 +1,4 @@
-"""Refuses degrees that break a rule of `plan.supported.LAYOUT`: names it, its numbers and the nearest legal words."""
+"""Refuses degrees that break a rule of `plan.supported.LAYOUT`: the rule, its numbers, the nearest legal degrees."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from orchestrator.plan.supported import Case, broken
 
 
 def check(case: Case) -> None:
-    """Raise OrchError (65) naming the broken rule, its numbers and the nearest legal words."""
+    """Raise OrchError (65) naming the broken rule, its numbers and the nearest legal degrees."""
     found = broken(case)
     if not found:
         return
     rule, problem = found
-    words = [near.spec for near in nearest_legal(case)]
-    hint = f"nearest legal: {', '.join(words)}" if words else "no degrees near these are legal"
+    specs = [near.spec for near in nearest_legal(case)]
+    hint = f"nearest legal: {', '.join(specs)}" if specs else "no degrees near these are legal"
     raise OrchError(f"parallel: rule {rule!r}: {problem}; {hint}", Exit.CONFIG)
 
 
 def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
     """Up to `limit` legal cases, nearest first: fewest changed degrees, then the smallest change by factors of two.
 
-    Searches every tp, pp, cp, ep, vpp within a factor of four of the wanted ones, dp taking what the cluster leaves.
+    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones; dp follows from the cluster.
     """
     found: list[tuple[tuple[int, float, float, str], Case]] = []
     for candidate in _around(case):
@@ -63,7 +63,7 @@ def _near(value: int, most: int, start: bool = False) -> list[int]:
 
 
 def _distance(wanted: Case, other: Case) -> tuple[int, float, float, str]:
-    """Order of suggestions: fewest degrees changed (dp follows for free), least change in powers of two, the word."""
+    """Sort key: fewest changed degrees (dp not counted), least change in powers of two, least change of dp, spec."""
     axes = ("tp", "pp", "cp", "ep", "vpp")
     factors = [abs(math.log2(getattr(other, axis) / getattr(wanted, axis))) for axis in axes]
     changed = sum(factor > 0 for factor in factors)

@@ -1,10 +1,9 @@
-"""Elastic sizes: which numbers of nodes in `nodes=A..B` a job can run on, and its plan for each.
+"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, with a plan for each.
 
-Only whole model replicas make sense: what a size changes is the data-parallel degree and the accumulation, never the
-global batch. So every size computes the same steps, and a checkpoint of one is continued by another. In the order in
-which they are tried (reliability.md 4): equal replicas, of another micro-batch where the job leaves it open; replicas
-that take unequal numbers of micro-batches, where that is faster than the next smaller size, whose other nodes would be
-spares; and for fewer nodes than any of these another pipeline depth.
+Sizes differ in data parallelism and accumulation, never in the global batch, so every size computes the same steps and
+continues the checkpoints of the others. Tried in this order (reliability.md 4): equal replicas, with another
+micro-batch size where the job leaves it open; replicas that take unequal numbers of micro-batches, where that is faster
+than the next smaller size with the other nodes as spares; for fewer nodes than any of these, another pipeline depth.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from orchestrator.plan import Exit, Plan, from_json
 from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 
-MOST = 256  # sizes of one range that are planned
+MAX_SIZES = 256  # most sizes of one range
 
 Resolve = Callable[[ClusterSpec], Cluster]  # a cluster entry, with the nodes of one size -> the cluster of that size
 
@@ -114,8 +113,8 @@ def node_range(text: str) -> tuple[int, int]:
     first, last = map(int, text.split(".."))
     if first > last:
         raise OrchError(f"nodes={text} is empty: the smaller number comes first", Exit.USAGE)
-    if last - first >= MOST:
-        raise OrchError(f"nodes={text} holds {last - first + 1} sizes, at most {MOST} are planned", Exit.USAGE)
+    if last - first >= MAX_SIZES:
+        raise OrchError(f"nodes={text} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned", Exit.USAGE)
     return first, last
 
 
@@ -142,7 +141,7 @@ def _with_layout(config: Config, found: Config) -> Config:
 
 
 def _replicas(config: Config, resolve: Resolve, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
-    """Equal replicas; else unequal ones, if they are faster than the next smaller size. Raises OrchError."""
+    """The size with equal replicas, else with unequal ones if faster than the next smaller size. Raises OrchError."""
     from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
 
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
@@ -158,8 +157,10 @@ def _replicas(config: Config, resolve: Resolve, nodes: int, any_memory: bool, sm
 
 
 def _other_pipeline(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Size | None:
-    """The fastest size with another number of pipeline stages: what is left where no whole replica of the job's own
-    fits. Its schedule stays where it is legal; a split of layers that the user gave was for the job's own stages."""
+    """The fastest plan with another number of pipeline stages, where no whole replica of the job fits; None if none is.
+
+    The schedule stays where it is legal. `stage_layers` is dropped: it was given for the job's own stages.
+    """
     par, found = config.parallel, []
     stages, rest = divmod(nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep")))
     if rest or par.schedule_file is not None:

@@ -1,4 +1,4 @@
-"""From a table's words for GPUs and networks to a cluster. What a word does not say is assumed, and said so."""
+"""Clusters from a table's names of GPUs and networks. What a name does not say is assumed, and reported as such."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ GPUS: dict[str, tuple[float, float, float, float, float, float]] = {
 SOURCE = "NVIDIA data sheets"
 
 
-def gpu_of(word: str) -> tuple[str, bool]:
-    """(known name, whether it is just what was written). The longest known beginning; an H100 when there is none."""
-    matches = [name for name in GPUS if word.upper().startswith(name.upper())]
+def gpu_of(name: str) -> tuple[str, bool]:
+    """(known GPU that is the longest prefix of `name`, True), or an H100 and False."""
+    matches = [known for known in GPUS if name.upper().startswith(known.upper())]
     return (max(matches, key=len), True) if matches else ("H100-80GB", False)
 
 
-def nic_gbit_per_s(word: str, gpus_per_node: int) -> float | None:
-    """Gb/s of network a GPU that an interconnect's words state: "8x200Gb/s", "400Gb/s per GPU", "1600Gb/s per node"."""
-    if several := re.search(r"(\d+)x(\d+)\s*Gb/s", word):
+def nic_gbit_per_s(network: str, gpus_per_node: int) -> float | None:
+    """Gb/s of network per GPU, from an interconnect's name: "8x200Gb/s", "400Gb/s per GPU", "1600Gb/s per node"."""
+    if several := re.search(r"(\d+)x(\d+)\s*Gb/s", network):
         return int(several[1]) * int(several[2]) / gpus_per_node
-    if one := re.search(r"(\d+)\s*Gb/s(?: per (GPU|node))?", word):
+    if one := re.search(r"(\d+)\s*Gb/s(?: per (GPU|node))?", network):
         return int(one[1]) / (gpus_per_node if one[2] == "node" else 1)
     return None
 
 
 @lru_cache(maxsize=512)
 def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, nic_gbit: float, domain_gpus: int) -> Cluster:
-    """One flat fabric over nodes: tables say nothing of switches."""
+    """A cluster with one switch level over all nodes: tables say nothing about switches."""
     memory, half, fp8, hbm, nvlink, _ = GPUS[gpu]
     nodes = -(-num_gpus // gpus_per_node)
     per_domain = max(1, domain_gpus // gpus_per_node)

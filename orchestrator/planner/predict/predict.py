@@ -1,4 +1,4 @@
-"""Rows -> predictions, by the same functions that plan a job, with axes nested in the default order."""
+"""Predictions for the rows of a table, by the planner's cost model, with axes nested in the default order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row of a table -> model, cluster, degrees; every value that is missing is filled in, and said so."""
+"""One row of a table -> model, cluster, degrees. Missing values are assumed, and each assumption is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDED = ("layers", "hidden", "heads", "seq_len")
 
 
 class RowError(ValueError):
-    """A row that cannot be predicted: which column, and why."""
+    """A row that cannot be predicted; the message names the column."""
 
 
 class Job(NamedTuple):
@@ -28,12 +28,12 @@ class Job(NamedTuple):
     model: Model
     parallel: Parallel
     train: Train
-    matmul: str  # precision of matrix products: "fp8" beside 16-bit tensors
+    matmul: str  # precision of matrix products; "fp8" with 16-bit tensors
     assumed: list[str]
 
 
 class Row:
-    """Typed reading of one row; collects what had to be assumed."""
+    """Typed access to one row; collects the assumptions."""
 
     def __init__(self, cells: Mapping[str, str]):
         self.cells = cells
@@ -65,7 +65,7 @@ class Row:
 
 
 def read_row(cells: Mapping[str, str]) -> Job:
-    """Raises RowError naming the column."""
+    """The job of one row. Raises RowError naming the column."""
     row = Row(cells)
     model = _model(row)
     tp, pp, cp = row.positive("tp", 1), row.positive("pp", 1), row.positive("cp", 1)
@@ -104,12 +104,12 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 
 def _bucket(model: Model, tp: int, zero: int) -> int:
-    """ZeRO-3 gathers a layer at a time (FSDP), gradients of the others go in buckets of 25 MiB."""
+    """Bytes of a gradient bucket: a layer with ZeRO-3 (FSDP), else 25 MiB."""
     return 25 << 20 if zero < 3 else max(25 << 20, 4 * model.parameters // model.layers // tp)
 
 
 def _experts(row: Row, ranks: int) -> int:
-    """Tables count dp over all replicas of the dense weights; here ep and dp are axes of their own."""
+    """The ep axis. Tables count dp over all replicas of the dense weights; here ep and dp are separate axes."""
     ep = row.positive("ep", 1)
     fits = math.gcd(ep, ranks)
     if fits != ep:
@@ -118,12 +118,12 @@ def _experts(row: Row, ranks: int) -> int:
 
 
 def _schedule(row: Row, pp: int, vpp: int) -> str:
-    word = row.text("pp_schedule")
+    name = row.text("pp_schedule")
     if vpp > 1:
         return "interleaved"
-    if pp > 1 and word not in SCHEDULE:
+    if pp > 1 and name not in SCHEDULE:
         row.assumed.append("pp_schedule=1f1b")
-    return SCHEDULE.get(word, "1f1b")
+    return SCHEDULE.get(name, "1f1b")
 
 
 def _train(row: Row) -> tuple[Train, str]:
@@ -147,8 +147,8 @@ def _train(row: Row) -> tuple[Train, str]:
 
 
 def _cluster(row: Row, gpus: int) -> Cluster:
-    word, network = row.text("gpu"), row.text("interconnect")
-    name, known = gpu_of(word)
+    network = row.text("interconnect")
+    name, known = gpu_of(row.text("gpu"))
     if not known:
         row.assumed.append(f"gpu={name}")
     per_node = min(row.positive("gpus_per_node", 8), gpus)
@@ -180,7 +180,7 @@ def _model(row: Row) -> Model:
 
 @lru_cache(maxsize=1024)
 def _nearest(shape: tuple[Any, ...], billions: float) -> Model:
-    """The variant of the shapes (gated or plain MLP, tied or own head) whose size is nearest to the one stated."""
+    """The model of this shape (gated or plain MLP, tied or untied head) whose size is nearest to `billions`."""
     name, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, moe = shape
     found = []
     for mlp in ("gated", "plain"):

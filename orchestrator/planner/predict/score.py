@@ -1,4 +1,4 @@
-"""How far predictions are off, where a table has measured columns: by group, in order of layouts, and fits/OOM."""
+"""Errors of predictions against a table's measurements: by group, in the order of layouts, and fits or OOM."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
 
 
 def group_of(row: Mapping[str, str]) -> str:
-    """The table that a row comes from: its id without the number."""
+    """The source of a row: its id without the number."""
     return (row.get("id") or "").rpartition("-")[0] or "all"
 
 

@@ -244,21 +244,20 @@ class PipelineBound:
 
     def _kept(self, rank: RankShape, schedule: str) -> float:
         branch, mesh, cost = self.branch, self.branch.mesh, self.branch.cost
-        (dense, dense_live), (moe, moe_live) = (
+        (dense, dense_more), (moe, moe_more) = (
             (one.stored, one.recomputing) for one in cost.activation_bytes(branch.recompute)
         )
         inner, last = cost.stage_bytes
         held = rank.dense * dense + rank.moe * moe + (self.held - rank.head) * inner + rank.head * last
-        live = max(dense_live if rank.dense else 0.0, moe_live if rank.moe else 0.0)
+        recomputing = max(dense_more if rank.dense else 0.0, moe_more if rank.moe else 0.0)
         m = mesh.micro_batches
         in_flight = in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank.rank)
-        in_flight = in_flight_before_input_gradient(
-            schedule, mesh.pp, m, rank.rank, in_flight
-        )  # what waits for weight gradients comes on top
+        # deferred weight gradients come on top of this
+        in_flight = in_flight_before_input_gradient(schedule, mesh.pp, m, rank.rank, in_flight)
         if rank.head:
             more = logits_in_flight(schedule, m) - 1
-            live = max(live, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
-        return held / self.held * in_flight + live + (2 * cost.boundary if mesh.pp > 1 else 0.0)
+            recomputing = max(recomputing, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
+        return held / self.held * in_flight + recomputing + (2 * cost.boundary if mesh.pp > 1 else 0.0)
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
