@@ -11,8 +11,11 @@ from orchestrator.cluster.resolve import resolve
 from orchestrator.config.schema import ClusterSpec, Config, LevelSpec, ModelSpec
 from orchestrator.plan import Plan
 from orchestrator.plan.cluster import NVLINK
-from orchestrator.plan.document import Cluster, Model
+from orchestrator.plan.document import Cluster, Model, Parallel
 from orchestrator.planner import build
+from orchestrator.planner.cost.step_time import Work, step_work
+from orchestrator.planner.cost.traffic import Traffic, step_traffic
+from orchestrator.planner.placement.axis_order import CostContext, PathCache
 from orchestrator.planner.search.search import Search
 
 SOURCE = "test"
@@ -112,3 +115,10 @@ def level_between(cluster: Cluster, node_a: int, node_b: int) -> str:
         if any(node_a in block and node_b in block for block in blocks):
             return name
     raise ValueError(f"nodes {node_a} and {node_b} have no common switch")
+
+
+def costing(plan: Plan, cluster: Cluster) -> tuple[PathCache, Parallel, list[Traffic], Work]:
+    """What the costs of a plan's degrees on a cluster follow from: the arguments of `candidates` and `place_nodes`."""
+    context = CostContext(cluster, plan.model, plan.job.train)
+    work = step_work(plan.model, plan.parallel, plan.job.train, context.rate)
+    return context.path_cache, plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work

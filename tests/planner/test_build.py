@@ -1,19 +1,35 @@
-"""The main line and its neighbours: exact groups, seats and levels."""
+"""The main line and its neighbours: exact groups, GPUs and levels, and the whole plan byte for byte.
+
+To accept a change of the plan: `python -m tests.planner.test_build` writes the golden file anew.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, from_json, to_json
+from orchestrator.plan import Exit, Plan, from_json, load_plan, to_json
 
 from . import configs, shapes
 from .configs import build_plan
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan_h100x64_tp8_pp4_zero1.json"
+
+
+def build_main_line() -> Plan:
+    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}))
+
 
 @pytest.fixture(scope="module")
-def main_line():
-    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}))
+def main_line() -> Plan:
+    return build_main_line()
+
+
+def test_main_line_is_the_golden_plan(main_line):
+    assert to_json(main_line, indent=1).decode() + "\n" == GOLDEN.read_text()
+    assert load_plan(GOLDEN) == main_line == from_json(to_json(main_line))
 
 
 def test_tensor_parallel_groups_are_whole_nodes(main_line):
@@ -24,7 +40,7 @@ def test_tensor_parallel_groups_are_whole_nodes(main_line):
     assert main_line.placement["tp"].worst_level == "nvlink"
 
 
-def test_every_pipeline_stands_under_one_leaf(main_line):
+def test_every_pipeline_is_under_one_leaf(main_line):
     assert main_line.parallel.dp == 2
     leaf = main_line.cluster.levels[0]
     under = {main_line.cluster.node_names[node]: index for index, block in enumerate(leaf.switches) for node in block}
@@ -34,10 +50,6 @@ def test_every_pipeline_stands_under_one_leaf(main_line):
     assert main_line.placement["pp"].worst_level == "leaf"
     assert main_line.placement["dp"].worst_level == "spine"
     assert main_line.groups["dp"] == [[rank, rank + 32] for rank in range(32)]
-
-
-def test_the_plan_survives_json(main_line):
-    assert from_json(to_json(main_line)) == main_line
 
 
 def test_memory_adds_up_and_zero_one_shards_only_the_optimizer():
@@ -50,8 +62,12 @@ def test_memory_adds_up_and_zero_one_shards_only_the_optimizer():
     assert plans[0].memory.params == plans[1].memory.params
 
 
-def test_a_broken_rule_is_one_line_with_legal_words():
+def test_a_broken_rule_is_one_line_with_legal_degrees():
     with pytest.raises(OrchError, match=r"rule 'heads': tp=6 .* 64 attention heads; nearest legal: \S+") as caught:
         build_plan(configs.config(configs.cluster(nodes=6), shapes.llama3_70b(), {"tp": 6, "pp": 8}))
     assert caught.value.exit == Exit.CONFIG
     assert "\n" not in str(caught.value)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_bytes(to_json(build_main_line(), indent=1) + b"\n")

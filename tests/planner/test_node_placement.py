@@ -13,10 +13,7 @@ from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.cost import step_time
-from orchestrator.planner.cost.compute import rates
 from orchestrator.planner.cost.profile import profile_for
-from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import PathCache, candidates, orders
 from orchestrator.planner.placement.group_packing import distinct_node_orders
 from orchestrator.planner.placement.node_placement import place_nodes, reorder
@@ -52,10 +49,7 @@ def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, b
     model = shapes.mixtral_8x7b() if ep > 1 else shapes.llama3_8b()
     values = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
     plan = build_plan(configs.config(spec, model, values, global_batch_samples=batch, seq_len=2048))
-    profile = profile_for(cluster.gpu.name, cluster.device)
-    work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
-    traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
-    return PathCache(cluster, profile), plan.parallel, traffic, work
+    return configs.costing(plan, cluster)
 
 
 @st.composite
@@ -86,31 +80,15 @@ def equals_brute_force(case) -> None:
     assert heuristic.bound_s <= found.score.step_s + 1e-9, "the bound holds for the best of all"
 
 
-@given(cases(most=5))
-@settings(max_examples=40, deadline=None)
-def test_equals_brute_force(case):
-    equals_brute_force(case)
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 
-@pytest.mark.full
-@given(cases(most=6))
-@settings(max_examples=800, deadline=None)
-def test_equals_brute_force_on_eight_hundred_clusters(case):
-    equals_brute_force(case)
-
-
-@pytest.mark.slow
-@given(cases(most=8))
-@settings(max_examples=20, deadline=None)
-def test_equals_brute_force_on_larger_ones(case):
-    equals_brute_force(case)
-
-
-@pytest.mark.full
-@given(cases(most=8))
-@settings(max_examples=200, deadline=None)
-def test_equals_brute_force_on_two_hundred_larger_ones(case):
-    equals_brute_force(case)
+@pytest.mark.parametrize(
+    ("nodes", "examples"),
+    [(5, 40), pytest.param(6, 800, marks=FULL), pytest.param(8, 20, marks=SLOW), pytest.param(8, 200, marks=FULL)],
+)
+def test_equals_brute_force(nodes, examples):
+    settings(max_examples=examples, deadline=None)(given(cases(most=nodes))(equals_brute_force))()
 
 
 @given(cases(), st.integers(1, 99))
@@ -193,20 +171,13 @@ def test_bound_is_below_every_order_as_it_came(case):
 
 
 def test_a_rack_scale_domain_is_used_whole():
-    """TP over two nodes of one NVLink domain: legal only where the two stand in the same rack."""
+    """TP over two nodes of one NVLink domain: legal only where both nodes are in the same rack."""
     cluster = ragged([2, 2], [2], gpus=4, domain=2)
     broken = reorder(cluster, [0, 2, 1, 3])
-    path_cache, parallel, traffic, work = _rack_job(broken)
-    found = place_nodes(path_cache, parallel, traffic, work)
-    assert found.given.tp_outside and not found.score.tp_outside
-
-
-def _rack_job(cluster: Cluster):
     spec = configs.cluster(4, 4, [("fabric", 4, 1.0)], domain_nodes=2)
     plan = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=4))
-    profile = profile_for(cluster.gpu.name, cluster.device)
-    work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rates(cluster, profile, "bf16"))
-    return PathCache(cluster, profile), plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work
+    found = place_nodes(*configs.costing(plan, broken))
+    assert found.given.tp_outside and not found.score.tp_outside
 
 
 def test_a_plan_on_imported_nodes(tmp_path):

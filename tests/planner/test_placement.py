@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.plan.ranks import AXES, all_groups, as_dict
-from orchestrator.planner.cost import step_time
-from orchestrator.planner.cost.compute import rates
-from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import TIE, PathCache, candidates, choose
+from orchestrator.planner.placement.axis_order import TIE, candidates, choose
 
 from . import configs, shapes
 from .configs import build_plan
@@ -22,11 +19,7 @@ from .configs import build_plan
 
 def every_order(plan):
     """All candidates for a plan's degrees."""
-    profile = profile_for(plan.cluster.gpu.name, plan.cluster.device)
-    traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
-    rate = rates(plan.cluster, profile, plan.job.train.precision)
-    work = step_time.step_work(plan.model, plan.parallel, plan.job.train, rate)
-    return candidates(PathCache(plan.cluster, profile), plan.parallel, traffic, work)
+    return candidates(*configs.costing(plan, plan.cluster))
 
 
 @st.composite
@@ -54,8 +47,7 @@ def test_no_order_is_better_and_tp_stays_inside(plan):
 @given(plans())
 @settings(max_examples=25, deadline=None)
 def test_every_rank_once_and_groups_partition(plan):
-    seats = {(rank.node, rank.gpu) for rank in plan.ranks}
-    assert len(seats) == plan.parallel.world_size
+    assert len({(rank.node, rank.gpu) for rank in plan.ranks}) == plan.parallel.world_size
     assert plan.groups == all_groups([as_dict(rank) for rank in plan.ranks], plan.parallel.pp)
     for axis in (*AXES, "grad", "model"):
         assert sorted(r for group in plan.groups[axis] for r in group) == list(range(plan.parallel.world_size))

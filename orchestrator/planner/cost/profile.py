@@ -45,34 +45,27 @@ _GPU_SOURCE = (
 )
 
 
+_GPU = Profile(
+    gemm={},
+    gemm_default=0.75,
+    attention=0.5,
+    hbm=0.8,
+    nvlink=0.80,
+    fabric=0.93,
+    contention=0.77,
+    kernel_launch_s=3e-6,
+    context_bytes=2 << 30,
+    source=_GPU_SOURCE,
+)
+
+
 def profile_for(gpu_name: str, device: str) -> Profile:
     """The profile of a GPU by its name ("H100-SXM5-80GB"), or of a CPU core."""
-    if device == "cpu":
-        return Profile(
-            gemm={},
-            gemm_default=0.6,
-            attention=0.2,
-            hbm=0.6,
-            nvlink=0.8,
-            fabric=0.8,
-            contention=1.0,
-            kernel_launch_s=2e-5,
-            context_bytes=0,  # the memory share of a CPU rank does not include the process itself
-            source="assumed",
-        )
+    if device == "cpu":  # the memory share of a CPU rank does not include the process itself: context_bytes=0
+        rates = {"gemm_default": 0.6, "attention": 0.2, "hbm": 0.6, "nvlink": 0.8, "fabric": 0.8, "contention": 1.0}
+        return replace(_GPU, **rates, kernel_launch_s=2e-5, context_bytes=0, source="assumed")
     matches = [name for name in _GEMM if gpu_name.upper().startswith(name)]
-    return Profile(
-        gemm=_GEMM[max(matches, key=len)] if matches else {},
-        gemm_default=0.75,
-        attention=0.5,
-        hbm=0.8,
-        nvlink=0.80,
-        fabric=0.93,
-        contention=0.77,
-        kernel_launch_s=3e-6,
-        context_bytes=2 << 30,
-        source=_GPU_SOURCE,
-    )
+    return replace(_GPU, gemm=_GEMM[max(matches, key=len)] if matches else {})
 
 
 def profile_of(cluster: Cluster) -> Profile:

@@ -7,6 +7,8 @@ many NICs and with what latency follows from that number, tier by tier.
 
 from __future__ import annotations
 
+from functools import cache
+
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
 
@@ -19,26 +21,19 @@ class BestPaths:
         self.inside = 1.0 / float(fabric.rate[0])
         self.share = 1.0 / float(fabric.rate[1:].max())  # s/byte over one GPU's share of the NICs
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
-        self._rings: dict[tuple[int, int, int], Path] = {}
-        self._chains: dict[tuple[int, int, bool], Path] = {}
+        self.ring, self.chain = cache(self._ring), cache(self._chain)
         self.latency = [float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))]  # of this tier or above
 
     def members_in_block(self, tp: int, tier: int = 0) -> int:
         """Most members that a group of any axis but tp can have in one block of a tier."""
         return max(1, self.blocks[tier] // tp) if self.confined else self.blocks[tier]
 
-    def ring(self, members: int, tp: int, sharing: int = 1) -> Path:
+    def _ring(self, members: int, tp: int, sharing: int = 1) -> Path:
         """Best path of a ring: its members in one domain share the domain's NICs.
 
         `sharing`: members of another axis that lie in the same domain. At least one hop leaves each block that cannot
         hold the whole group.
         """
-        key = members, tp, sharing
-        if key not in self._rings:
-            self._rings[key] = self._ring(members, tp, sharing)
-        return self._rings[key]
-
-    def _ring(self, members: int, tp: int, sharing: int) -> Path:
         if members == 1:
             return NO_PATH
         members_in_block = -(-self.members_in_block(tp) // sharing)
@@ -64,17 +59,11 @@ class BestPaths:
             return self.ring(tp, 1)
         return Path(self.inside, self.latency[0], tp * self.latency[0], NVLINK, {})
 
-    def chain(self, members: int, tp: int, near: bool = True) -> Path:
+    def _chain(self, members: int, tp: int, near: bool = True) -> Path:
         """Best path to the next member, over the GPU's own NIC where that is on another node.
 
         `near`: neighbours may lie in one domain.
         """
-        key = members, tp, near
-        if key not in self._chains:
-            self._chains[key] = self._chain(*key)
-        return self._chains[key]
-
-    def _chain(self, members: int, tp: int, near: bool) -> Path:
         if members == 1:
             return NO_PATH
         if members > self.members_in_block(tp) or not near:

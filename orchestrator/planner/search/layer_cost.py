@@ -6,8 +6,8 @@ Methods of context parallelism that divide attention evenly differ only in commu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from msgspec import structs
@@ -16,6 +16,7 @@ from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import CpMethod, Model, Parallel
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.compute import layer_seconds_by_kind, loss_seconds, overlap_seconds
+from orchestrator.planner.cost.fabric import Path
 from orchestrator.planner.cost.traffic import (
     Overlap,
     RecomputedShare,
@@ -113,9 +114,8 @@ class LayerCost:
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
         self.loss_bytes = activations.loss_bytes(model, par, train)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
-        self._recompute_costs: dict[str, RecomputeCost] = {}
-        self._activation_bytes: dict[str, list[activations.ActivationBytes]] = {}
-        self._cp_communication: dict[tuple[CpMethod, str], list[tuple[float, float, bool]]] = {}
+        self.recompute_cost, self.activation_bytes = cache(self._recompute_cost), cache(self._activation_bytes)
+        self.cp_communication = cache(self._cp_communication)
         self._pipeline_params: dict[tuple[str, int, int], PipelineParams] = {}
         self._operations(best)
 
@@ -150,47 +150,23 @@ class LayerCost:
             count * max(0.0, self.tensor_s[name] - self.overlap_s[overlap]) for name, overlap, count in operations
         )
 
-    def cp_communication(self, method: CpMethod, recompute: str) -> list[tuple[float, float, bool]]:
+    def _cp_communication(self, method: CpMethod, recompute: str) -> list[tuple[float, float, bool]]:
         """Context-parallel operations per layer and micro-batch: (seconds, count, whether attention hides it)."""
-        if (method, recompute) not in self._cp_communication:
-            self._cp_communication[method, recompute] = self._cp_operations(
-                method, self.recompute_cost(recompute).recomputed
-            )
-        return self._cp_communication[method, recompute]
-
-    def _cp_operations(self, method: CpMethod, recomputed: RecomputedShare) -> list[tuple[float, float, bool]]:
+        recomputed = self.recompute_cost(recompute).recomputed
         par, best, cp = structs.replace(self.par, cp_method=method), self.best, self.par.cp
-        path_of = {
-            "p2p": best.chain,
-            "all_to_all": best.exchange,
-            "all_gather": best.ring,
-            "reduce_scatter": best.ring,
-        }
+        path_of: dict[str, Callable[[int, int], Path]] = {"p2p": best.chain, "all_to_all": best.exchange}
         return [
-            (collective.seconds(name, size, cp, path_of[name](cp, par.tp)), count, window == "attention")
+            (collective.seconds(name, size, cp, path_of.get(name, best.ring)(cp, par.tp)), count, window == "attention")
             for name, size, count, window in context_parallel_operations(
                 self.context.model, par, self.context.train, recomputed
             )
         ]
 
-    def recompute_cost(self, recompute: str) -> RecomputeCost:
-        if recompute not in self._recompute_costs:
-            self._recompute_costs[recompute] = self._recompute_cost(recompute)
-        return self._recompute_costs[recompute]
-
-    def activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
+    def _activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
         """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
-        if recompute not in self._activation_bytes:
-            model, train = self.context.model, structs.replace(self.context.train, recompute=recompute)
-            self._activation_bytes[recompute] = [
-                NO_ACTIVATIONS
-                if layer is None
-                else activations.layer_activation_bytes(
-                    model, layer, self.tokens, self.par, train, self.kernels, recompute
-                )
-                for layer in self.kinds
-            ]
-        return self._activation_bytes[recompute]
+        model, train = self.context.model, structs.replace(self.context.train, recompute=recompute)
+        of, same = activations.layer_activation_bytes, (self.tokens, self.par, train, self.kernels, recompute)
+        return [NO_ACTIVATIONS if layer is None else of(model, layer, *same) for layer in self.kinds]
 
     def slowest(self, recompute: str | None) -> float:
         """Most seconds of a layer, forward and backward. `recompute` None: of all modes."""

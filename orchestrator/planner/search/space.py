@@ -8,6 +8,7 @@ gives are kept. Meshes that differ only in their `Variant` variant a family.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -77,10 +78,9 @@ class Space:
         self.config, self.context, self.par = config, context, par
         self.samples = global_batch(config)
         self.gpus = len(context.cluster.node_names) * context.cluster.gpus_per_node
-        self._known_variants: dict[tuple[int, int], list[Variant]] = {}
+        self.variants, self.schedules = cache(self._variants), cache(self._legal_schedules)
         self._zeros: dict[tuple[str, int, int], int] = {}
         self._counts: dict[tuple[int, int, int], int] = {}
-        self._schedules: dict[tuple[int, int | None], dict[str, list[int]]] = {}
         given = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given is None else (given,)
         ones: dict[str, Any] = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1)
@@ -145,21 +145,18 @@ class Space:
         rule = self.rules.get("batch_ramp") if self.base.batch_ramp else None
         return rule is None or rule(structs.replace(self.base, **degrees)) is None
 
-    def variants(self, tp: int, cp: int) -> list[Variant]:
-        """Those that are open and keep their rules, plainest first."""
-        key = tp, cp
-        if key not in self._known_variants:
-            along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
-            methods = CP_METHODS if self.par.cp_method is None and cp > 1 else [self.par.cp_method or "zigzag"]
-            self._known_variants[key] = [
-                (sp, method)
-                for sp, method in product(along, methods)
-                if not any(
-                    LAYOUT[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
-                    for rule in VARIANT_RULES
-                )
-            ]
-        return self._known_variants[key]
+    def _variants(self, tp: int, cp: int) -> list[Variant]:
+        """Legal variants, simplest first."""
+        along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
+        methods = CP_METHODS if self.par.cp_method is None and cp > 1 else [self.par.cp_method or "zigzag"]
+        return [
+            (sp, method)
+            for sp, method in product(along, methods)
+            if not any(
+                LAYOUT[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
+                for rule in VARIANT_RULES
+            )
+        ]
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
         """Whether the degrees keep every rule that applies to them (one axis alone need not fill the cluster)."""
@@ -170,17 +167,11 @@ class Space:
 
     # -------------------------------------------------------------------------------------- layouts
 
-    def schedules(self, pp: int, micro_batches: int | None = None) -> dict[str, list[int]]:
+    def _legal_schedules(self, pp: int, micro_batches: int | None = None) -> dict[str, list[int]]:
         """Schedule -> legal numbers of virtual stages. `micro_batches` None: legal for some number of micro-batches.
 
         A single stage has one schedule, 1f1b.
         """
-        key = pp, micro_batches
-        if key not in self._schedules:
-            self._schedules[key] = self._runnable(*key)
-        return self._schedules[key]
-
-    def _runnable(self, pp: int, micro_batches: int | None) -> dict[str, list[int]]:
         if pp == 1:
             given = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
             return {"1f1b": [1]} if given and not self._other_stages(1) else {}
