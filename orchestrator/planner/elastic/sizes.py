@@ -52,7 +52,8 @@ def plan_of(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
         return build.build_plan(config, cluster, any_layout)
 
     # msgspec.json keeps the planner's order of keys, which pages follow; to_json sorts them
-    return cached("plan", _inputs(config, cluster, any_layout), compute, msgspec.json.encode, from_json)
+    plan: Plan = cached("plan", _inputs(config, cluster, any_layout), compute, msgspec.json.encode, from_json)
+    return plan
 
 
 def _inputs(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[bytes]:
