@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from orchestrator.backends.slurm.cluster_source import uniform  # noqa: E402
 from orchestrator.cluster.importers.slurm import parse_topology  # noqa: E402
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes  # noqa: E402
 from orchestrator.cluster.nodes import choose_nodes, with_nodes  # noqa: E402
@@ -31,7 +30,7 @@ def once(plan, text: str, network: str) -> dict[str, float]:
     topology = parse_topology(network)
     marks.append(time.perf_counter())
     used = len({rank.node for rank in plan.ranks})
-    chosen = choose_nodes([n.name for n in uniform(nodes, 8) if n.free], topology, used)
+    chosen = choose_nodes([n.name for n in nodes if n.free and n.gpus >= 8], topology, used)
     marks.append(time.perf_counter())
     replan(plan, with_nodes(plan.cluster, chosen, topology))
     marks.append(time.perf_counter())

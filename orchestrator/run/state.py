@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -33,7 +33,8 @@ Phase = Literal[
     "cancelled",  # ended because somebody asked; saved where the program can save
     "stopped",  # ended by its scheduler or its machine; may be started again
 ]
-FINAL: frozenset[str] = frozenset({"done", "failed", "cancelled", "stopped"})
+FinalPhase = Literal["done", "failed", "cancelled", "stopped"]
+FINAL: frozenset[str] = frozenset(get_args(FinalPhase))
 
 #: What a cause may be. The first group are faults of workers, for which restarts may be budgeted one by one.
 WORKER_CAUSES: dict[str, str] = {
@@ -161,7 +162,7 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
 
 def finish(
     state: RunState,
-    phase: Literal["done", "failed", "cancelled", "stopped"],
+    phase: FinalPhase,
     code: int,
     reason: str,
     cause: Cause | None = None,

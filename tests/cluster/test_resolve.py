@@ -11,7 +11,7 @@ import time
 import pytest
 
 from orchestrator.backends.base import Choice
-from orchestrator.backends.slurm import cluster_source
+from orchestrator.backends.slurm import backend as slurm_backend
 from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.cli.main import main
 from orchestrator.cluster.model import Machine, Tier, Topology
@@ -76,7 +76,7 @@ JOB = ("cluster=slurm", "cluster.nodes=4", "model=llama3_8b")
 def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(cluster_source, "live_topology", lambda *which: asked.append(which) or LIVE)
+    monkeypatch.setattr(slurm_backend, "read_cluster", lambda *which: asked.append(which) or LIVE)
     resolved = []
     monkeypatch.setattr(edge, "resolve", lambda *given: resolved.append(resolve(*given)) or resolved[-1])
     sent = []

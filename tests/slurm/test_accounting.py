@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.slurm.commands import Slurm
-from orchestrator.backends.slurm.states import meaning
+from orchestrator.backends.slurm.states import job_state
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from tests.beds.slurm.cluster import Cluster
@@ -41,22 +41,22 @@ def test_a_wrong_account_is_one_line_with_the_choices(orch):
 
 
 def test_a_run_that_the_controller_has_forgotten(orch, accounted):
-    run = orch.submit(*two_nodes("backend.options.account=orch"), wishes={"STEPS": 2})
+    run = orch.submit(*two_nodes("backend.options.account=orch"), worker={"STEPS": 2})
     assert run.wait("done").exit_code == 0
-    failed = orch.submit(*two_nodes("backend.max_restarts=0"), wishes={"DIE": "0:1:3"})
+    failed = orch.submit(*two_nodes("backend.max_restarts=0"), worker={"DIE": "0:1:3"})
     failed.wait("failed")
     accounted.wait(lambda: not accounted.run("squeue", "-h", "-t", "all").strip(), 120, "forgotten jobs")
     jobs = Slurm(accounted.env).jobs([run.job, failed.job])
     assert (jobs[run.job].state, jobs[run.job].exit_code, jobs[run.job].source) == ("COMPLETED", 0, "sacct")
     assert (jobs[failed.job].state, jobs[failed.job].exit_code) == ("FAILED", 1)
-    assert set(jobs[run.job].node_names) == set(run.placement["nodes"])
+    assert set(jobs[run.job].node_names) == set(run.assignment["nodes"])
     assert run.state().state == "done" and failed.state().exit_code == Exit.USER
 
 
 def test_states_come_from_squeue_when_the_database_is_away(orch, accounted):
     job = accounted.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true").strip()
     found = Slurm({**accounted.env, "PATH": without_sacct(orch.home, accounted.env["PATH"])}).jobs([job, "999999"])
-    assert meaning(found[job].state).phase == "pending" and "999999" not in found
+    assert job_state(found[job].state).phase == "pending" and "999999" not in found
     with pytest.raises(OrchError):
         Slurm(accounted.env).run(["sacct", "--format=NoSuchField"])
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.slurm.commands import Slurm, first_complaint
-from orchestrator.backends.slurm.states import meaning
-from orchestrator.backends.slurm.submission import LiveWatcher
+from orchestrator.backends.slurm.commands import Slurm, error_line
+from orchestrator.backends.slurm.states import job_state
+from orchestrator.backends.slurm.submission import JobWatcher
 from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from tests.beds.slurm.cluster import Cluster, reap_stale
 from tests.beds.slurm.cluster_conf import Shape
 from tests.beds.slurm.runs import CONF, Orch
 
@@ -61,20 +65,18 @@ class TestLive:
         assert nodes["n1"].reason.startswith("test State=IDLE")
 
     def test_a_job_through_its_states_without_accounting(self, slurm, cluster, script):
-        watcher = LiveWatcher(slurm, delay_s=0)
+        watcher = JobWatcher(slurm, delay_s=0)
         job = slurm.sbatch(script("--nodes=2", body="exit 3"))
-        cluster.wait(lambda: meaning(cluster.job_state(job)).over, 20, "end of the job")
-        found = watcher.look([job])[job]
-        assert (found.state, found.nodes, meaning(found.state).phase) == ("FAILED", 2, "failed")
+        cluster.wait(lambda: job_state(cluster.job_state(job)).ended, 20, "end of the job")
+        found = watcher.query([job])[job]
+        assert (found.state, found.nodes, job_state(found.state).phase) == ("FAILED", 2, "failed")
         held = slurm.sbatch(script("--hold"))
-        found = watcher.look([job, held])
+        found = watcher.query([job, held])
         assert found[held].state == "PENDING" and found[held].reason == "JobHeldUser" and job in found
 
     def test_start_estimate(self, slurm, cluster, script):
+        """It refuses what sbatch itself would accept and keep pending with PartitionNodeLimit."""
         assert slurm.start_estimate(Path(script("--nodes=8")).read_text()).startswith("20")
-
-    def test_what_would_wait_for_ever_is_refused_by_the_estimate(self, slurm, cluster, script):
-        """sbatch itself would take it, and it would be pending with PartitionNodeLimit."""
         with pytest.raises(OrchError) as refused:
             slurm.start_estimate(Path(script("--nodes=9")).read_text())
         assert refused.value.exit == Exit.CAPACITY
@@ -93,8 +95,6 @@ class TestLive:
         ],
     )
     def test_refusals_are_one_line_with_a_code(self, slurm, cluster, script, directive, exit, text):
-        import re
-
         with pytest.raises(OrchError) as refused:
             slurm.sbatch(script(directive))
         assert "\n" not in refused.value.message
@@ -130,6 +130,22 @@ def test_a_full_queue_is_told_at_once(tmp_path):
         assert json.loads(orch("status", "--json", "late").stdout)["state"]["exit_code"] == Exit.CAPACITY
 
 
+@pytest.mark.slurm
+@pytest.mark.process
+def test_a_cluster_whose_owner_was_killed_is_reaped():
+    bring_up(Shape(nodes=2, gpus=2, leaves=1))
+    code = "import os\nfrom tests.beds.slurm.cluster import Cluster, Shape\n"
+    code += "c = Cluster(Shape(nodes=1, gpus=1, leaves=1))\n"
+    code += "c.start()\nprint(c.home, flush=True)\nos.kill(os.getpid(), 9)"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    home = Path(done.stdout.strip())
+    orphan = Cluster(home=home)
+    assert done.returncode == -9 and orphan.processes()
+    reap_stale()
+    assert orphan.processes() == [] and not home.exists()
+
+
 def test_without_slurm_on_this_machine():
     with pytest.raises(OrchError, match="is this a login node") as refused:
         Slurm({"PATH": "/nowhere"}).run(["sbatch-that-is-not-there"])
@@ -145,12 +161,12 @@ def test_without_slurm_on_this_machine():
          "Job violates accounting/QOS policy (job submit limit)"),
         ("Slurmctld(primary) at vm is DOWN\n*****\n** RESTORE SLURMCTLD DAEMON TO SERVICE **\n*****\n",
          "Slurmctld(primary) at vm is DOWN"),
-        ("", "it failed without a word"),
+        ("", "it failed without a message"),
         ("x\x1b[31my\nz", "z"),
     ],
 )  # fmt: skip
 def test_first_complaint(text, line):
-    assert first_complaint(text) == line
+    assert error_line(text) == line
 
 
 def test_the_users_own_formats_do_not_reach_us():

@@ -36,9 +36,9 @@ def test_the_size_that_starts_soon(orch):
     sizes = {line.split()[0]: line for line in page.splitlines() if " nodes  dp=" in line}
     assert list(sizes) == ["4", "2"] and "   3 nodes  not legal: " in page
     assert "in 60 min" in sizes["4"] and "starts at once" in sizes["2"]
-    run = orch.submit(*JOB, wishes={"STEPS": 2})
+    run = orch.submit(*JOB, worker={"STEPS": 2})
     assert run.wait("done").exit_code == 0 and nodes_of(run) == 2
-    assert "2 nodes of the sizes 4, 2" in run.placement["summary"]
+    assert "2 nodes of the sizes 4, 2" in run.assignment["summary"]
     patient = orch("submit", "--config-dir", str(CONF), *JOB, "backend.options.start_within_s=7200", "--", "/bin/true")
     assert "taken: 4 nodes" in patient.stderr
     single = orch("plan", "--config-dir", str(CONF), "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=4").stdout
@@ -47,7 +47,7 @@ def test_the_size_that_starts_soon(orch):
 
 def test_started_at_each_legal_size(orch):
     """The rendered script says which sizes there are; given more nodes than one needs it takes the best of them."""
-    rendered = [orch.submit(*JOB, verb="render", wishes={"STEPS": 3}) for _ in range(3)]
+    rendered = [orch.submit(*JOB, verb="render", worker={"STEPS": 3}) for _ in range(3)]
     runs = {}
     for run, given, used in zip(rendered, (4, 3, 2), (4, 2, 2), strict=True):
         assert "# 4 nodes. It may start on 4, 2: sbatch --nodes=N" in run.script
@@ -69,10 +69,10 @@ def test_losing_a_node_keeps_the_rest(orch):
     """The job, its script and its other agents stay; two of them go on, one is a spare. When the next is lost, it takes
     its place. A requeue asks for the full size again.
     """
-    run = orch.submit(*JOB, "backend.heartbeat_timeout_s=4", wishes=LONG)
+    run = orch.submit(*JOB, "backend.heartbeat_timeout_s=4", worker=LONG)
     run.step(3)
     agents = {name: node.pid for name, node in run.state().nodes.items()}
-    host, lost = run.placement["nodes"][0], []
+    host, lost = run.assignment["nodes"][0], []
     for epochs in (2, 3):
         lost.append(next(name for name in reversed(busy(run)) if name != host))
         orch.cluster.kill_node(lost[-1])
@@ -84,11 +84,11 @@ def test_losing_a_node_keeps_the_rest(orch):
         ("node_lost", name) for name in lost
     ]
     assert check_ranks(from_json((run.folder / "plan.json").read_bytes())) is None
-    assert run.restarts == run.life == 0, "Slurm has not been asked"
+    assert run.restarts == run.attempt == 0, "Slurm has not been asked"
     orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
     run.requeued()
     state = run.finish()
-    assert run.life == run.restarts >= 1 and nodes_of(run) == 4 and not set(lost) & set(run.placement["nodes"])
+    assert run.attempt == run.restarts >= 1 and nodes_of(run) == 4 and not set(lost) & set(run.assignment["nodes"])
     assert state.exit_code == 0
 
 
@@ -133,11 +133,11 @@ def test_too_few_nodes_save_what_their_memories_hold_and_slurm_brings_the_job_ba
     few = ("nodes=2..2", "checkpoint.memory_every_steps=1", "backend.heartbeat_timeout_s=4")
     run = orch.submit("cluster=testbed", "parallel=tp2_zero1", *few, *words, program=None)
     run.step(20)
-    lost = run.placement["nodes"][1]
+    lost = run.assignment["nodes"][1]
     orch.cluster.kill_node(lost)
     run.requeued()
     last = max(run.losses())
     saved = [mark for mark in read_events(RunFolder(run.folder), run.state().nodes) if mark.name == "flush_ended"]
     assert [mark.step for mark in saved] == [pytest.approx(last, abs=1)], run.logs()
-    assert run.finish().exit_code == 0 and lost not in run.placement["nodes"]
+    assert run.finish().exit_code == 0 and lost not in run.assignment["nodes"]
     assert sorted(run.losses()) == list(range(1, 301))

@@ -1,4 +1,4 @@
-"""What breaks under runs, broken for real: lost and sick nodes, a controller that is away."""
+"""What breaks under runs, broken for real: lost and unhealthy nodes, a controller that is away."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 def test_lost_nodes_are_replaced(orch: Orch):
     """One run loses a node; a second the node of its script and coordinator, where Slurm itself requeues the job."""
-    one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), wishes=LONG)
-    other = orch.submit(*two_nodes(), wishes=LONG)
+    one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), worker=LONG)
+    other = orch.submit(*two_nodes(), worker=LONG)
     one.step(3)
     other.step(3)
-    lost, first = one.placement["nodes"][1], other.placement["nodes"][0]
+    lost, first = one.assignment["nodes"][1], other.assignment["nodes"][0]
     orch.cluster.kill_node(lost)
     orch.cluster.kill_node(first)
     for run in (one, other):
@@ -30,7 +30,7 @@ def test_lost_nodes_are_replaced(orch: Orch):
     down = ("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
     one.until("Slurm notices", lambda: orch.cluster.run(*down).strip() == "2")
     for run, node in ((one, lost), (other, first)):
-        assert run.finish().exit_code == 0 and node not in run.placement["nodes"]
+        assert run.finish().exit_code == 0 and node not in run.assignment["nodes"]
     assert one.start_of(1) > 0, "the workers that were left had saved"
     causes = [epoch.cause for epoch in one.state().epochs if epoch.cause]
     assert [(cause.kind, cause.node) for cause in causes] == [("node_lost", lost)]
@@ -41,11 +41,11 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     that hears a cancel, ends the job, or brings it back for its full size.
     """
     elastic = [word for word in two_nodes() if word != "cluster.nodes=2"]
-    runs = [orch.submit(*elastic, "nodes=1..2", wishes=LONG) for _ in range(3)]
+    runs = [orch.submit(*elastic, "nodes=1..2", worker=LONG) for _ in range(3)]
     for run in runs:
         run.step(3)
     for run in runs:
-        orch.cluster.kill_node(run.placement["nodes"][0])
+        orch.cluster.kill_node(run.assignment["nodes"][0])
     for run in runs:
         run.until("goes on alone", lambda run=run: alone(run))
     done, cancelled, requeued = runs
@@ -55,7 +55,7 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     orch("cancel", cancelled.id, code=None)
     assert cancelled.wait("cancelled").exit_code == Exit.RESTART and min(cancelled.saved()[:2]) > 0
     assert done.wait("done").exit_code == 0
-    assert requeued.finish().exit_code == 0 and len(requeued.placement["nodes"]) == 2 and requeued.restarts >= 1
+    assert requeued.finish().exit_code == 0 and len(requeued.assignment["nodes"]) == 2 and requeued.restarts >= 1
     over = ("squeue", "-h", "-o", "%i")
     done.until("no job is left", lambda: not orch.cluster.run(*over).strip())
 
@@ -67,16 +67,16 @@ def alone(run: Run) -> bool:
 
 def test_a_sick_node_is_left_out(orch: Orch):
     """A worker that leaves with 74 says that its node is unhealthy: the job comes back on others."""
-    run = orch.submit(*two_nodes("backend.options.exclude=[n7]"), wishes=LONG | {"DIE": "2:2:74:0"})
+    run = orch.submit(*two_nodes("backend.options.exclude=[n7]"), worker=LONG | {"DIE": "2:2:74:0"})
     run.requeued()
-    sick = json.loads((run.folder / "state.json").read_text())["cause"]["node"]
-    run.come_back()
+    unhealthy = json.loads((run.folder / "state.json").read_text())["cause"]["node"]
+    run.start_next_attempt()
     assert run.wait("done").exit_code == 0
-    assert not {sick, "n7"} & set(run.placement["nodes"])
+    assert not {unhealthy, "n7"} & set(run.assignment["nodes"])
 
 
 def test_the_controller_is_restarted_during_a_run(orch: Orch):
-    run = orch.submit(*two_nodes(), wishes=LONG)
+    run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.stop_controller()
     state = run.state()
@@ -89,13 +89,13 @@ def test_the_controller_is_restarted_during_a_run(orch: Orch):
 
 def test_notice_while_the_controller_is_away(orch: Orch):
     """The steps get their SIGTERM, the run saves, and the requeue waits until the controller is back."""
-    run = orch.submit(*two_nodes(), wishes=LONG)
+    run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.stop_controller()
-    node = run.placement["nodes"][0]
+    node = run.assignment["nodes"][0]
     state = json.loads((run.folder / "state.json").read_text())
     os.kill(state["nodes"][node]["pid"], signal.SIGTERM)
     run.until("saved", lambda: len(list(run.folder.glob("saved-*"))) == 4)
     orch.cluster.start_controller()
-    run.come_back()
+    run.start_next_attempt()
     assert run.wait("done").epoch == 1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.backends.slurm.script import duration
+from orchestrator.backends.slurm.options import format_time, parse_time
 from orchestrator.cluster.hostlist import compress, expand, natural_key
 from orchestrator.errors import OrchError
 
@@ -94,15 +94,15 @@ def test_agrees_with_scontrol(full_cluster, text):
      ("UNLIMITED", None), ("infinite", None), ("0", 0)],
 )  # fmt: skip
 def test_duration(text, seconds):
-    assert duration.parse(text) == seconds
+    assert parse_time(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "1h", "1-", "5\n6", "１"])
 def test_duration_refuses(text):
     with pytest.raises(OrchError, match="is not a Slurm time"):
-        duration.parse(text)
+        parse_time(text)
 
 
 @given(st.integers(0, 10**8))
 def test_duration_roundtrip(seconds):
-    assert duration.parse(duration.render(seconds)) == seconds
+    assert parse_time(format_time(seconds)) == seconds

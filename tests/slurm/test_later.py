@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.backends.slurm.commands import estimated_start
+from orchestrator.backends.slurm.commands import parse_estimate
 from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.queue import parse_squeue, squeue_argv
@@ -90,7 +90,7 @@ def test_arrays_and_estimates_are_told_as_before(blocks):
     assert {job.id for job in found.values() if job.id.startswith(array)} == {f"{array}_0", f"{array}_1"}
     assert found[f"{array}_1"].state == "PENDING"
     said = blocks.run("bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1")
-    assert estimated_start(said)
+    assert parse_estimate(said)
 
 
 def test_a_segment_that_does_not_fit_waits(blocks):

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
 def test_preempted_saved_requeued_once_and_done(orch: Orch):
-    run = orch.submit(*two_nodes(), wishes=LONG)
+    run = orch.submit(*two_nodes(), worker=LONG)
     run.step(5)
     urgent = orch.cluster.run("sbatch", "--parsable", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null",
                               "--wrap", "sleep 2").strip()  # fmt: skip
@@ -28,16 +28,16 @@ def test_preempted_saved_requeued_once_and_done(orch: Orch):
     steps = run.saved()
     assert min(steps) >= 5
     run.until("urgent job is done", lambda: orch.cluster.job_state(urgent) == "COMPLETED")
-    run.come_back()
+    run.start_next_attempt()
     state = run.wait("done")
-    assert state.exit_code == 0 and state.epoch == 1 and run.restarts == 1 == run.lives - 1
+    assert state.exit_code == 0 and state.epoch == 1 and run.restarts == 1 == run.attempts - 1
     assert run.start_of(1) == steps[0], "it goes on where it had saved"
     assert [epoch.outcome for epoch in state.epochs] == ["stopped", "done"]
     assert not state.epochs[0].counted
 
 
 def test_the_number_of_requeues_is_capped(orch: Orch):
-    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), wishes=LONG)
+    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), worker=LONG)
     run.step(3)
     orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
     state = run.wait("stopped")
@@ -56,11 +56,11 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
     """
     short = two_nodes("backend.options.partition=short", "backend.options.notice_s=20")
     long = {"STEPS": 450, "STEP_S": 0.1, "SAVE": 1, "LEARN": 1}
-    chain = orch.submit(*short, wishes=long)
-    capped = orch.submit(*short, "backend.options.max_requeues=0", wishes=long)
-    whole = orch.submit(*two_nodes(), wishes=long | {"STEP_S": 0.001})
+    chain = orch.submit(*short, worker=long)
+    capped = orch.submit(*short, "backend.options.max_requeues=0", worker=long)
+    whole = orch.submit(*two_nodes(), worker=long | {"STEP_S": 0.001})
     chain.finish()
-    assert chain.restarts >= 1 and chain.lives == chain.restarts + 1
+    assert chain.restarts >= 1 and chain.attempts == chain.restarts + 1
     assert "notice (USR1)" in chain.logs() and "comes back" in chain.logs()
     assert whole.wait("done").exit_code == 0
     assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 451))
@@ -71,7 +71,7 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
 
 def test_scancel_saves_and_stays_cancelled(orch: Orch):
     """A plain scancel by hand: KillWait is the notice, and our requeue must not bring the job back to life."""
-    run = orch.submit(*two_nodes(), wishes=LONG)
+    run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.run("scancel", run.job)
     state = run.wait("cancelled")
@@ -80,7 +80,7 @@ def test_scancel_saves_and_stays_cancelled(orch: Orch):
 
 
 def test_cancel_saves_first(orch: Orch):
-    run = orch.submit(*two_nodes(), wishes=LONG)
+    run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch("cancel", run.id)
     state = run.state()
@@ -94,12 +94,12 @@ def test_cancel_saves_first(orch: Orch):
 
 
 def test_cancel_before_the_start_and_by_force(orch: Orch):
-    waiting = orch.submit(*two_nodes("backend.options.begin=now+1hour"), wishes=LONG)
+    waiting = orch.submit(*two_nodes("backend.options.begin=now+1hour"), worker=LONG)
     state = waiting.state()
     assert state.state == "pending" and "begin time has not come" in state.reason
     orch("cancel", waiting.id)
     assert waiting.state().state == "cancelled"
-    running = orch.submit(*two_nodes(), wishes=LONG | {"DEAF": 1, "SPAWN": 1})
+    running = orch.submit(*two_nodes(), worker=LONG | {"DEAF": 1, "SPAWN": 1})
     running.step(2)
     orch("cancel", "--force", running.id)
     assert running.state().state == "cancelled"
@@ -109,7 +109,7 @@ def test_cancel_before_the_start_and_by_force(orch: Orch):
 
 def test_one_question_for_all_runs(orch: Orch, tmp_path):
     """`orch list` asks squeue once, however many runs there are."""
-    runs = [orch.submit(*two_nodes("backend.options.begin=now+1hour"), wishes=LONG) for _ in range(4)]
+    runs = [orch.submit(*two_nodes("backend.options.begin=now+1hour"), worker=LONG) for _ in range(4)]
     calls = tmp_path / "calls"
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -1,14 +1,30 @@
-"""What is said before a job is sent. Pure."""
+"""What is decided before a job is sent: whether it fits, which size starts first, which jobs it waits for. Pure."""
 
 from __future__ import annotations
 
-import pytest
+from datetime import datetime, timedelta
+from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.backends.base import After
 from orchestrator.backends.slurm.options import SlurmOptions
-from orchestrator.backends.slurm.preflight import check_partition, warnings
+from orchestrator.backends.slurm.preflight import (
+    StartEstimate,
+    add_dependencies,
+    check_partition,
+    choose_size,
+    warnings,
+    without_dependency,
+)
+from orchestrator.cli.main import main
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import RunState
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)
@@ -16,7 +32,7 @@ MAIN = {"PartitionName": "main", "MaxTime": "1-00:00:00", "DefaultTime": "00:30:
         "TotalNodes": "8", "GraceTime": "20", "PreemptMode": "REQUEUE"}  # fmt: skip
 
 
-def test_a_job_that_fits_is_let_pass():
+def test_a_job_that_fits_is_accepted():
     check_partition(PLAN, SlurmOptions(time="1-00:00:00"), MAIN)
     check_partition(PLAN, SlurmOptions(), {})
     assert warnings(PLAN, SlurmOptions(), MAIN, 30) == []
@@ -37,17 +53,134 @@ def test_what_would_wait_for_ever_is_refused(options, partition, exit, text):
     assert refused.value.exit == exit
 
 
-def test_a_save_that_does_not_fit_is_told():
+def test_a_save_that_does_not_fit_is_a_warning():
     slow = SlurmOptions(checkpoint_gb_per_s=1e-12, notice_s=60)
     assert save_seconds(PLAN, 1e-12) > 60
-    said = " ".join(warnings(PLAN, slow, MAIN, 5))
-    assert "raise backend.options.notice_s" in said and "preempted job of partition main has 20 s" in said
+    found = " ".join(warnings(PLAN, slow, MAIN, 5))
+    assert "raise backend.options.notice_s" in found and "preempted job of partition main has 20 s" in found
     assert "preempted" not in " ".join(warnings(PLAN, slow, MAIN | {"PreemptMode": "OFF"}, 5))
 
 
-def test_a_notice_longer_than_the_limit_is_told():
-    assert any("it comes at once" in line for line in warnings(PLAN, SlurmOptions(time="2", notice_s=180), MAIN, 30))
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"time": "2", "notice_s": 180}, "it comes at once"), ({"requeue": False}, "requeue is false")],
+)
+def test_other_warnings(options, text):
+    assert any(text in line for line in warnings(PLAN, SlurmOptions(**options), MAIN, 30))
 
 
-def test_preemption_without_requeue_is_told():
-    assert any("requeue is false" in line for line in warnings(PLAN, SlurmOptions(requeue=False), MAIN, 30))
+# ------------------------------------------------------------------------------------------ starts
+
+NOW = datetime(2026, 11, 21, 12, 0, 0)
+
+
+def starts(*waits: float | str) -> list[StartEstimate]:
+    """Largest first; a text is a refusal, -1 an unknown start."""
+    return [
+        StartEstimate(nodes=8 - i, refusal=wait, code=int(Exit.CAPACITY))
+        if isinstance(wait, str)
+        else StartEstimate(nodes=8 - i, at="" if wait < 0 else (NOW + timedelta(seconds=wait)).isoformat())
+        for i, wait in enumerate(waits)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("waits", "index"),
+    [
+        ((0,), 0),
+        ((10, 0), 0),  # soon enough: the largest
+        ((3600, 600), 1),
+        ((3600, 7200, 1800, 1800), 2),  # none is soon: the first to start, the larger of equals
+        (("too many nodes", 30), 1),
+        (("too many nodes", -1), 1),
+        ((-1, -1), 0),
+    ],
+)
+def test_the_largest_that_starts_soon(waits, index):
+    assert choose_size(starts(*waits), NOW, within_s=900) == index
+
+
+def test_none_of_the_sizes():
+    with pytest.raises(OrchError, match="none of the sizes 8, 7: first") as refused:
+        choose_size(starts("first", "second"), NOW, 900)
+    assert refused.value.exit == Exit.CAPACITY
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=8), st.integers(0, 10**6))
+def test_nothing_larger_would_have_been_soon_enough(waits, within):
+    index = choose_size(starts(*waits), NOW, within)
+    if waits[index] <= within:
+        assert all(wait > within for wait in waits[:index])
+    else:
+        assert waits[index] == min(waits) and min(waits) > within
+
+
+@pytest.mark.parametrize(
+    ("wait", "text"),
+    [(-1, "no start in sight"), (5, "starts at once"), (1200, "starts about 2026-11-21 12:20:00, in 20 min"),
+     (7500, "in 2 h 05 min"), ("Invalid account", "no start in sight (Invalid account)")],
+)  # fmt: skip
+def test_the_phrase_for_people(wait, text):
+    assert starts(wait)[0].text(NOW).endswith(text)
+
+
+@pytest.mark.parametrize("scontrol", [None, "exit 1", "echo 'Slurmctld(primary) at x is DOWN'", "exec sleep 600"])
+def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
+    """Not installed, not configured, not answering: the plan is printed without a start."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("orchestrator.backends.slurm.backend._PLAN_TIMEOUT_S", 0.5)
+    for name in ("scontrol", "sbatch") if scontrol else ():
+        (tmp_path / name).write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{scontrol}\n")
+        (tmp_path / name).chmod(0o755)
+    assert main(["plan", "cluster=h100x64", "model=llama3_8b"]) == 0
+    said = capsys.readouterr()
+    assert "Time of one step" in said.out and "Slurm" not in said.out and not said.err
+    assert not (tmp_path / "home" / "runs").exists()
+
+
+# ------------------------------------------------------------------------------------------ --after
+
+
+def after(how: str, state: str = "running", job: str | None = "7"):
+    found = RunState(
+        schema="", run_id="a", state=state, created_at=0, updated_at=0, writer="", backend="slurm", plan_hash=""
+    )
+    return After(how, RunFolder(Path("/runs/a"))), found, job
+
+
+@pytest.mark.parametrize(
+    ("options", "others", "dependency"),
+    [
+        ({}, [after("ok")], "afterok:7"),
+        ({}, [after("any", job="8_3"), after("notok")], "afterany:8_3,afternotok:7"),
+        ({"dependency": "singleton"}, [after("ok", "pending")], "singleton,afterok:7"),
+        ({}, [after("ok", "done"), after("any", "failed"), after("notok", "stopped")], None),  # no wait is needed
+    ],
+)
+def test_dependencies(options, others, dependency):
+    found = add_dependencies({"partition": "main", **options}, others)
+    assert found.get("dependency") == dependency and found["partition"] == "main"
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "text"),
+    [
+        ({}, after("ok", "failed"), "would never start"),
+        ({}, after("notok", "done"), "would never start"),
+        ({}, after("ok", "pending", None), "not been submitted"),
+        ({"dependency": "afterok:1?afterok:2"}, after("ok"), "an `or`"),
+    ],
+)
+def test_dependencies_that_cannot_be(options, found, text):
+    with pytest.raises(OrchError, match=text) as refused:
+        add_dependencies(options, [found])
+    assert refused.value.exit == Exit.USAGE
+
+
+def test_a_resumed_run_waits_for_nobody():
+    assert without_dependency({"dependency": "afterok:7,singleton", "qos": "x"}) == {
+        "qos": "x",
+        "dependency": "singleton",
+    }
+    assert without_dependency({"dependency": "afterany:7"}) == without_dependency({}) == {}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.backends.slurm import queue
-from orchestrator.backends.slurm.states import TABLE, explain, meaning
+from orchestrator.backends.slurm.states import JOB_STATES, explain_reason, job_state
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes, parse_state, select
 from orchestrator.cluster.model import FLAT
@@ -225,12 +225,12 @@ def test_order_keeps_neighbours_together():
 
 
 def test_every_state_has_a_meaning_and_ends_are_ends():
-    ends = {word for word, what in TABLE.items() if what.over}
+    ends = {word for word, what in JOB_STATES.items() if what.ended}
     assert ends == {
         *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED"),
         *("OUT_OF_MEMORY", "DEADLINE", "REVOKED", "RECONFIG_FAIL"),
     }
-    assert all(what.text for what in TABLE.values())
+    assert all(what.text for what in JOB_STATES.values())
 
 
 @pytest.mark.parametrize(
@@ -240,19 +240,19 @@ def test_every_state_has_a_meaning_and_ends_are_ends():
      ("COMPLETED", "done"), ("OUT_OF_ME+", "failed"), ("CONFIGURING", "starting")],
 )  # fmt: skip
 def test_state_words(word, phase):
-    assert meaning(word).phase == phase
+    assert job_state(word).phase == phase
 
 
 @given(st.text(max_size=20))
 def test_an_unknown_state_is_never_an_end(word):
-    found = meaning("ZZ" + word)
-    assert not found.over or "+" in word
+    found = job_state("ZZ" + word)
+    assert not found.ended or "+" in word
 
 
 def test_reasons_are_explained():
-    assert explain("(Resources)") == "Resources: waiting for nodes to become free"
-    assert explain("None") == explain("(null)") == ""
-    assert explain("SomethingNew") == "SomethingNew"
+    assert explain_reason("(Resources)") == "Resources: waiting for nodes to become free"
+    assert explain_reason("None") == explain_reason("(null)") == ""
+    assert explain_reason("SomethingNew") == "SomethingNew"
 
 
 def test_squeue_and_sacct_rows():

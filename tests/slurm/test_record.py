@@ -7,8 +7,8 @@ import pytest
 from orchestrator.backends.slurm.job import task
 from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.queue import Job
-from orchestrator.backends.slurm.record import SlurmRecord, find_job, unheard, verdict
-from orchestrator.backends.slurm.states import TABLE
+from orchestrator.backends.slurm.record import SlurmRecord, combined_state, find_job, state_without_slurm
+from orchestrator.backends.slurm.states import JOB_STATES
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import FINAL, SCHEMA, RunState, read_state, write_state
@@ -51,30 +51,30 @@ def job(word: str, **fields: object) -> Job:
     ],
 )
 def test_both_together(folder, slurm, cancelled, want, code):
-    found = verdict(state(*folder), job(slurm), cancelled)
+    found = combined_state(state(*folder), job(slurm), cancelled)
     assert (found.state, found.exit_code) == (want, code)
 
 
-@pytest.mark.parametrize("word", sorted(TABLE))
+@pytest.mark.parametrize("word", sorted(JOB_STATES))
 @pytest.mark.parametrize("phase", ["pending", "running", "stopped", "done", "failed", "cancelled"])
 def test_a_final_state_is_given_exactly_when_the_job_is_over(word, phase):
     code = {"done": 0, "failed": 1, "stopped": 75, "cancelled": 75}.get(phase)
-    found = verdict(state(phase, code), job(word), cancel_asked=False)
-    assert (found.state in FINAL) == TABLE[word].over
-    assert (found.exit_code is not None) == TABLE[word].over
+    found = combined_state(state(phase, code), job(word), cancel_asked=False)
+    assert (found.state in FINAL) == JOB_STATES[word].ended
+    assert (found.exit_code is not None) == JOB_STATES[word].ended
 
 
 def test_waiting_says_why_and_until_when():
-    found = verdict(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
+    found = combined_state(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
     why = "waiting in the queue; Resources: waiting for nodes to become free"
     assert found.reason == f"job 7: {why}; expected to start 2026-11-21T14:00:00"
 
 
 def test_a_job_that_slurm_has_forgotten():
-    assert verdict(state("done", 0), None, False).state == "done"
-    lost = verdict(state("running"), None, False)
+    assert combined_state(state("done", 0), None, False).state == "done"
+    lost = combined_state(state("running"), None, False)
     assert (lost.state, lost.exit_code) == ("failed", Exit.CAPACITY) and "does not know the job" in lost.reason
-    assert verdict(state("pending"), None, False, sent=False).state == "pending"
+    assert combined_state(state("pending"), None, False, sent=False).state == "pending"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_job_that_slurm_has_forgotten():
     ],
 )
 def test_while_slurm_does_not_answer(folder, over, want):
-    found = unheard(state(*folder, "why it ended"), over, "scontrol: no answer")
+    found = state_without_slurm(state(*folder, "why it ended"), over, "scontrol: no answer")
     assert found.state == want and (found.exit_code is None) == (not found.is_final)
     assert found.is_final or found.reason.startswith("scontrol: no answer")
 

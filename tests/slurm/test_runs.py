@@ -36,13 +36,13 @@ def two_nodes(*words: str) -> list[str]:
 
 
 def test_submit_returns_at_once_and_the_run_is_done(orch):
-    run = orch.submit(*two_nodes(), wishes={"STEPS": 3})
+    run = orch.submit(*two_nodes(), worker={"STEPS": 3})
     assert orch("status", run.id).stdout
     followed = orch("logs", "--follow", run.id).stdout  # to the end
     assert all(f"rank {rank} of 4 starts after step 0" in followed for rank in range(4))
     state = run.wait("done")
     assert state.exit_code == 0 and state.backend == "slurm" and state.epoch == 0
-    assert set(state.nodes) == granted(orch, run.job) == set(run.placement["nodes"])
+    assert set(state.nodes) == granted(orch, run.job) == set(run.assignment["nodes"])
     report = json.loads((run.folder / "report.json").read_text())
     assert report
     assert (run.folder.stat().st_mode & 0o777, (run.folder / "slurm").stat().st_mode & 0o777) == (0o700, 0o700)
@@ -64,7 +64,7 @@ def test_the_rank_map_is_slurms_own_answer(orch):
         number, node, slurmd, index, address = (run.folder / f"seen-{rank.rank}").read_text().split()
         assert int(number) == rank.rank
         assert node == slurmd == rank.node == plan.cluster.node_names[int(index)]
-        assert run.placement["addresses"][node] == address == f"spine.leaf{int(node[1]) // 4}.{node}"
+        assert run.assignment["addresses"][node] == address == f"spine.leaf{int(node[1]) // 4}.{node}"
     node = [rank.node for rank in plan.ranks]
     assert all(len({node[r] for r in group}) == 1 for group in plan.groups["tp"])
     assert [level.switches for level in plan.cluster.levels] == [[[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(8))]]
@@ -79,13 +79,13 @@ def test_nodes_taken_by_others_and_the_difference_from_the_plan(orch):
     run = orch.submit(*words, f"cluster.levels=[{leaf}]", "backend.options.topology=none", program=("/bin/true",))
     run.wait("done")
     assert not granted(orch, run.job) & {"n0", "n1", "n6"}
-    assert "pp crosses spine instead of leaf" in run.placement["summary"]
+    assert "pp crosses spine instead of leaf" in run.assignment["summary"]
     assert "pp crosses spine instead of leaf" in run.logs()
 
 
 def test_rendered_script_gives_the_same_run(orch, tmp_path):
-    one = orch.submit(*two_nodes(), wishes={"STEPS": 2})
-    two = orch.submit(*two_nodes(), verb="render", wishes={"STEPS": 2})
+    one = orch.submit(*two_nodes(), worker={"STEPS": 2})
+    two = orch.submit(*two_nodes(), verb="render", worker={"STEPS": 2})
     assert (one.folder / "slurm" / "job.sbatch").read_text().replace(one.id, "ID") == two.script.replace(two.id, "ID")
     assert two.state().state == "pending", "nobody has submitted it yet"
     (tmp_path / "job.sbatch").write_text(two.script)
@@ -98,14 +98,14 @@ def test_rendered_script_gives_the_same_run(orch, tmp_path):
 
 
 def test_exit_codes_come_through(orch):
-    failed = orch.submit(*two_nodes("backend.max_restarts=0"), wishes={"DIE": "3:1:5"})
-    refused = orch.submit(*two_nodes(), wishes={"DIE": "0:1:65"})
-    sick = orch.submit(*two_nodes("backend.options.max_node_faults=0"), wishes={"DIE": "2:1:74"})
+    failed = orch.submit(*two_nodes("backend.max_restarts=0"), worker={"DIE": "3:1:5"})
+    refused = orch.submit(*two_nodes(), worker={"DIE": "0:1:65"})
+    unhealthy = orch.submit(*two_nodes("backend.options.max_node_faults=0"), worker={"DIE": "2:1:74"})
     state = failed.wait("failed")
     assert state.exit_code == Exit.USER and state.cause.rank == 3 and state.cause.code == 5
     assert refused.wait("failed").exit_code == Exit.CONFIG and "code 65" in refused.logs()
-    assert sick.wait("failed").exit_code == Exit.NODE and "after 0 of its kind: no more" in sick.logs()
-    assert refused.restarts == failed.restarts == sick.restarts == 0
+    assert unhealthy.wait("failed").exit_code == Exit.NODE and "after 0 of its kind: no more" in unhealthy.logs()
+    assert refused.restarts == failed.restarts == unhealthy.restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_trains_for_real_across_the_leaves(orch, half):
     assert run.wait("done").exit_code == 0
     losses = run.losses()
     assert sorted(losses) == list(range(1, 7)) and losses[6] < losses[1] - 1.0
-    assert set(run.placement["nodes"]) == granted(orch, run.job)
+    assert set(run.assignment["nodes"]) == granted(orch, run.job)
     node = [rank["node"] for rank in run.plan["ranks"]]
     leaf = [int(name[1]) // 4 for name in node]
     groups = run.plan["groups"]

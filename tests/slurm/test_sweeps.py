@@ -7,18 +7,18 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
-from tests.beds.slurm.runs import CONF, LONG, STAND_IN, Orch, Run
+from tests.beds.slurm.runs import CONF, FAKE_WORKER, LONG, Orch, Run
 
 from .test_runs import WIDE, two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 
 
-def sweep(orch: Orch, *words: str, wishes: dict | None = None, code: int = 0) -> list[Run]:
-    environ = {f"ORCH_TEST_{name}": str(value) for name, value in (wishes or {}).items()}
+def sweep(orch: Orch, *words: str, worker: dict | None = None, code: int = 0) -> list[Run]:
+    environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
     passed = [word for name in environ for word in ("--env", name)]
     argv = ["submit", "--multirun", "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
-    done = orch(*argv, "--", *STAND_IN, env=environ, code=code)
+    done = orch(*argv, "--", *FAKE_WORKER, env=environ, code=code)
     return [Run(orch, found["run_dir"]) for found in json.loads(done.stdout)]
 
 
@@ -28,7 +28,7 @@ def jobs(orch: Orch) -> list[str]:
 
 def test_an_array_whose_members_live_on_their_own(orch):
     """Three runs that ask for the same: one array. One is requeued, one cancelled, one left alone."""
-    requeued, cancelled, alone = sweep(orch, *two_nodes(), "optim.lr=1e-3,2e-3,3e-3", wishes=LONG)
+    requeued, cancelled, alone = sweep(orch, *two_nodes(), "optim.lr=1e-3,2e-3,3e-3", worker=LONG)
     array = requeued.job.split("_")[0]
     assert [run.job for run in (requeued, cancelled, alone)] == [f"{array}_{index}" for index in range(3)]
     assert [run.id[-2:] for run in (requeued, cancelled, alone)] == ["-0", "-1", "-2"]
@@ -51,10 +51,10 @@ def test_an_array_whose_members_live_on_their_own(orch):
 
 
 def test_runs_that_ask_for_different_things_are_one_job_each(orch):
-    small, large = sweep(orch, "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=2,4", wishes={"STEPS": 2})
+    small, large = sweep(orch, "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=2,4", worker={"STEPS": 2})
     assert {"_" in run.job for run in (small, large)} == {False}
     assert (small.wait("done").exit_code, large.wait("done").exit_code) == (0, 0)
-    assert (len(small.placement["nodes"]), len(large.placement["nodes"])) == (2, 4)
+    assert (len(small.assignment["nodes"]), len(large.assignment["nodes"])) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,16 @@ def test_all_or_none(orch, words, code, text):
 
 
 def test_a_run_after_a_run(orch):
-    first = orch.submit(*two_nodes(), wishes=LONG)
-    second = orch.submit(*two_nodes(), "--after", first.id, wishes={"STEPS": 2})
-    spared = orch.submit(*two_nodes(), "--after", f"notok:{first.id}", wishes={"STEPS": 2})
+    first = orch.submit(*two_nodes(), worker=LONG)
+    second = orch.submit(*two_nodes(), "--after", first.id, worker={"STEPS": 2})
+    spared = orch.submit(*two_nodes(), "--after", f"notok:{first.id}", worker={"STEPS": 2})
     state = second.state()
     assert state.state == "pending" and "waiting for another job to end" in state.reason
     first.release()
     assert first.wait("done").exit_code == 0
     assert second.wait("done").started_at > first.state().ended_at
     assert spared.wait("cancelled").exit_code == Exit.RESTART, "what it waits for will never be"
-    at_once = orch.submit(*two_nodes(), "--after", f"slurm://{first.id}", wishes={"STEPS": 2})
+    at_once = orch.submit(*two_nodes(), "--after", f"slurm://{first.id}", worker={"STEPS": 2})
     assert at_once.wait("done").exit_code == 0
     base = ["submit", "--config-dir", str(CONF), *two_nodes()]
     for words, text in (

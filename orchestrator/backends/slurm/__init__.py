@@ -1,5 +1,5 @@
-"""Slurm: what its commands say, what a plan asks of it, the job script, and the backend that ties them together.
+"""The Slurm backend.
 
-Pure: `hostlist`, `duration`, `nodes`, `states`, `queue`, `options`, `flags`, `render`, `preflight`, `starts`,
-`dependency`. Effects: `commands`, `submission`, `array` (its script is pure), and `place` and `task` inside a job.
+Pure: `options`, `queue`, `states`, `preflight` and `script/`. Effects: `commands` (every call of Slurm), `submission`,
+`backend`, and `job/`, which runs inside an allocation.
 """

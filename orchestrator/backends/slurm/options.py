@@ -1,7 +1,7 @@
 """`backend.options` of the slurm backend: what differs from site to site. Pure.
 
-A site writes these once, in a profile (`slurm/backend/*.yaml`, chosen with `--config-dir slurm backend=<profile>`), and
-a user overrides single ones: `backend.options.partition=urgent`.
+A site writes these once, in a profile (`slurm/backend/*.yaml`, chosen with `--config-dir slurm backend=<profile>`).
+Users override single ones: `backend.options.partition=urgent`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-from .script import duration
-
-#: A word that Slurm takes as a name. Anything outside is refused, not quoted: no site has names like that.
+#: A name in Slurm. Other characters are refused, not quoted: no site has names like that.
 Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}\Z")]
 Flag = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{1,40}\Z")]
 Module = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./:@+=-]{0,126}\Z")]
@@ -29,7 +27,7 @@ Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}\Z")]
 
 
 class Container(Frozen):
-    """How the agents (and so the workers) are put into a container."""
+    """The container in which agents, and so workers, run."""
 
     runtime: Literal["none", "pyxis", "apptainer"] = "none"
     image: Annotated[str, Meta(max_length=1000)] = ""  # pyxis: registry URI or .sqsh; apptainer: .sif or URI
@@ -38,7 +36,7 @@ class Container(Frozen):
 
 
 class SlurmOptions(Frozen):
-    """Every option with its default. Times are Slurm's (`D-HH:MM:SS`), sizes in their names."""
+    """Every option with its default. Times are in Slurm's form (`D-HH:MM:SS`); other units are in the names."""
 
     # where
     partition: Word | None = None  # None: the site's default
@@ -49,7 +47,7 @@ class SlurmOptions(Frozen):
     nodelist: list[str] = []  # host lists; only on tree or flat topologies
     exclude: list[str] = []  # host lists of nodes known to be bad
     # how much
-    time: str | None = None  # limit of one life of the job; None: the partition's default
+    time: str | None = None  # limit of one attempt of the job; None: the partition's default
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # how the site counts GPUs
     gpu_type: Word | None = None  # h100 in --gpus-per-node=h100:8
     cpus_per_node: Annotated[int, Meta(ge=1)] | None = None  # None: all of an exclusive node, else Slurm's default
@@ -60,25 +58,25 @@ class SlurmOptions(Frozen):
     switches_wait: str = "00:05:00"  # how long to wait for the fewest switches; the site caps it (max_switch_wait)
     segment: Annotated[int, Meta(ge=1)] | None = None  # block topology; None: from the plan
     spread_segments: bool = False
-    # life
-    notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180  # --signal: this long before the time limit, save and stop
-    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = 1.0  # what one node writes to the shared file system; to warn
+    # lifecycle
+    notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180  # --signal: save and stop this long before the time limit
+    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = 1.0  # write speed of a node to the shared files; for warnings
     requeue: bool = True
-    max_requeues: Annotated[int, Meta(ge=0)] = 50  # of all kinds together: preemption, time limit, lost nodes
-    max_node_faults: Annotated[int, Meta(ge=0)] = 3  # of them, after a lost or sick node (exit 74, 76)
+    max_requeues: Annotated[int, Meta(ge=0)] = 50  # for any reason: preemption, time limit, lost nodes
+    max_node_faults: Annotated[int, Meta(ge=0)] = 3  # of these, after a lost or unhealthy node (exit 74, 76)
     no_kill: bool = False  # keep the other nodes when one is lost; without it Slurm requeues the whole job
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
     begin: Annotated[str, Meta(max_length=64)] | None = None
-    start_within_s: Annotated[int, Meta(ge=0)] = 900  # nodes=A..B: a size that would start later gives way to a smaller
-    # who and why
+    start_within_s: Annotated[int, Meta(ge=0)] = 900  # nodes=A..B: try a smaller size if this one would start later
+    # labels
     comment: Annotated[str, Meta(max_length=500)] | None = None
     wckey: Word | None = None
     mail_user: Annotated[str, Meta(max_length=254)] | None = None
     mail_type: Annotated[str, Meta(pattern=r"^[A-Z0-9_,]+\Z")] | None = None
-    # with what
+    # environment
     modules: list[Module] = []  # environment modules, loaded in this order
-    setup: list[Line] = []  # lines of shell that the site needs before srun; trusted as the profile is
-    unset: list[Variable] = []  # variables that must not reach the job
+    setup: list[Line] = []  # shell lines run before srun; trusted, as the profile is
+    unset: list[Variable] = []  # environment variables to remove from the job
     container: Container = Container()
     shell: Annotated[str, Meta(max_length=255)] = "/bin/bash"
     sbatch: dict[Flag, str | int | bool] = {}  # further sbatch flags, e.g. {gres-flags: enforce-binding}
@@ -88,7 +86,7 @@ class SlurmOptions(Frozen):
         for name in ("time", "switches_wait"):
             value = getattr(self, name)
             if value is not None:
-                duration.parse(value)
+                parse_time(value)
         for text in (*self.exclude, *self.nodelist):
             expand(text)
         if (self.container.runtime == "none") != (not self.container.image):
@@ -98,5 +96,36 @@ class SlurmOptions(Frozen):
 
 
 def read_options(options: Mapping[str, Any]) -> SlurmOptions:
-    """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place (exit 65)."""
+    """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a wrong value's place."""
     return decode_options(options, SlurmOptions, "slurm")
+
+
+# ------------------------------------------------------------------------------------------ lengths of time, sbatch(1)
+
+_FORMS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds"
+_FORM = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,9})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?\Z")
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds of a length of time as Slurm writes it, None for no limit. OrchError (65) names the legal forms."""
+    word = text.strip()
+    if word.upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return None
+    found = _FORM.match(word)
+    if not found:
+        raise OrchError(f"{text!r} is not a Slurm time; forms: {_FORMS}, UNLIMITED", Exit.CONFIG)
+    days, *rest = found.groups()
+    numbers = [int(n) for n in rest if n is not None]
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def format_time(seconds: int) -> str:
+    """`D-HH:MM:SS`, or `HH:MM:SS` below a day. ValueError below 0."""
+    if seconds < 0:
+        raise ValueError(f"a length of time cannot be {seconds} s")
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock

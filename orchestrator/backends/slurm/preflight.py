@@ -1,27 +1,40 @@
-"""Before a job is sent: does it fit its partition, and does a save fit into the notice? Pure, from what Slurm says."""
+"""Decisions before a job is sent: does it fit, which size starts first, which jobs must end before it. Pure.
+
+The input is what Slurm's commands answered; nothing here calls them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
 
+from orchestrator.backends.base import After
 from orchestrator.errors import OrchError
-from orchestrator.plan.document import Plan
+from orchestrator.plan.document import Frozen, Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
+from orchestrator.run.state import RunState
+from orchestrator.style import seconds
 
-from .options import SlurmOptions
-from .script import duration
+from .options import SlurmOptions, format_time, parse_time
+
+# ------------------------------------------------------------------------------------------ the partition
 
 
 def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, str]) -> None:
-    """Refuse (65) what Slurm would accept and keep pending for ever: limits are enforced late on most sites."""
+    """Refuse a job that the partition's limits would keep pending for ever; most sites enforce them late.
+
+    `partition`: its fields by scontrol, empty when unknown. OrchError: 65 over a limit, 76 for too few nodes.
+    """
     name = partition.get("PartitionName", "")
-    longest = _seconds(partition.get("MaxTime"))
-    wanted = duration.parse(options.time) if options.time else None
+    longest = _limit_s(partition.get("MaxTime"))
+    wanted = parse_time(options.time) if options.time else None
     if options.time and longest is not None and (wanted is None or wanted > longest):
-        most = duration.render(longest)
         raise OrchError(
-            f"backend.options.time={options.time} is over the {most} that partition {name} allows", Exit.CONFIG
+            f"backend.options.time={options.time} is over the {format_time(longest)} that partition {name} allows",
+            Exit.CONFIG,
         )
     most_nodes, need = partition.get("MaxNodes", ""), used_node_count(plan)
     if most_nodes.isdigit() and need > int(most_nodes):
@@ -32,14 +45,17 @@ def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, s
 
 
 def warnings(plan: Plan, options: SlurmOptions, partition: Mapping[str, str], kill_wait_s: int | None) -> list[str]:
-    """What to know before the run starts, one line each: notices that are too short for a save, and none at all."""
+    """One line for each way in which the job could be ended before its state is saved.
+
+    `kill_wait_s`: seconds between SIGTERM and SIGKILL, None when unknown.
+    """
     need, lines = save_seconds(plan, options.checkpoint_gb_per_s), []
     how = (
         f"a save takes about {need:.0f} s (step {plan.time.step_s:.1f} s, {options.checkpoint_gb_per_s:g} GB/s a node)"
     )
     if need > options.notice_s:
         lines.append(f"{how}, the notice before the time limit is {options.notice_s} s: raise backend.options.notice_s")
-    limit = duration.parse(options.time) if options.time else _seconds(partition.get("DefaultTime"))
+    limit = parse_time(options.time) if options.time else _limit_s(partition.get("DefaultTime"))
     if limit is not None and options.notice_s >= limit:
         lines.append(
             f"the notice ({options.notice_s} s) is not shorter than the time limit ({limit} s): it comes at once"
@@ -55,7 +71,87 @@ def warnings(plan: Plan, options: SlurmOptions, partition: Mapping[str, str], ki
     return lines
 
 
-def _seconds(text: str | None) -> int | None:
-    if text in (None, "", "NONE", "N/A"):
-        return None
-    return duration.parse(text)
+def _limit_s(text: str | None) -> int | None:
+    return None if text in (None, "", "NONE", "N/A") else parse_time(text)
+
+
+# ------------------------------------------------------------------------------------------ the size that starts first
+
+
+class StartEstimate(Frozen):
+    """The answer of `sbatch --test-only` for one size of a job."""
+
+    nodes: int
+    at: str = ""  # local ISO-8601 time, "" when Slurm gave none
+    refusal: str = ""  # why Slurm refuses the job, or has no nodes for it today
+    code: int = 0  # exit code that goes with the refusal
+
+    def wait_s(self, now: datetime) -> float | None:
+        """Seconds from now, 0 for a time that has passed; None when unknown."""
+        return max(0.0, (datetime.fromisoformat(self.at) - now).total_seconds()) if self.at else None
+
+    def text(self, now: datetime) -> str:
+        """The estimate as a phrase for people."""
+        wait = self.wait_s(now)
+        if wait is None:
+            return f"no start in sight ({self.refusal})" if self.refusal else "no start in sight"
+        if wait < 60:
+            return "starts at once"
+        in_ = f"{wait / 60:.0f} min" if wait < 3600 else seconds(wait)
+        return f"starts about {self.at.replace('T', ' ')}, in {in_}"
+
+
+def choose_size(starts: Sequence[StartEstimate], now: datetime, within_s: float) -> int:
+    """Index of the size to submit: the first that starts within `within_s` seconds, else the one that starts first.
+
+    `starts`: one a size, largest first. Without any estimate, the first size that is not refused.
+    OrchError, with the exit code of the first refusal, when Slurm refuses all.
+    """
+    waits = {index: wait for index, start in enumerate(starts) if (wait := start.wait_s(now)) is not None}
+    for index, wait in waits.items():
+        if wait <= within_s:
+            return index
+    if waits:
+        return min(waits, key=lambda index: waits[index])
+    for index, start in enumerate(starts):
+        if not start.refusal:
+            return index
+    sizes = ", ".join(str(start.nodes) for start in starts)
+    raise OrchError(f"Slurm takes none of the sizes {sizes}: {starts[0].refusal}", Exit(starts[0].code))
+
+
+# ------------------------------------------------------------------------------------------ `--after RUN`
+
+_DEPENDENCY_TYPE = {"ok": "afterok", "any": "afterany", "notok": "afternotok"}
+
+
+def add_dependencies(
+    options: Mapping[str, Any], others: Sequence[tuple[After, RunState, str | None]]
+) -> dict[str, Any]:
+    """`backend.options` with its `dependency` extended by the other runs' jobs.
+
+    `others`: what was asked, the other run's true state, its job id. A run that has ended adds nothing, because Slurm
+    forgets ended jobs and refuses to depend on them. OrchError (64) when its end can never start the new run, or when
+    it has not been submitted.
+    """
+    parts = [str(options["dependency"])] if options.get("dependency") else []
+    if any("?" in part for part in parts) and others:
+        raise OrchError(f"--after cannot be joined with backend.options.dependency={parts[0]}, which holds an `or`")
+    for after, state, job in others:
+        run = after.folder.run_id
+        if state.is_final:
+            if after.how != "any" and (state.state == "done") != (after.how == "ok"):
+                never = f"a run after {after.how}:{run} would never start"
+                raise OrchError(f"--after: {run} has ended {state.state}: {never}", Exit.USAGE)
+            continue
+        if job is None:
+            raise OrchError(f"--after: the script of {run} has not been submitted yet", Exit.USAGE)
+        parts.append(f"{_DEPENDENCY_TYPE[after.how]}:{job}")
+    return {**options, "dependency": ",".join(parts)} if parts else dict(options)
+
+
+def without_dependency(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`backend.options` without the jobs that the run waited for before its first attempt; `singleton` stays."""
+    stays = "singleton" in re.split(r"[,?]", str(options.get("dependency") or ""))
+    rest = {name: value for name, value in options.items() if name != "dependency"}
+    return {**rest, "dependency": "singleton"} if stays else rest

@@ -1,7 +1,7 @@
-"""Asking Slurm about many jobs at once, and reading the answers. Pure: argument lists and parsers, no calls.
+"""Queries for the states of many jobs at once: argument lists of squeue and sacct, and parsers. Pure.
 
-One `squeue` (and, where the site accounts, one `sacct`) serves all runs. Fields are separated by the ASCII unit
-separator, which no value holds.
+One `squeue` (and one `sacct` where the site has accounting) serves all runs. Fields are separated by the ASCII unit
+separator, which no value contains.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SACCT = ("JobID", "State", "ExitCode", "Start", "End", "NNodes", "NodeList", "P
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """One job as Slurm sees it. Times are local ISO-8601 text as Slurm prints them, "" when unknown."""
+    """One job as Slurm reports it. Times are local ISO-8601 text, "" when unknown."""
 
     id: str  # `7`, or `7_2` for a member of an array
     state: str
     reason: str = ""
-    start: str = ""  # began, or is expected to begin
+    start: str = ""  # actual or expected
     end: str = ""
     nodes: int = 0
     node_names: tuple[str, ...] = ()
@@ -35,16 +35,16 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 def squeue_argv(user: str | None = None) -> list[str]:
-    """All jobs that the controller remembers, ended ones (MinJobAge) included.
+    """Lists all jobs that the controller remembers, ended ones (MinJobAge) included.
 
-    Job ids are not named: one that the controller has forgotten would fail the whole call.
+    Names no job ids: a single one that the controller has forgotten would fail the whole call.
     """
     who = [f"--user={user}"] if user else ["--me"]
     return ["squeue", *who, "--noheader", "--array", "--states=all", f"--format={_SEP.join(_SQUEUE)}"]
 
 
 def sacct_argv(ids: Iterable[str]) -> list[str]:
-    """The last life of each job, whatever its age."""
+    """Lists the last attempt of each job, whatever its age."""
     fields = ",".join(_SACCT)
     wanted = ",".join(sorted(ids, key=id_key))
     return ["sacct", "-X", "-n", "-P", f"--delimiter={_SEP}", f"--format={fields}", f"--jobs={wanted}"]
@@ -73,7 +73,7 @@ def parse_sacct(text: str) -> dict[str, Job]:
 
 
 def merge(live: dict[str, Job], accounted: dict[str, Job]) -> dict[str, Job]:
-    """squeue is fresher; what it has forgotten, and the exit code, come from accounting."""
+    """All jobs of both. squeue is fresher and wins; exit codes, and jobs it has forgotten, come from accounting."""
     result = dict(accounted)
     for id_, job in live.items():
         known = accounted.get(id_)
@@ -82,7 +82,7 @@ def merge(live: dict[str, Job], accounted: dict[str, Job]) -> dict[str, Job]:
 
 
 def exit_code(text: str) -> int | None:
-    """sacct's `code:signal`; a signal is negative, as in `subprocess`."""
+    """The exit code in sacct's `code:signal`, minus the signal's number for a killed job, None when unknown."""
     code, _, number = text.partition(":")
     if not code.isdigit():
         return None
@@ -90,7 +90,7 @@ def exit_code(text: str) -> int | None:
 
 
 def id_key(id_: str) -> list[int]:
-    """Sorts ids by number, members of an array by their index."""
+    """Sort key: ids by number, members of an array by their index."""
     return [int(part) for part in id_.split("_")]
 
 

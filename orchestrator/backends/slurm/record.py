@@ -1,8 +1,9 @@
-"""What the run folder keeps of a run's Slurm job, and a run's true state when file and scheduler are put together."""
+"""The Slurm job's record in the run folder, and the run's state from the folder and Slurm's answer together."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -10,37 +11,37 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest, from_bytes, read_request
-from orchestrator.run.state import Cause, RunState, finish
+from orchestrator.run.state import Cause, FinalPhase, RunState, finish
 
 from .queue import Job, id_key
-from .states import explain, meaning
+from .states import explain_reason, job_state
 
-#: Ends of a life after which the script brings the job back, if it still may.
-COMES_BACK = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
+#: Exit codes after which the script requeues the job, within its limits.
+REQUEUED_EXITS = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
 
 
 class SlurmRecord(Frozen):
-    """backend.json: the job of the run. Written when submitting, and by the job itself at the start of each life."""
+    """backend.json: the job of the run. Written when submitting, and by the job itself when an attempt starts."""
 
     job_id: str
     submitted_at: float
-    life: int = 0  # SLURM_RESTART_COUNT: how often it has come back
+    attempt: int = msgspec.field(default=0, name="life")  # SLURM_RESTART_COUNT: starts by Slurm before this one
 
 
 def submitted_request(folder: RunFolder) -> LaunchRequest:
-    """With all sizes of an elastic run, those included that this life of the job cannot hold."""
-    path = kept(folder.request)
+    """The request as it was submitted, with all sizes of an elastic run; request.json has those of this attempt."""
+    path = submitted_path(folder.request)
     return from_bytes(path.read_bytes()) if path.exists() else read_request(folder)
 
 
 def submitted_plan(folder: RunFolder, size: int) -> Path:
-    """The plan of one size as it was submitted: for nodes that nobody knew yet."""
-    path = kept(folder.sized_plan(size))
+    """Path of the plan of one size as it was submitted, before nodes were assigned."""
+    path = submitted_path(folder.sized_plan(size))
     return path if path.exists() else folder.sized_plan(size)
 
 
-def kept(path: Path) -> Path:
-    """Where a file lies as it was submitted, once the nodes that came have changed it."""
+def submitted_path(path: Path) -> Path:
+    """Where the submitted version of a file is kept, once node assignment has rewritten the file itself."""
     return path.with_suffix(f".submitted{path.suffix}")
 
 
@@ -49,17 +50,17 @@ def job_name(run_id: str) -> str:
 
 
 def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> Job | None:
-    """The run's job: by its id, or by its name when it was submitted by hand and has not started yet."""
+    """The run's job, None if Slurm does not know it. Without a record (script submitted by hand) found by its name."""
     if record is not None:
         return jobs.get(record.job_id)
     named = [job for job in jobs.values() if job.name == job_name(run_id)]
     return max(named, key=lambda job: id_key(job.id), default=None)
 
 
-def verdict(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True) -> RunState:
-    """The run's true state. Slurm knows whether the job lives; the run folder knows how the program fares in it.
+def combined_state(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True) -> RunState:
+    """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the program fares. Pure.
 
-    `sent`: a job of the run is on record. Pure. The result is never written back: it is as old as Slurm's answer.
+    `sent`: a job of the run is on record. The result is never written back: it is as old as Slurm's answer.
     """
     if job is None:
         if state.is_final:
@@ -69,52 +70,49 @@ def verdict(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = T
         text = f"Slurm does not know the job any more; it was last {state.state}"
         cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
         return finish(state, "failed", Exit.CAPACITY, text, cause)
-    what = meaning(job.state)
-    if what.over:
+    what = job_state(job.state)
+    if what.ended:
         return _ended(state, job, cancel_asked)
     if what.phase == "running":
-        if state.is_final:  # the last life's word; this one has not spoken yet
+        if state.is_final:  # of the previous attempt; this one has not written its state yet
             return _replace(state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}")
-        return (
-            state
-            if state.state != "pending"
-            else _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
-        )
-    why = "; ".join(
-        filter(None, [what.text, explain(job.reason), f"expected to start {job.start}" if job.start else ""])
-    )
-    return _replace(state, state=what.phase, exit_code=None, reason=f"job {job.id}: {why}")
+        if state.state != "pending":
+            return state
+        return _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
+    why = [what.text, explain_reason(job.reason), f"expected to start {job.start}" if job.start else ""]
+    return _replace(state, state=what.phase, exit_code=None, reason=f"job {job.id}: {'; '.join(filter(None, why))}")
 
 
-def unheard(state: RunState, over: bool, why: str) -> RunState:
-    """The run's state while Slurm does not answer: the file's, which cannot know whether the job will come back.
+def state_without_slurm(state: RunState, no_requeue: bool, why: str) -> RunState:
+    """The run's state while Slurm does not answer, from the run folder's `state` alone. Pure.
 
-    `over`: its script has said that it does not; without that a life that ended so is not the end of the run. Pure.
+    `no_requeue`: the job's script has decided that there is no further attempt. Otherwise an attempt that ended with an
+    exit code in REQUEUED_EXITS may not be the end of the run, which then is `restarting`. `why`: Slurm's error.
     """
     if not state.is_final:
         return _replace(state, reason=why)
-    if over or state.state == "cancelled" or state.exit_code not in COMES_BACK:
+    if no_requeue or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS:
         return state
-    text = f"{why}; the last life ended {state.state} ({state.reason}), and may be followed by another"
+    text = f"{why}; the last attempt ended {state.state} ({state.reason}), and may be followed by another"
     return _replace(state, state="restarting", exit_code=None, reason=text)
 
 
 def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:
-    what = meaning(job.state)
+    what = job_state(job.state)
     if cancel_asked and state.state != "done":
-        reason = state.reason if state.is_final else f"job {job.id}: {what.text}"
+        reason = (state.is_final and state.reason) or f"job {job.id}: {what.text}"
         return finish(state, "cancelled", Exit.RESTART, reason, state.cause)
     if state.is_final and what.phase in ("done", "failed"):
-        return state  # the coordinator knows more than the script's exit code
+        return state  # written by the coordinator, which knows more than the script's exit code
     if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
         return state
     code = what.exit if what.exit is not None else job.exit_code
     code = int(Exit.CAPACITY) if code is None or code < 0 else int(code)
     text = f"job {job.id}: {what.text}"
-    if what.phase == "done":  # the script ended well, yet the coordinator did not say so
+    if what.phase == "done":  # the script succeeded, though the coordinator wrote no final state
         return finish(state, "done", Exit.DONE, text, state.cause)
     cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
-    return finish(state, what.phase, code, text, cause)
+    return finish(state, cast("FinalPhase", what.phase), code, text, cause)
 
 
 _replace = msgspec.structs.replace

@@ -1,6 +1,6 @@
-"""Every Slurm job state, what it means for a run, in one table. Pure.
+"""The table of Slurm job states and what each means for a run. Pure.
 
-Sources: squeue(1) and sacct(1), "JOB STATE CODES"; `src/common/slurm_protocol_defs.c` of 22.05 to 25.11 for the words
+Sources: squeue(1) and sacct(1), "JOB STATE CODES"; `src/common/slurm_protocol_defs.c` of 22.05 to 25.11 for the states
 that the manuals leave out.
 """
 
@@ -12,47 +12,49 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.state import Phase
 
 
-class Meaning(Struct, frozen=True):
+class JobState(Struct, frozen=True):
+    """What a state of a job means for its run."""
+
     phase: Phase
     text: str  # one phrase for people
-    exit: Exit | None = None  # of the run when this is its end; None: Slurm alone does not say
-    over: bool = False  # no process of the job is left, and none will come back by itself
+    exit: Exit | None = None  # the run's exit code if the job ends so; None: the state alone does not determine it
+    ended: bool = False  # no process is left, and Slurm will not start the job again
 
 
-#: state -> meaning. "stopped" may be started again (`orch resume`); "failed" is the program's own failure.
-TABLE: dict[str, Meaning] = {
+#: Slurm's word -> meaning. A "stopped" run may be started again (`orch resume`); "failed" is the program's fault.
+JOB_STATES: dict[str, JobState] = {
     # waiting
-    "PENDING": Meaning("pending", "waiting in the queue"),
-    "CONFIGURING": Meaning("starting", "nodes are being made ready"),
-    "REQUEUED": Meaning("pending", "requeued, waiting to start again"),
-    "REQUEUE_FED": Meaning("pending", "requeued in the federation"),
-    "REQUEUE_HOLD": Meaning("pending", "requeued and held: `scontrol release` lets it start"),
-    "SPECIAL_EXIT": Meaning("pending", "requeued and held for its exit code: `scontrol release` lets it start"),
-    "RESV_DEL_HOLD": Meaning("pending", "held: its reservation was deleted"),
-    "EXPEDITING": Meaning("pending", "requeued with priority"),
-    "POWER_UP_NODE": Meaning("starting", "nodes are being switched on"),
-    # living
-    "RUNNING": Meaning("running", "running"),
-    "RESIZING": Meaning("running", "about to change its size"),
-    "SIGNALING": Meaning("running", "being signalled"),
-    "SUSPENDED": Meaning("running", "suspended by the scheduler"),
-    "STOPPED": Meaning("running", "stopped with SIGSTOP, keeps its nodes"),
-    "COMPLETING": Meaning("stopping", "ending, some processes are left"),
-    "STAGE_OUT": Meaning("stopping", "its burst buffer is being written out"),
-    "UPDATE_DB": Meaning("stopping", "being accounted"),
-    # over
-    "COMPLETED": Meaning("done", "done", Exit.DONE, over=True),
-    "FAILED": Meaning("failed", "failed", None, over=True),
-    "CANCELLED": Meaning("cancelled", "cancelled", Exit.RESTART, over=True),
-    "TIMEOUT": Meaning("stopped", "reached its time limit", Exit.RESTART, over=True),
-    "PREEMPTED": Meaning("stopped", "preempted by a job of higher priority", Exit.RESTART, over=True),
-    "NODE_FAIL": Meaning("stopped", "lost a node", Exit.NODE, over=True),
-    "BOOT_FAIL": Meaning("stopped", "a node did not boot", Exit.NODE, over=True),
-    "LAUNCH_FAILED": Meaning("stopped", "a node could not launch it (prolog or slurmd)", Exit.NODE, over=True),
-    "OUT_OF_MEMORY": Meaning("failed", "used more memory than it had asked for", Exit.USER, over=True),
-    "DEADLINE": Meaning("stopped", "could not end before its deadline", Exit.CAPACITY, over=True),
-    "REVOKED": Meaning("stopped", "started on a sibling cluster of the federation", None, over=True),
-    "RECONFIG_FAIL": Meaning("stopped", "a node failed to be reconfigured", Exit.NODE, over=True),
+    "PENDING": JobState("pending", "waiting in the queue"),
+    "CONFIGURING": JobState("starting", "nodes are being made ready"),
+    "REQUEUED": JobState("pending", "requeued, waiting to start again"),
+    "REQUEUE_FED": JobState("pending", "requeued in the federation"),
+    "REQUEUE_HOLD": JobState("pending", "requeued and held: `scontrol release` lets it start"),
+    "SPECIAL_EXIT": JobState("pending", "requeued and held for its exit code: `scontrol release` lets it start"),
+    "RESV_DEL_HOLD": JobState("pending", "held: its reservation was deleted"),
+    "EXPEDITING": JobState("pending", "requeued with priority"),
+    "POWER_UP_NODE": JobState("starting", "nodes are being switched on"),
+    # active
+    "RUNNING": JobState("running", "running"),
+    "RESIZING": JobState("running", "about to change its size"),
+    "SIGNALING": JobState("running", "being signalled"),
+    "SUSPENDED": JobState("running", "suspended by the scheduler"),
+    "STOPPED": JobState("running", "stopped with SIGSTOP, keeps its nodes"),
+    "COMPLETING": JobState("stopping", "ending, some processes are left"),
+    "STAGE_OUT": JobState("stopping", "its burst buffer is being written out"),
+    "UPDATE_DB": JobState("stopping", "being accounted"),
+    # ended
+    "COMPLETED": JobState("done", "done", Exit.DONE, ended=True),
+    "FAILED": JobState("failed", "failed", None, ended=True),
+    "CANCELLED": JobState("cancelled", "cancelled", Exit.RESTART, ended=True),
+    "TIMEOUT": JobState("stopped", "reached its time limit", Exit.RESTART, ended=True),
+    "PREEMPTED": JobState("stopped", "preempted by a job of higher priority", Exit.RESTART, ended=True),
+    "NODE_FAIL": JobState("stopped", "lost a node", Exit.NODE, ended=True),
+    "BOOT_FAIL": JobState("stopped", "a node did not boot", Exit.NODE, ended=True),
+    "LAUNCH_FAILED": JobState("stopped", "a node could not launch it (prolog or slurmd)", Exit.NODE, ended=True),
+    "OUT_OF_MEMORY": JobState("failed", "used more memory than it had asked for", Exit.USER, ended=True),
+    "DEADLINE": JobState("stopped", "could not end before its deadline", Exit.CAPACITY, ended=True),
+    "REVOKED": JobState("stopped", "started on a sibling cluster of the federation", None, ended=True),
+    "RECONFIG_FAIL": JobState("stopped", "a node failed to be reconfigured", Exit.NODE, ended=True),
 }
 
 #: squeue's two-letter forms (`%t`) and spellings of older or newer versions.
@@ -66,21 +68,21 @@ _ALIASES = {
 }
 
 
-def meaning(state: str) -> Meaning:
-    """What a state word means: `RUNNING`, `CANCELLED by 1000`, `PD`, `COMPLETING+CANCELLED`.
+def job_state(state: str) -> JobState:
+    """The meaning of a state as Slurm writes it: `RUNNING`, `CANCELLED by 1000`, `PD`, `COMPLETING+CANCELLED`.
 
-    Of several words joined by + the first one known decides. An unknown word (a newer Slurm) is a living job of which
-    nothing more is said: it is never taken for an end.
+    Of several words joined by + the first known one decides. An unknown state (of a newer Slurm) counts as running,
+    never as ended.
     """
     words = [word for word in state.split(" by ")[0].strip().upper().split("+") if word]
     for word in words:
-        found = TABLE.get(_ALIASES.get(word, word))
+        found = JOB_STATES.get(_ALIASES.get(word, word))
         if found:
             return found
-    return Meaning("running", f"in the Slurm state {state.strip() or 'unknown'}")
+    return JobState("running", f"in the Slurm state {state.strip() or 'unknown'}")
 
 
-#: Why a job is not running (squeue's reason), for people. Not in the table: the word itself is shown.
+#: squeue's reason why a job does not run -> a phrase for people. Other reasons are shown as they are.
 REASONS: dict[str, str] = {
     "None": "",
     "Priority": "jobs of higher priority are before it",
@@ -102,13 +104,13 @@ REASONS: dict[str, str] = {
     "MaxGRESPerAccount": "the account has its share of GPUs in use",
     "QOSMaxGRESPerUser": "the user has the QOS's share of GPUs in use",
     "BadConstraints": "no node of the cluster can satisfy it",
-    "Cleaning": "its previous life is being cleaned up",
+    "Cleaning": "its previous attempt is being cleaned up",
     "launch failed requeued held": "could not be launched, requeued and held",
 }
 
 
-def explain(reason: str) -> str:
-    """squeue's reason with a phrase for people: `Resources: waiting for nodes to become free`."""
+def explain_reason(reason: str) -> str:
+    """squeue's reason with its phrase, e.g. `Resources: waiting for nodes to become free`; "" for none."""
     word = reason.strip().strip("()")
     if word == "null":
         return ""

@@ -1,54 +1,59 @@
-"""Submitting and tracking through submitit, with what does not hold for us replaced.
+"""Submits and tracks jobs through submitit: its executor, job objects, and watcher that asks once for many jobs.
 
-Kept: its executor (folder, hooks, job objects) and its way of watching many jobs with one call. Replaced, and why:
-- the script text: ours is rendered from the plan (`render`), golden-tested, and quotes in one place;
-- pickles: nothing is pickled; a job gets its request and plan as JSON from the run folder;
-- the state watcher: submitit's asks sacct only, and may be 600 s old; ours asks squeue first, sacct for the rest, and
-  an answer is at most two seconds old;
-- waiting for a full queue: sbatch would retry for two minutes; ours gives up at once with one line.
+Replaced, and why:
+- the script's text: rendered from the plan (`script/render.py`), golden-tested, quoted in one place;
+- pickles: a job reads its request and plan as JSON from the run folder;
+- the watcher's source: submitit asks sacct alone and may answer 600 s late; `JobWatcher` asks squeue first, sacct for
+  the rest, and is at most two seconds late;
+- the wait for a full queue: sbatch would retry for two minutes; here it is refused at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit.core.core import InfoWatcher
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
+from orchestrator.errors import OrchError
 from orchestrator.run.folder import write_private
 
 from .commands import Slurm
 from .queue import Job
-from .states import meaning
+from .script.render import JobScript, common_flags, render, render_array
+from .states import job_state
 
-FRESH_S = 2
+MAX_AGE_S = 2
 
 
-class LiveWatcher(InfoWatcher):
-    """States of all registered jobs, fresh, with or without accounting."""
+class JobWatcher(InfoWatcher):
+    """Knows the states of all of the user's jobs, with or without accounting. `delay_s`: maximal age of an answer."""
 
-    def __init__(self, slurm: Slurm, delay_s: int = FRESH_S) -> None:
+    def __init__(self, slurm: Slurm, delay_s: int = MAX_AGE_S) -> None:
         super().__init__(delay_s=delay_s)
         self._slurm = slurm
-        self.jobs: dict[str, Job] = {}  # of every job of this user that Slurm named, registered or not
+        self.jobs: dict[str, Job] = {}  # by job id: all jobs of the user that the last answer named
 
     def update(self) -> None:
         self._num_calls += 1
         self.jobs = self._slurm.jobs(sorted(self._registered))
         self._info_dict.update({id_: {"JobID": id_, "State": job.state} for id_, job in self.jobs.items()})
         self._last_status_check = time.time()
-        self._finished |= {id_ for id_ in self._registered if id_ in self.jobs and meaning(self.jobs[id_].state).over}
+        self._finished |= {
+            id_ for id_ in self._registered if id_ in self.jobs and job_state(self.jobs[id_].state).ended
+        }
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
 
-    def look(self, ids: list[str]) -> dict[str, Job]:
-        """Everything known of these jobs and our others, at most `delay_s` old.
+    def query(self, ids: list[str]) -> dict[str, Job]:
+        """Job id -> job, for `ids` and all other jobs of the user, at most `delay_s` old.
 
-        One question serves all runs: squeue names every job of this user, so a job that the last answer held needs no
-        call of its own.
+        squeue names every job of the user, so a job that the last answer named needs no call of its own.
         """
         fresh = time.time() - self._last_status_check < self._delay_s
         self._registered.update(ids)
@@ -58,17 +63,15 @@ class LiveWatcher(InfoWatcher):
 
 
 class RunJob(SlurmJob[Any]):
-    """A submitted run as submitit's job object. Its results are in the run folder, never in a pickle."""
+    """A submitted run as submitit's job object, without pickled results: they are in the run folder."""
 
-    def __init__(self, folder: Path, job_id: str, watcher: LiveWatcher):
-        self.watcher = watcher
+    def __init__(self, folder: Path, job_id: str, watcher: JobWatcher):
+        self.watcher = watcher  # type: ignore[assignment]  # submitit declares its own watcher's class
         super().__init__(folder=folder, job_id=job_id)
 
 
 class ScriptExecutor(SlurmExecutor):
-    """Submits one ready script from `folder`, which is private and keeps it as `name`."""
-
-    job_class = RunJob
+    """Writes one rendered script to `folder`/`name`, readable by the user alone, and submits it."""
 
     def __init__(self, folder: Path, script: str, slurm: Slurm, name: str = "job.sbatch"):
         super().__init__(folder=folder)
@@ -83,6 +86,30 @@ class ScriptExecutor(SlurmExecutor):
         write_private(path, self._make_submission_file_text("", "").encode())
         return path
 
-    def launch(self, watcher: LiveWatcher, *flags: str) -> RunJob:
-        """OrchError with one line when Slurm refuses."""
-        return self.job_class(self.folder, self._slurm.sbatch(str(self.write()), *flags), watcher)
+    def launch(self, watcher: JobWatcher, *flags: str) -> RunJob:
+        """Write and submit the script. OrchError when Slurm refuses."""
+        return RunJob(self.folder, self._slurm.sbatch(str(self.write()), *flags), watcher)
+
+
+def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> list[str]:
+    """Submit the runs, whose folders exist, and return their job ids: one array if they ask for the same, else one job
+    each. When one is refused (OrchError), none stays in the queue.
+    """
+    executors = [ScriptExecutor(Path(job.run_dir, "slurm"), render(job), slurm) for job in jobs]
+    for executor in executors:
+        executor.write()
+    if common_flags(jobs) is not None:
+        text = render_array(jobs, jobs[0].run_id)
+        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), text, slurm, "array.sbatch").launch(watcher)
+        return [f"{array.job_id}_{index}" for index in range(len(jobs))]
+    ids: list[str] = []
+    try:
+        for executor in executors:
+            ids.append(executor.launch(watcher, "--hold").job_id)  # none starts before the last is accepted
+        slurm.run(["scontrol", "release", ",".join(ids)])
+    except BaseException:
+        for id_ in ids:
+            with contextlib.suppress(OrchError):
+                slurm.cancel(id_)
+        raise
+    return ids

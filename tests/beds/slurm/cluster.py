@@ -179,7 +179,7 @@ class Cluster:
                 if time.monotonic() > end:  # a controller without time does not answer
                     raise
 
-    def account_of(self, job: str) -> str:
+    def job_details(self, job: str) -> str:
         """What Slurm says and has done of a job, for the message of a test that waited in vain."""
         log = (self.home / "log" / "slurmctld.log").read_text(errors="replace").splitlines()
         told = [line for line in log if re.search(rf"JobId={job}\b|{job}_|down|drain", line)]

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[3]
 #: Held before its last step until it is released: never over before it was interrupted, and at once afterwards.
 LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 #: Every wait looks for its condition, so on a busy machine nothing but time is lost.
-PATIENCE_S = 300
+TIMEOUT_S = 300
 #: Between two questions to Slurm, which cost more processor time than the answer is worth; between looks at files.
 ASK_S, LOOK_S = 1.0, 0.2
 CONF = ROOT / "slurm"
 #: No torch; speaks the report protocol and misbehaves on request.
-STAND_IN = (sys.executable, str(ROOT / "tests" / "beds" / "worker.py"))
+FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "beds" / "worker.py"))
 
 
 class Orch:
@@ -64,12 +64,12 @@ class Orch:
         self,
         *words: str,
         verb: str = "submit",
-        program: Sequence[str] | None = STAND_IN,
-        wishes: Mapping[str, object] | None = None,
+        program: Sequence[str] | None = FAKE_WORKER,
+        worker: Mapping[str, object] | None = None,
         code: int = 0,
     ) -> Run:
-        """A run of `program`; None: the bundled trainer. `wishes`: the stand-in worker's ORCH_TEST_ variables."""
-        environ = {f"ORCH_TEST_{name}": str(value) for name, value in (wishes or {}).items()}
+        """A run of `program`; None: the bundled trainer. `worker`: the stand-in worker's ORCH_TEST_ variables."""
+        environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
         passed = [word for name in environ for word in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
         done = self(*argv, *(["--", *program] if program else []), env=environ, code=code)
@@ -81,7 +81,7 @@ class Run:
     def __init__(self, orch: Orch, folder: str, script: str = ""):
         self.orch, self.folder, self.script = orch, Path(folder), script
         self.id = self.folder.name
-        self._waits_since: float | None = None  # monotonic; for its next life, with nothing left of the last
+        self._requeued_since: float | None = None  # monotonic; for its next life, with nothing left of the last
 
     @property
     def job(self) -> str:
@@ -91,7 +91,7 @@ class Run:
         found = json.loads(self.orch("status", "--json", self.id).stdout)["state"]
         return msgspec.convert(found, RunState)
 
-    def wait(self, *states: str, seconds: float = PATIENCE_S) -> RunState:
+    def wait(self, *states: str, seconds: float = TIMEOUT_S) -> RunState:
         """Until the run is in one of the states; the state, or a failure that shows what the logs say."""
         end = time.monotonic() + seconds
         while (state := self.state()).state not in states:
@@ -100,7 +100,7 @@ class Run:
             time.sleep(ASK_S)
         return state
 
-    def until(self, what: str, ready: Callable[[], object], seconds: float = PATIENCE_S, pause: float = LOOK_S) -> None:
+    def until(self, what: str, ready: Callable[[], object], seconds: float = TIMEOUT_S, pause: float = LOOK_S) -> None:
         end = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
@@ -128,19 +128,19 @@ class Run:
         """Let workers that hold (ORCH_TEST_HOLD) go on to the end."""
         (self.folder / "go").touch()
 
-    def come_back(self) -> None:
+    def start_next_attempt(self) -> None:
         """Until its next life has been placed on its nodes, sparing it the wait; that one may go on to the end."""
-        before = self.life
+        before = self.attempt
         self.requeued()
         self.release()
 
         def placed() -> bool:
-            self.hasten()
-            return self.life > before
+            self.skip_requeue_delay()
+            return self.attempt > before
 
         self.until("next life", placed, pause=ASK_S)
 
-    def hasten(self) -> None:
+    def skip_requeue_delay(self) -> None:
         """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left.
 
         Those two minutes have a reason: a node refuses a credential of the very second in which it has revoked the last
@@ -150,8 +150,8 @@ class Run:
         state = cluster.job_state(self.job)
         assert state not in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"), f"{state}\n{self.logs()}"
         waits = state == "PENDING" and "completing" not in cluster.run("sinfo", "-h", "-p", "main", "-o", "%T")
-        self._waits_since = (self._waits_since or time.monotonic()) if waits else None
-        if waits and time.monotonic() - self._waits_since > 2:
+        self._requeued_since = (self._requeued_since or time.monotonic()) if waits else None
+        if waits and time.monotonic() - self._requeued_since > 2:
             cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
 
     def finish(self) -> RunState:
@@ -164,14 +164,14 @@ class Run:
         self.release()
 
         def over() -> bool:
-            self.hasten()
+            self.skip_requeue_delay()
             return self.orch.cluster.job_state(self.job) == "COMPLETED"
 
         self.until("the end of the job", over, pause=ASK_S)
         return self.wait("done")
 
     @property
-    def life(self) -> int:
+    def attempt(self) -> int:
         return json.loads((self.folder / "backend.json").read_text())["life"]
 
     @property
@@ -185,11 +185,11 @@ class Run:
         return json.loads((self.folder / "plan.json").read_text())
 
     @property
-    def placement(self) -> dict:
+    def assignment(self) -> dict:
         return json.loads((self.folder / "slurm" / "placement.json").read_text())
 
     @property
-    def lives(self) -> int:
+    def attempts(self) -> int:
         """How often it has been put on nodes."""
         return len(list((self.folder / "slurm").glob("*.placement.json")))
 
@@ -213,4 +213,4 @@ class Run:
     def logs(self) -> str:
         parts = [*sorted((self.folder / "logs").glob("slurm-*")), *sorted((self.folder / "logs").glob("agent-*"))[:1]]
         ours = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts)
-        return f"{ours}\n{self.orch.cluster.account_of(self.job)}"
+        return f"{ours}\n{self.orch.cluster.job_details(self.job)}"

@@ -1,1 +1,1 @@
-"""What runs inside an allocation."""
+"""What runs inside an allocation, and `step`, which adds to it from outside."""

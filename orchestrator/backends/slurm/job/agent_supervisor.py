@@ -1,8 +1,8 @@
-"""An agent in a process of its own, which is started again where it died and its node did not.
+"""Runs the agent of an elastic run as a child process and restarts it if it crashes while its node survives.
 
-Slurm sees one task, which lives on: so it need not be asked for another step, and has no reason to end the job. What
-Slurm signals to a step reaches this process alone (proctrack/cgroup) or the agent too (proctrack/linuxproc, pgid). So
-it is passed on by the agent's standard input, where it is heard as the same wish and not as a second, impatient one.
+Slurm sees one task that keeps running, so no new step is needed and the job does not end. Depending on the site, Slurm
+signals this process alone (proctrack/cgroup) or the agent too (proctrack/linuxproc, pgid). Signals are therefore
+forwarded over the agent's standard input, where one that arrives both ways counts once: a second would mean "at once".
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.plan import Exit
 
-_AGAIN_S = 1.0
-_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_RESTART_DELAY_S = 1.0
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def keep(argv: Sequence[str], is_over: Callable[[], bool], most: int) -> int:
-    """The exit code of the last agent; 128 and the signal's number where it was killed.
+def supervise(argv: Sequence[str], run_ended: Callable[[], bool], max_restarts: int) -> int:
+    """Run the agent `argv` to its last exit; returns its exit code, 128 + the signal's number if it was killed.
 
-    It comes back, as a newcomer, at most `most` times after it was killed, and always when it was fenced (frozen or cut
-    off, and well again); not when the run is over or somebody wants its end. Its standard input is a lifeline: it ends
-    with this process.
+    A killed agent is restarted at most `max_restarts` times. One that was fenced (its node was frozen or cut off, and
+    has recovered) is always restarted, and joins as a newcomer. None is restarted when the run has ended or after a
+    termination signal. The agent's standard input is its lifeline: it exits when this process does.
     """
-    told: list[bytes] = []
+    received: list[bytes] = []
     lifeline: list[int] = []
 
-    def tell(number: int, _: object) -> None:
-        told.append(signal.Signals(number).name.encode())
+    def forward(number: int, _: object) -> None:
+        received.append(signal.Signals(number).name.encode())
         for descriptor in lifeline:
             with contextlib.suppress(OSError):
-                os.write(descriptor, told[-1] + b"\n")
+                os.write(descriptor, received[-1] + b"\n")
 
-    for number in _NOTICES:  # handlers, not SIG_IGN: that the agent would inherit
-        signal.signal(number, tell)
+    for number in _TERMINATION_SIGNALS:  # handlers, because the agent would inherit SIG_IGN
+        signal.signal(number, forward)
     killed = 0
     while True:
         with subprocess.Popen(argv, stdin=subprocess.PIPE) as agent:
+            assert agent.stdin
             lifeline[:] = [agent.stdin.fileno()]
-            if told:  # before there was anybody to tell
-                tell(signal.SIGTERM, None)
+            if received:  # before the agent had started
+                forward(signal.SIGTERM, None)
             code = agent.wait()
             lifeline.clear()
         killed += code < 0
-        again = killed <= most if code < 0 else code == Exit.FENCED
-        if told or not again or is_over():
+        restart = killed <= max_restarts if code < 0 else code == Exit.FENCED
+        if received or not restart or run_ended():
             return code if code >= 0 else 128 - code
         print(f"orch: the agent ended with {code}, it is started again", flush=True)
-        time.sleep(_AGAIN_S)
+        time.sleep(_RESTART_DELAY_S)

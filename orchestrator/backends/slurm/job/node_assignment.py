@@ -1,4 +1,4 @@
-"""Inside the allocation, before any agent: which nodes Slurm gave, and which rank goes where on them."""
+"""Assigns the ranks of a run to the nodes that Slurm granted. Runs inside the allocation, before any agent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from msgspec import structs
 from orchestrator.backends.base import read_record, write_record
 from orchestrator.backends.slurm.record import (
     SlurmRecord,
-    kept,
+    submitted_path,
     submitted_plan,
     submitted_request,
 )
-from orchestrator.backends.slurm.script.flags import used_node_count
 from orchestrator.cluster.hostlist import expand, natural_key
 from orchestrator.cluster.importers.slurm import from_addresses
 from orchestrator.cluster.nodes import choose_nodes, with_nodes
@@ -25,37 +24,38 @@ from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.planner.elastic.next_plan import legal_size
 from orchestrator.planner.elastic.replan import difference, replan
+from orchestrator.planner.placement.rank_assignment import used_node_count
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, at_size, on_nodes, to_bytes
 from orchestrator.run.state import pending_again, read_state, write_state
 
 
-class Placement(Frozen):
-    """slurm/placement.json: what the plan became in this life of the job."""
+class NodeAssignment(Frozen):
+    """slurm/placement.json: the plan on the nodes of this attempt."""
 
     job_id: str
-    life: int
+    attempt: int = msgspec.field(name="life")  # SLURM_RESTART_COUNT
     nodes: list[str]  # in rank order
     addresses: dict[str, str]  # node -> SLURM_TOPOLOGY_ADDR
     planned_hash: str
     plan_hash: str
-    summary: str  # one line: where it differs from the plan, and at what predicted cost
+    summary: str  # one line: the difference from the plan and its predicted cost
     moved_ranks: int
     worst_levels: dict[str, list[str]]  # axis -> [planned, real] where they differ
     step_s: list[float]  # [planned, real]
-    after_epoch: int = -1  # the last epoch of the workers before this life
+    after_epoch: int = -1  # the last epoch of the workers before this attempt
 
 
-def read_placement(folder: RunFolder) -> Placement | None:
-    """Of the life that was placed last; None before the first."""
+def read_assignment(folder: RunFolder) -> NodeAssignment | None:
+    """The last attempt's assignment, None before the first."""
     try:
-        return msgspec.json.decode(Path(folder.path, "slurm", "placement.json").read_bytes(), type=Placement)
+        return msgspec.json.decode(Path(folder.path, "slurm", "placement.json").read_bytes(), type=NodeAssignment)
     except FileNotFoundError:
         return None
 
 
 def read_probe(text: str) -> dict[str, str]:
-    """Node -> address, from the tasks' lines `<node id> <name> <address>`. OrchError (74) when they are unusable."""
+    """Node -> address, from lines `<node id> <name> <address>`, one a task. OrchError (74) for other lines."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         words = line.split()
@@ -67,19 +67,18 @@ def read_probe(text: str) -> dict[str, str]:
     return found
 
 
-def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placement:
-    """Put the run's ranks on the nodes of this allocation and write what agents and workers will read.
+def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
+    """Assign the run's ranks to the nodes of this allocation, and write the plan and request that agents read.
 
-    OrchError: 65 for a damaged plan, 74 when a node did not answer, 75 when the run was cancelled in between, 76 when
-    the nodes are too few.
+    `probe`: the output of the script's first step, for `read_probe`. OrchError: 65 for a damaged plan, 74 when a node
+    did not answer, 75 when the run was cancelled meanwhile, 76 when the nodes are too few.
     """
-    job_id, life = own_job(environ), int(environ.get("SLURM_RESTART_COUNT") or 0)
     addresses = read_probe(probe)
     _check_nodes(addresses, environ)
     if folder.cancel.exists():
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = submitted_request(folder)
-    planned = _planned(folder, request.sizes, len(addresses))
+    planned = _submitted_plan(folder, request.sizes, len(addresses))
     topology = from_addresses(addresses)
     names = choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
     real = replan(planned, with_nodes(planned.cluster, names, topology))
@@ -89,10 +88,10 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
         sizes = f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
         spares = len(addresses) > len(names)
         whole = replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else real
-        request = _elastic(folder, request, whole, list(addresses))
-    placement = Placement(
-        job_id=job_id,
-        life=life,
+        request = _elastic_request(folder, request, whole, list(addresses))
+    assignment = NodeAssignment(
+        job_id=current_job_id(environ),
+        attempt=int(environ.get("SLURM_RESTART_COUNT") or 0),
         nodes=found.nodes,
         addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
         planned_hash=planned.hash,
@@ -103,12 +102,12 @@ def place(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> Placemen
         step_s=found.step_s,
         after_epoch=read_state(folder).epoch,
     )
-    _write(folder, request, real, placement)
-    return placement
+    _write_files(folder, request, real, assignment)
+    return assignment
 
 
 def _check_nodes(addresses: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """The tasks' answers against the scheduler's own list."""
+    """OrchError (74) unless exactly the nodes that Slurm granted have answered."""
     granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
     silent, strange = granted - set(addresses), set(addresses) - granted
     if silent:
@@ -117,56 +116,56 @@ def _check_nodes(addresses: Mapping[str, str], environ: Mapping[str, str]) -> No
         raise OrchError(f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}", Exit.NODE)
 
 
-def own_job(environ: Mapping[str, str]) -> str:
-    """The id by which Slurm's commands know this job and no other: `7`, or `7_2` for a member of an array."""
+def current_job_id(environ: Mapping[str, str]) -> str:
+    """This job's id for Slurm's commands: `7`, or `7_2` for a member of an array."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
 
 
-def _planned(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
-    """The plan as it was submitted, kept beside the one that is in force; of several sizes the largest that fits."""
+def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
+    """The plan as submitted, of several sizes the largest that `given` nodes hold. Keeps a copy of plan.json."""
     if sizes:
         size = legal_size(sizes, given)
         if size is None:
             raise OrchError(f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}", Exit.CAPACITY)
         return load_plan(submitted_plan(folder, size))
-    submitted = kept(folder.plan)
+    submitted = submitted_path(folder.plan)
     plan = load_plan(submitted if submitted.exists() else folder.plan)
     if not submitted.exists():
         write_private(submitted, to_json(plan, indent=1) + b"\n")
     return plan
 
 
-def _elastic(folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]) -> LaunchRequest:
-    """What the agents of this life may become: the sizes that it can hold, an agent on every node, spares included.
+def _elastic_request(folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]) -> LaunchRequest:
+    """The request for this attempt: the sizes that its nodes can hold, an agent on every node, spares included.
 
-    `whole`: the largest of these sizes, on a cluster of all the nodes: what coordinators know of the network.
+    `whole`: the plan of the largest such size on a cluster of all the nodes, which tells coordinators the network.
     """
     size = used_node_count(whole)
     for path in (folder.request, folder.sized_plan(size)):
-        if not kept(path).exists():
-            write_private(kept(path), path.read_bytes())
+        if not submitted_path(path).exists():
+            write_private(submitted_path(path), path.read_bytes())
     write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
     agents = on_nodes(request, nodes)
     return structs.replace(request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size])
 
 
-def _write(folder: RunFolder, request: LaunchRequest, plan: Plan, placement: Placement) -> None:
+def _write_files(folder: RunFolder, request: LaunchRequest, plan: Plan, assignment: NodeAssignment) -> None:
     if request.sizes:
         request = structs.replace(request, plan_hash=plan.hash, nodes=len(request.agents))
     else:
         request = at_size(request, plan)
-    folder.coordinator.unlink(missing_ok=True)  # of an earlier life
+    folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
     write_private(folder.plan, to_json(plan, indent=1) + b"\n")
     write_private(folder.request, to_bytes(request))
-    raw = msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n"
+    raw = msgspec.json.format(msgspec.json.encode(assignment), indent=1) + b"\n"
     slurm = Path(folder.path, "slurm")
     slurm.mkdir(mode=0o700, exist_ok=True)
-    write_private(slurm / f"{placement.job_id}.{placement.life}.placement.json", raw)
+    write_private(slurm / f"{assignment.job_id}.{assignment.attempt}.placement.json", raw)
     write_private(slurm / "placement.json", raw)
-    for name in ("over", "ended"):  # words of an earlier life
+    for name in ("over", "ended"):  # marks of an earlier attempt
         (slurm / name).unlink(missing_ok=True)
     now, record = time.time(), read_record(folder, SlurmRecord)
     submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
-    write_record(folder, SlurmRecord(job_id=placement.job_id, submitted_at=submitted, life=placement.life))
+    write_record(folder, SlurmRecord(job_id=assignment.job_id, submitted_at=submitted, attempt=assignment.attempt))
     write_state(folder, pending_again(read_state(folder), plan_hash=plan.hash))

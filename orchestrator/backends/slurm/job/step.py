@@ -22,34 +22,34 @@ _END_S = 30.0  # for it to end
 
 
 class JobStep:
-    """One that runs until it ends by itself, or `close` closes its standard input."""
+    """A running step. It ends by itself, or when `close` closes its standard input."""
 
     def __init__(self, slurm: Slurm, job_id: str, node: str, argv: Sequence[str]):
         self._slurm = slurm
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the step
         where = [f"--jobid={job_id}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--unbuffered"]
-        self._process = slurm.step(["srun", *where, *argv], self._errors)
+        self._process = slurm.start(["srun", *where, *argv], self._errors)
         assert self._process.stdin and self._process.stdout
         self._input, self._output = self._process.stdin, self._process.stdout
 
     def line(self, timeout_s: float) -> bytes:
         """The first line of its output, b"" when it ends without one. OrchError (76) when it takes too long."""
-        end, said = time.monotonic() + timeout_s, b""
+        end, received = time.monotonic() + timeout_s, b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._output, selectors.EVENT_READ)
-            while b"\n" not in said:
+            while b"\n" not in received:
                 if not selector.select(max(0.0, end - time.monotonic())):
                     raise OrchError(f"srun: no step within {timeout_s:g} s; look at `squeue --steps`", Exit.CAPACITY)
                 chunk = os.read(self._output.fileno(), 4096)
                 if not chunk:
                     return b""
-                said += chunk
-        return said
+                received += chunk
+        return received
 
     def failure(self) -> OrchError:
         """Why it ended without a line: what srun wrote."""
         self._errors.seek(0)
-        return self._slurm.complaint("srun", self._errors.read().decode(errors="replace"))
+        return self._slurm.to_error("srun", self._errors.read().decode(errors="replace"))
 
     def close(self) -> None:
         """Close its standard input, and wait for its end. May be called again."""

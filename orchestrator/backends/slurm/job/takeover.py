@@ -1,8 +1,8 @@
-"""In place of a job's script whose node was lost.
+"""Does the batch script's work when the script's node is lost.
 
-Slurm keeps a `--no-kill` job that loses the node of its batch script, and lets its other nodes work on. But then nobody
-hears the notice before the time limit, passes a cancel on, or ends the job. So an agent of an elastic run does it: the
-one whose node has the coordinator, and only when Slurm itself has given the script's node up.
+Slurm keeps a `--no-kill` job whose batch node is lost, and its other nodes go on. But then no process receives the
+notice before the time limit, forwards a cancel, or ends or requeues the job. In an elastic run the agent whose node has
+the coordinator takes this over, once Slurm itself has given up the script's node.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState, read_state
 
-_EVERY_S = 5.0
+_POLL_S = 5.0
 
 
-class StandIn:
-    """One agent's part in it. `job`: by which Slurm's commands know the job; `script_node`: where its script began."""
+class BatchStepTakeover:
+    """One agent's part in it. `script_node`: where the batch script started. `job`: its id for Slurm's commands."""
 
     def __init__(
         self,
@@ -40,38 +40,38 @@ class StandIn:
     ):
         self._folder, self._node, self._script_node, self._job = folder, node, script_node, job
         self._options, self._environ, self._slurm = options, environ, Slurm(environ)
-        self._told = False
+        self._signalled = False
         self._stop = threading.Event()
-        self._watch = threading.Thread(target=self._look_again_and_again, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def start(self) -> None:
-        """Look now and then while the agent works."""
-        self._watch.start()
+        """Check every few seconds, in a thread, while the agent runs."""
+        self._thread.start()
 
-    def until_over(self) -> None:
-        """After the agent: see the job ended or requeued, where that falls to us; at once where it does not."""
+    def run_until_job_ends(self) -> None:
+        """After the agent's end: returns once the job is ended or requeued, at once if that is not this node's task."""
         self._stop.set()
-        self._watch.join()
+        self._thread.join()
         with contextlib.suppress(OSError):
-            while not self._looked():
-                time.sleep(_EVERY_S)
+            while not self._try_check():
+                time.sleep(_POLL_S)
 
-    def look(self, now: datetime) -> bool:
-        """One look; True when nothing is left to do. OrchError when Slurm does not answer."""
+    def check(self, now: datetime) -> bool:
+        """Do what is due; returns whether that was all. `now`: local time. OrchError when Slurm does not answer."""
         state = read_state(self._folder)
-        lost = state.nodes.get(self._script_node)
-        if state.writer != self._node or lost is None or lost.state != "lost":
+        script_node = state.nodes.get(self._script_node)
+        if state.writer != self._node or script_node is None or script_node.state != "lost":
             return state.is_final
         shown = self._slurm.run(["scontrol", "--oneliner", "show", "job", self._job])
         job = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         if job.get("JobState") != "RUNNING":
             return True
-        if self._script_node in expand(job["NodeList"]):  # Slurm has not noticed yet; or the script lives, and will act
+        if self._script_node in expand(job["NodeList"]):  # not given up by Slurm: the script may be running
             return False
         if state.is_final:
             return self._finish(state)
-        if not self._told and (self._folder.cancel.exists() or self._notice_is_due(job.get("EndTime", ""), now)):
-            self._told = True
+        if not self._signalled and (self._folder.cancel.exists() or self._notice_is_due(job.get("EndTime", ""), now)):
+            self._signalled = True
             self._slurm.cancel(self._job, "--signal=TERM")
         return False
 
@@ -82,9 +82,9 @@ class StandIn:
             return False
 
     def _finish(self, state: RunState) -> bool:
-        """By the script's own rules: requeued where it may come back, and where not, ended. Whether that is done.
+        """Call the script's own `finish`, which requeues the job or decides against it, and then end the job.
 
-        A script that is killed went with the life that it has ended, a moment before us: the next look would tell.
+        Returns whether that is done: False if the script was killed, because a requeue kills it shortly before us.
         """
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))
@@ -95,14 +95,14 @@ class StandIn:
         self._slurm.cancel(self._job, "--state=RUNNING")
         return True
 
-    def _looked(self) -> bool:
+    def _try_check(self) -> bool:
         try:
-            return self.look(datetime.now())
+            return self.check(datetime.now())
         except OrchError as error:
             print(f"orch: in place of the script: {error.message}", file=sys.stderr)
             return False
 
-    def _look_again_and_again(self) -> None:
-        while not self._stop.wait(_EVERY_S):
+    def _poll(self) -> None:
+        while not self._stop.wait(_POLL_S):
             with contextlib.suppress(OSError):
-                self._looked()
+                self._try_check()

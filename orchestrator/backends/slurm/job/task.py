@@ -1,8 +1,8 @@
-"""`python -m orchestrator.slurm.task`: what the job script starts inside an allocation.
+"""`python -m orchestrator.slurm.task`: the commands that the job script runs inside an allocation.
 
-place    once a life, on the first node: put the ranks on the nodes that Slurm gave
-agent    on every node: the agent, under its Slurm name and its own address
-outcome  once a life, after the agents: the exit code of the run, whatever became of srun
+place    once an attempt, on the first node: assign the ranks to the nodes that Slurm granted
+agent    on every node: run the agent, with the node's Slurm name and its own address
+outcome  once an attempt, after the agents: return the run's exit code, and end the run if no coordinator could
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError, meaning
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, read_request
-from orchestrator.run.state import Cause, RunState, finish, read_state
+from orchestrator.run.state import Cause, FinalPhase, RunState, finish, read_state
 
 if TYPE_CHECKING:
-    from .takeover import StandIn
+    from .takeover import BatchStepTakeover
 
-_TERMINATED = 128 + signal.SIGTERM  # srun's exit code for a task that was killed so: a notice
+_TERMINATED = 128 + signal.SIGTERM  # srun's exit code when its tasks were killed by SIGTERM
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"orch: {text}", file=sys.stderr)
     if args.what == "place":
         with contextlib.suppress(OrchError, OSError):
-            _last_word(folder, code, text)
+            _end_run(folder, code, text)
     return code
 
 
@@ -63,24 +63,24 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         what = whats.add_parser(name)
         what.add_argument("--run-dir", required=True, type=Path)
         if name == "place":
-            what.add_argument("--nodes", required=True, type=Path, help="what the nodes answered")
+            what.add_argument("--nodes", required=True, type=Path, help="output of the probe step")
         if name == "outcome":
             what.add_argument("--code", required=True, type=int, help="srun's exit code")
     return parser.parse_args(argv)
 
 
 def _place(folder: RunFolder, nodes: Path) -> int:
-    from orchestrator.backends.slurm.record import COMES_BACK
+    from orchestrator.backends.slurm.record import REQUEUED_EXITS
 
-    from .node_assignment import place
+    from .node_assignment import assign_nodes
 
     state = read_state(folder)
-    if os.environ.get("SLURM_RESTART_COUNT") and state.is_final and state.exit_code not in COMES_BACK:
-        # Slurm brings a job back whose script was on a lost node, also when the others have ended the run meanwhile
+    if os.environ.get("SLURM_RESTART_COUNT") and state.is_final and state.exit_code not in REQUEUED_EXITS:
+        # Slurm requeues a job whose batch node was lost, even if the run has ended on the other nodes meanwhile
         Path(folder.path, "slurm", "over").touch(0o600)
         return state.exit_code or 0
-    placement = place(folder, nodes.read_text(), os.environ)
-    print(f"orch: {placement.summary}", file=sys.stderr)
+    assignment = assign_nodes(folder, nodes.read_text(), os.environ)
+    print(f"orch: {assignment.summary}", file=sys.stderr)
     return 0
 
 
@@ -111,39 +111,38 @@ def _agent(folder: RunFolder) -> int:
         from orchestrator.agent.__main__ import main as agent_main
 
         return int(agent_main(argv))
-    from .agent_supervisor import keep
+    from .agent_supervisor import supervise
 
-    stand_in = _stand_in(folder, node, request)
+    takeover = _start_takeover(folder, node, request)
     agent = [sys.executable, "-P", "-m", "orchestrator.agent", *argv, "--elastic", "--lifeline"]
-    code = keep(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
-    if read_state(folder).is_final:  # the script waits for those that are left, but not for ever
+    code = supervise(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
+    if read_state(folder).is_final:  # the script's watchdog ends the agents' step some time after this
         Path(folder.path, "slurm", "ended").touch(0o600)
-        if stand_in:
-            stand_in.until_over()
+        if takeover:
+            takeover.run_until_job_ends()
     return code
 
 
-def _stand_in(folder: RunFolder, node: str, request: LaunchRequest) -> StandIn | None:
-    """None on the script's own node, and inside a container without Slurm's commands."""
+def _start_takeover(folder: RunFolder, node: str, request: LaunchRequest) -> BatchStepTakeover | None:
+    """A started takeover; None on the script's own node and in a container without Slurm's commands."""
     from orchestrator.backends.slurm.options import read_options
 
-    from .node_assignment import own_job
-    from .takeover import StandIn
+    from .node_assignment import current_job_id
+    from .takeover import BatchStepTakeover
 
     script_node = os.environ.get("ORCH_SCRIPT_NODE", node)
     if node == script_node or not shutil.which("scontrol"):
         return None
     options = read_options(request.backend_options)
-    stand_in = StandIn(folder, node, script_node, own_job(os.environ), options, dict(os.environ))
-    stand_in.start()
-    return stand_in
+    takeover = BatchStepTakeover(folder, node, script_node, current_job_id(os.environ), options, dict(os.environ))
+    takeover.start()
+    return takeover
 
 
 def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """What changes for agents and workers: the request's fixed values, and its folders in front.
+    """The variables to change for agents and workers: the request's values, and search paths with its folders first.
 
-    The rest is already narrowed: sbatch took only the allowed names along, and what Slurm itself and the site's set-up
-    have added (GPUs, modules) must stay.
+    All others stay: sbatch exported only the allowed names, Slurm and the site's set-up added GPUs and modules.
     """
     result = dict(request.environment.values)
     pairs = (("PATH", request.environment.path_first), ("PYTHONPATH", request.environment.python_path_first))
@@ -155,19 +154,19 @@ def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str,
 
 
 def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
-    """The address at which the other nodes of the job reach this one.
+    """The IP address at which the job's other nodes reach this one.
 
-    The way to the node that srun runs on shows it: the kernel says which of our addresses such a connection would come
-    from. Where that is the loopback although there are other nodes (srun on this very node, odd /etc/hosts), the node's
-    name is looked up. Loopback stays only when nothing else is known, as on a test cluster inside one machine.
+    It is the source address that the kernel would use towards srun's node. If that is the loopback although there are
+    `several` nodes (srun runs on this node, odd /etc/hosts), the node's name is resolved instead. The loopback remains
+    if nothing else is known, as on a test cluster inside one machine.
     """
     seen = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
     if seen and not (several and seen.startswith("127.")):
         return seen
     with contextlib.suppress(OSError):
-        for *_, place in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
-            if not str(place[0]).startswith(("127.", "::1")):
-                return str(place[0])
+        for *_, found in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
+            if not str(found[0]).startswith(("127.", "::1")):
+                return str(found[0])
     return seen or "127.0.0.1"
 
 
@@ -185,23 +184,23 @@ def _address_towards(peer: str) -> str:
 
 
 def _outcome(folder: RunFolder, code: int) -> int:
-    """The coordinator's word, or ours when it was killed before it could speak."""
+    """The exit code that the coordinator wrote; if it was killed before that, end the run here."""
     state = read_state(folder)
     if state.is_final:
-        for node in _sick(folder, state):
+        for node in _unhealthy_nodes(folder, state):
             _exclude(folder, node)
         return state.exit_code or 0
-    if code == _TERMINATED:  # before the agents could hear it
-        return _last_word(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
-    return _last_word(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
+    if code == _TERMINATED:  # before the agents could handle it
+        return _end_run(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
+    return _end_run(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
 
 
-def _sick(folder: RunFolder, state: RunState) -> list[str]:
-    """Nodes that were found unhealthy in this life of the job, by its end or by an epoch that went on without them."""
-    from .node_assignment import read_placement
+def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
+    """Nodes found unhealthy in this attempt: causes with exit code 74 of its epochs or its end, and excluded nodes."""
+    from .node_assignment import read_assignment
 
-    placement = read_placement(folder)
-    before = placement.after_epoch if placement else -1
+    assignment = read_assignment(folder)
+    before = assignment.after_epoch if assignment else -1
     causes = [epoch.cause for epoch in state.epochs if epoch.epoch > before]
     found = [cause for cause in causes if cause and cause.code == Exit.NODE]
     if state.cause and state.exit_code == Exit.NODE:
@@ -210,7 +209,7 @@ def _sick(folder: RunFolder, state: RunState) -> list[str]:
 
 
 def _exclude(folder: RunFolder, node: str) -> None:
-    """Write down what the next life must avoid: the nodes that were found sick, and those that the user had named."""
+    """Add a node to slurm/exclude, which the script reads on requeue; it starts from the user's own excluded nodes."""
     from orchestrator.backends.slurm.options import read_options
     from orchestrator.cluster.hostlist import compress, expand
 
@@ -221,9 +220,10 @@ def _exclude(folder: RunFolder, node: str) -> None:
     write_private(path, compress(list(dict.fromkeys([*known, node]))).encode() + b"\n")
 
 
-def _last_word(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
-    """End the run in state.json where no coordinator can; its exit code."""
-    phase, reason, state = ("stopped" if code == Exit.RESTART else "failed"), text, read_state(folder)
+def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
+    """Write the run's final state, where no coordinator can; returns its exit code. `ended_with`: srun's exit code."""
+    phase: FinalPhase = "stopped" if code == Exit.RESTART else "failed"
+    reason, state = text, read_state(folder)
     if folder.cancel.exists():
         code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
     cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)

@@ -1,7 +1,6 @@
-"""From a plan and a site's options to the flags of one job: pure, typed, in a fixed order.
+"""The flags of sbatch and srun for a plan and a site's options, in a fixed order. Pure.
 
-What each flag is for is said beside it; sources: sbatch(1), srun(1) of 22.05 to 25.11, reliability facts in
-docs/slurm.md.
+Sources: sbatch(1) and srun(1) of 22.05 to 25.11; observed behaviour in docs/slurm.md.
 """
 
 from __future__ import annotations
@@ -20,78 +19,67 @@ from .quoting import check_text, file_pattern
 
 Flags = dict[str, str | int | bool]
 
-#: sbatch flags that only orch sets: a profile that sets them would make the script say two things.
-OWN = frozenset(
+#: sbatch flags that only orch sets; a profile may not.
+RESERVED = frozenset(
     {"nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "export", "export-file", "job-name", "chdir"}
-    | {
-        "signal",
-        "requeue",
-        "no-requeue",
-        "no-kill",
-        "array",
-        "wrap",
-        "parsable",
-        "test-only",
-        "wait",
-        "exclude",
-        "het-group",
-    }
+    | {"signal", "requeue", "no-requeue", "no-kill", "array", "wrap", "parsable", "test-only", "wait", "exclude"}
+    | {"het-group"}
 )
-#: srun flags that the script repeats or sets itself.
-OWN_SRUN = frozenset(
-    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit"} | {"wait"}
+#: srun flags that only orch sets.
+RESERVED_SRUN = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit", "wait"}
 )
 
 
 def job_flags(
     plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, export: Iterable[str], elastic: bool = False
 ) -> Flags:
-    """sbatch's flags for a run. `export`: names of the variables that may enter the job. `elastic`: losing a node keeps
-    the rest.
+    """sbatch's flags for a run.
 
-    Raises OrchError (65) when the options contradict the plan, (78) for a control character anywhere.
+    `export`: names of the environment variables that enter the job. `elastic`: the job survives the loss of a node.
+    OrchError: 65 when the options contradict the plan, 78 for a control character.
     """
     nodes = used_node_count(plan)
     flags: Flags = {
         "job-name": f"orch-{run_id}",
         "chdir": run_dir,
         "output": file_pattern(str(Path(run_dir, "logs"))) + "/slurm-%j.log",
-        "open-mode": "append",  # a requeued job keeps what its earlier lives said
-        "export": ",".join(sorted(export)) or "HOME",  # names alone; the default, ALL, would take every secret along
-        **_where(options),
+        "open-mode": "append",  # a requeued job keeps the log of its earlier attempts
+        "export": ",".join(sorted(export)) or "HOME",  # the default, ALL, would export every secret
+        **_nodes_and_partition(options),
         "nodes": nodes,
         "ntasks-per-node": 1,  # one agent a node
         **_resources(plan, options),
         **network_flags(plan, options),
-        **_life(options, elastic),
-        **_who(options),
+        **_lifecycle(options, elastic),
+        **_labels(options),
     }
-    return _with_users(flags, options.sbatch, OWN | flags.keys(), "sbatch")
+    return _merge(flags, options.sbatch, RESERVED | flags.keys(), "sbatch")
 
 
 def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flags:
-    """srun's flags for a step with one task on every node: srun does not inherit all of sbatch's.
+    """srun's flags for a step with one task a node; srun does not inherit all of sbatch's.
 
-    `elastic`: the script says itself on which of its nodes a step runs.
+    `elastic`: without the number of nodes, which the script asks for when it runs.
     """
     flags: Flags = {
         **({} if elastic else {"nodes": used_node_count(plan)}),
         "ntasks-per-node": 1,
-        "export": "ALL",  # of the batch script, whose own environment sbatch has already narrowed
+        "export": "ALL",  # of the batch script's environment, which holds only the exported names
     }
     if options.cpus_per_node:
         flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
     else:
-        flags["cpu-bind"] = "none"  # the agent shares its node out among its workers
+        flags["cpu-bind"] = "none"  # the agent binds its workers itself
     if options.no_kill or elastic:
         flags["no-kill"] = True
-    flags["kill-on-bad-exit"] = 0  # an agent's end is the coordinator's to judge, not srun's
-    flags["wait"] = 60  # but all leave together: one that stays this long after the first is on a lost node
-    return _with_users(flags, options.srun, OWN_SRUN, "srun")
+    flags["kill-on-bad-exit"] = 0  # the coordinator decides what the end of an agent means
+    flags["wait"] = 60  # seconds after the first agent's end: one still there then is on a lost node
+    return _merge(flags, options.srun, RESERVED_SRUN, "srun")
 
 
-def _with_users(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
-    """Our flags and the user's, who may not set what is ours; False takes a flag out."""
+def _merge(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
+    """`flags` with the user's added; False removes a flag. OrchError (65) for a flag in `own`."""
     for name in users:
         if name in own:
             ours = f"{command} --{name}={flags.get(name, '')}"
@@ -106,7 +94,7 @@ def as_argv(flags: Flags) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
 
 
-def _where(options: SlurmOptions) -> Flags:
+def _nodes_and_partition(options: SlurmOptions) -> Flags:
     flags: Flags = {}
     for name in ("partition", "account", "qos", "reservation", "constraint"):
         value = getattr(options, name)
@@ -135,14 +123,14 @@ def _resources(plan: Plan, options: SlurmOptions) -> Flags:
         flags["gres"] = f"gpu:{typed}"
     if options.cpus_per_node:
         flags["cpus-per-task"] = options.cpus_per_node
-    flags["mem"] = options.memory  # exclusive alone grants only the default memory
+    flags["mem"] = options.memory  # exclusive alone grants the partition's default memory
     if options.exclusive:
         flags["exclusive"] = True
     return flags
 
 
 def network_flags(plan: Plan, options: SlurmOptions) -> Flags:
-    """What keeps the allocation as compact as the plan supposes."""
+    """The flags that keep the allocation as close together as the plan assumes."""
     if options.topology == "tree":
         return {"switches": f"{leaf_switches(plan)}@{options.switches_wait}"}
     if options.topology == "block":
@@ -150,11 +138,11 @@ def network_flags(plan: Plan, options: SlurmOptions) -> Flags:
         nodes = used_node_count(plan)
         if nodes % segment:
             raise OrchError(f"backend.options.segment {segment} does not divide the plan's {nodes} nodes", Exit.CONFIG)
-        return {"segment": segment} | ({"spread-segments": True} if options.spread_segments else {})
+        return {"segment": segment, **({"spread-segments": True} if options.spread_segments else {})}
     return {}
 
 
-def _life(options: SlurmOptions, elastic: bool) -> Flags:
+def _lifecycle(options: SlurmOptions, elastic: bool) -> Flags:
     flags: Flags = {}
     if options.time is not None:
         flags["time"] = options.time
@@ -162,9 +150,9 @@ def _life(options: SlurmOptions, elastic: bool) -> Flags:
         flags["begin"] = options.begin
     if options.dependency is not None:
         flags["dependency"] = options.dependency
-        flags["kill-on-invalid-dep"] = "yes"  # else it waits for ever
+        flags["kill-on-invalid-dep"] = "yes"  # else it would wait for ever
     if options.notice_s:
-        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which passes it on in its own way
+        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which forwards it as SIGTERM
     flags["requeue" if options.requeue else "no-requeue"] = True
     if options.no_kill or elastic:
         flags["no-kill"] = True
@@ -172,7 +160,7 @@ def _life(options: SlurmOptions, elastic: bool) -> Flags:
     return flags
 
 
-def _who(options: SlurmOptions) -> Flags:
+def _labels(options: SlurmOptions) -> Flags:
     pairs = {
         "comment": options.comment,
         "wckey": options.wckey,

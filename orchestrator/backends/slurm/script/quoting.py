@@ -1,7 +1,7 @@
-"""The one place where text becomes part of a script.
+"""Quotes text for the job script; no other module does.
 
-Two languages are written: shell words, and `#SBATCH` lines, which sbatch reads with rules of its own (blanks end a
-word, quotes join, `#` starts a comment, a line break ends the directive). What cannot be written exactly is refused.
+Two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules (blanks end a word, quotes join,
+`#` starts a comment, a line break ends the directive). Text that cannot be written exactly is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]&|*()!^~-]+\Z")
 
 
 def check_text(text: str, where: str) -> str:
-    """`text` itself; OrchError (78) when it holds a control character (line breaks of any kind, NUL, escape)."""
+    """Returns `text`. OrchError (78) for a control character: line breaks of any kind, NUL, escape."""
     for char in text:
         if ord(char) < 32 or 127 <= ord(char) < 160 or char in "\u2028\u2029" or 0xD800 <= ord(char) < 0xE000:
             raise OrchError(f"{where}: {text[:60]!r} holds the control character U+{ord(char):04X}", Exit.SECURITY)
@@ -25,7 +25,7 @@ def check_text(text: str, where: str) -> str:
 
 
 def directive(flag: str, value: str | int | bool) -> str | None:
-    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False."""
+    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False. OrchError (65, 78) for other text."""
     if value is False:
         return None
     if value is True:
@@ -41,12 +41,12 @@ def directive(flag: str, value: str | int | bool) -> str | None:
 
 
 def file_pattern(path: str) -> str:
-    """A path in which sbatch and srun replace nothing: `%` begins their placeholders, `%%` is the character."""
+    """`path` with `%` escaped, which begins the placeholders of sbatch and srun."""
     return path.replace("%", "%%")
 
 
 def command(argv: Sequence[str]) -> str:
-    """One shell command line; every word is exactly what it was."""
+    """A shell command line that runs exactly these words. OrchError (78) for a NUL byte."""
     for word in argv:
         if "\0" in word:
             raise OrchError(f"argument {word[:60]!r} holds a NUL byte", Exit.SECURITY)
@@ -54,6 +54,7 @@ def command(argv: Sequence[str]) -> str:
 
 
 def assignment(name: str, value: str) -> str:
+    """The shell assignment `name=value`. OrchError (65) for a name that no variable can have."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise OrchError(f"{name!r} is not the name of a variable", Exit.CONFIG)
     return f"{name}={command([value])}"

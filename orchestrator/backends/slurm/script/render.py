@@ -1,7 +1,7 @@
-"""The job script, as a pure function of the run: byte for byte the same for the same run.
+"""The job script as a pure function of the run: the same bytes for the same run.
 
-One sbatch job; inside it three steps: learn which nodes Slurm gave, put the ranks on them, run one agent a node. The
-script itself only passes notices on and decides whether to come back. `docs/slurm.md` tells the life of a job.
+The script runs three steps: ask which nodes Slurm granted, assign the ranks to them, run one agent a node. Besides, it
+forwards termination signals to the steps and decides whether the job is requeued. See `docs/slurm.md`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from msgspec import Struct
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
+from orchestrator.planner.placement.rank_assignment import used_node_count
 
-from .flags import Flags, as_argv, job_flags, step_flags, used_node_count
+from .flags import Flags, as_argv, job_flags, step_flags
 from .quoting import assignment, check_text, command, directive, file_pattern
 
-#: What a task prints of itself: position in the allocation, name, place in the network. One line, no Python, no files.
+#: Prints a task's position in the allocation, its node's name and network address. Needs no Python and no files.
 PROBE = 'printf "%s %s %s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "${SLURM_TOPOLOGY_ADDR:-$SLURMD_NODENAME}"'
 
 
 class JobScript(Struct, frozen=True, kw_only=True):
-    """Everything that the text depends on."""
+    """Every input of the script's text."""
 
     run_id: str
     run_dir: str
@@ -32,13 +33,13 @@ class JobScript(Struct, frozen=True, kw_only=True):
     options: SlurmOptions
     python: str  # on the nodes, outside any container
     export: tuple[str, ...]  # names of the variables that may enter the job
-    python_path: tuple[str, ...] = ()  # the run's own copy of the code, when it holds orch
-    bind: tuple[str, ...] = ()  # folders that a container must see: run folder, data, token cache, checkpoints
+    python_path: tuple[str, ...] = ()  # folders of the run's own copy of the code
+    bind: tuple[str, ...] = ()  # folders to mount in a container: run folder, data, token cache, checkpoints
     sizes: tuple[int, ...] = ()  # node counts of an elastic run, largest first
 
 
 def render(job: JobScript) -> str:
-    """The whole script. Raises OrchError (65, 78) for whatever cannot be written exactly."""
+    """The whole script. OrchError: 65 for contradictory options, 78 for text that cannot be quoted exactly."""
     for path in (job.run_dir, job.python, *job.bind, *job.python_path):
         check_text(path, "path")
     lines = [line for name, value in directives(job).items() if (line := directive(name, value))]
@@ -46,8 +47,47 @@ def render(job: JobScript) -> str:
 
 
 def directives(job: JobScript) -> Flags:
-    """What the script asks sbatch for."""
+    """The sbatch flags in the script's `#SBATCH` lines."""
     return job_flags(job.plan, job.options, job.run_id, job.run_dir, job.export, elastic=bool(job.sizes))
+
+
+#: Flags that may differ between the members of an array, because the array sets its own.
+_PER_RUN_FLAGS = ("job-name", "chdir", "output")
+
+
+def common_flags(jobs: Sequence[JobScript]) -> Flags | None:
+    """The sbatch flags that all jobs share, without those that name one run; None if they ask for different things."""
+    first, *others = [
+        ({name: value for name, value in directives(job).items() if name not in _PER_RUN_FLAGS}, job.options.shell)
+        for job in jobs
+    ]
+    return first[0] if all(other == first for other in others) else None
+
+
+def render_array(jobs: Sequence[JobScript], name: str) -> str:
+    """The script of one array job whose members run the jobs' own scripts from their run folders.
+
+    ValueError when the jobs ask for different things (`common_flags`).
+    """
+    flags = common_flags(jobs)
+    if flags is None:
+        raise ValueError("runs that ask for different things are no array")
+    shell = jobs[0].options.shell
+    own: Flags = {"job-name": f"orch-{name}", "chdir": str(Path(jobs[0].run_dir).parent), "output": "/dev/null"}
+    lines = [
+        f"#!{shell}",
+        f"# orch sweep {name}: {len(jobs)} runs, each with a script and a log in its own folder",
+        *(directive(flag, value) for flag, value in {**own, **flags, "array": f"0-{len(jobs) - 1}"}.items()),
+        "",
+        "umask 077",
+        "case $SLURM_ARRAY_TASK_ID in",
+        *(f"  {index}) {assignment('run', job.run_dir)} ;;" for index, job in enumerate(jobs)),
+        "  *) exit 65 ;;",
+        "esac",
+        'cd "$run" && exec >> "$run/logs/slurm-$SLURM_JOB_ID.log" 2>&1 || exit 70',
+        f'exec {shell} "$run/slurm/job.sbatch"',
+    ]
+    return "\n".join(line for line in lines if line is not None) + "\n"
 
 
 def _head(job: JobScript) -> list[str]:
@@ -67,11 +107,11 @@ def _body(job: JobScript) -> list[str]:
     steps = as_argv(step_flags(job.plan, options, elastic))
     task = [*_python(job), "-P", "-m", "orchestrator.slurm.task"]
     on_this_node = _single_step(job)
-    # of an elastic run one agent may leave long before the others
-    together = as_argv({**step_flags(job.plan, options, elastic), **({"wait": 0} if elastic else {})})
-    agents = ["srun", *together, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
+    # in an elastic run one agent may end long before the others, so srun must not set a limit then
+    agent_flags = as_argv({**step_flags(job.plan, options, elastic), **({"wait": 0} if elastic else {})})
+    agents = ["srun", *agent_flags, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
-    one_life = [
+    attempt = [
         'life="$run/slurm/$job.$times"',
         _on_all(["srun", *steps, options.shell, "-c", PROBE], elastic) + ' > "$life.nodes" || finish 74',
         f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
@@ -82,7 +122,7 @@ def _body(job: JobScript) -> list[str]:
         "# One agent a node. The shell waits in a way that lets a notice through.",
         f"{_on_all(agents, elastic)} &",
         "agents=$!",
-        *(_LAST_ONES if elastic else ()),
+        *(_END_STUCK_STEP if elastic else ()),
         "while :; do",
         '  wait "$agents"; code=$?',
         '  kill -0 "$agents" 2>/dev/null || break',
@@ -102,24 +142,24 @@ def _body(job: JobScript) -> list[str]:
         *(command(["module", "load", name]) for name in options.modules),
         *(check_text(line, "backend.options.setup") for line in options.setup),
         "",
-        *_LIFE,
-        *(_STAND_IN if elastic else ()),
+        *_LIFECYCLE,
+        *(_TAKEOVER_ENTRY if elastic else ()),
         "",
         'mkdir -p "$run/slurm" || exit 70',
         *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
         "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
-        *one_life,
+        *attempt,
     ]
 
 
 def _on_all(argv: Sequence[str], elastic: bool) -> str:
-    """A step on every node of the job, however many an elastic one was given."""
+    """srun on every node of the job; an elastic job asks how many it was granted."""
     where = 'srun --nodes="$full" --ntasks="$full"' if elastic else "srun"
     return f"{where} {command(argv[1:])}"
 
 
 def _search_paths(job: JobScript) -> list[str]:
-    """The run's own code and interpreter come first, for the steps as for the workers."""
+    """Puts the run's own code and interpreter first, for steps and workers."""
     lines = []
     if job.python_path:
         joined = command([":".join(job.python_path)])
@@ -129,13 +169,13 @@ def _search_paths(job: JobScript) -> list[str]:
     return lines
 
 
-def beside_agents(job: JobScript) -> tuple[list[str], list[str]]:
-    """How a further Python is started where the agents run: srun's flags, and its first words."""
+def python_beside_agents(job: JobScript) -> tuple[list[str], list[str]]:
+    """srun's flags and the first words of a command that runs Python where the agents run, e.g. in their container."""
     return list(_container_flags(job)), [*_python(job), "-P"]
 
 
 def _single_step(job: JobScript) -> list[str]:
-    """How one Python is started on the node of this script: directly, but inside a Pyxis container only by srun."""
+    """What goes before a Python command on the script's node: nothing, or srun where Python is in a Pyxis container."""
     if job.options.container.runtime != "pyxis":
         return []
     one = {**step_flags(job.plan, job.options, bool(job.sizes)), "nodes": 1, "ntasks-per-node": 1, "relative": 0}
@@ -163,14 +203,15 @@ def _container_flags(job: JobScript) -> Sequence[str]:
     )
 
 
-#: A notice reaches the steps as SIGTERM, as in a preemption: workers save at the next step boundary and leave with 75.
-#: Coming back is decided once, here. A job that is being cancelled is no longer RUNNING, and `scontrol requeue` would
-#: bring it back to life: so the state is asked first. Both questions outlive a restart of the controller. A lost or
-#: sick node (74, 76) brings the job back too, since Slurm can replace it, but only a few times. A requeue and what the
-#: next life must avoid are said in one breath, since the requeue ends the script; and how many nodes it needs, since a
-#: job that kept the rest of its nodes would ask for no more than those. A script that does not come back leaves `over`
-#: behind, for whoever asks while Slurm does not answer; where Slurm ends this life, what comes next is Slurm's to say.
-_LIFE = f"""\
+#: Signals: the notice before the time limit (USR1) is forwarded to the steps as SIGTERM, as Slurm does for preemption.
+#: Workers then save at the next step boundary and exit with 75.
+#: Requeueing is decided in `finish` alone. It first asks for the job's state, because `scontrol requeue` would revive a
+#: job that is being cancelled; `retry` waits for a controller that restarts. A lost or unhealthy node (74, 76) requeues
+#: the job too, `most_faults` times, since Slurm can replace the node. The requeue, excluded nodes and node count go to
+#: one scontrol: the requeue ends the script, and a job that had lost nodes would ask only for as many as it kept.
+#: `over` marks a job that is not requeued, for `orch status` while Slurm does not answer. Where Slurm itself ends the
+#: attempt (`obey`), whether another follows is Slurm's decision.
+_LIFECYCLE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 job=${{job:-$SLURM_JOB_ID}}
@@ -217,19 +258,19 @@ finish() {{
   retry requeue || leave $1 ", and the requeue failed"
   trap - TERM
   sleep 300
-}}""".splitlines()  # the last line waits to be ended by the requeue
+}}""".splitlines()  # sleep 300: the requeue kills the script meanwhile
 
 
-#: `stand_in` comes in by this door when this script's node is lost.
-_STAND_IN = """\
+#: Lets job/takeover.py call `finish` from another node once this script's node is lost.
+_TAKEOVER_ENTRY = """\
 export ORCH_SCRIPT_NODE="${ORCH_SCRIPT_NODE:-$SLURMD_NODENAME}"
 [ "${1-}" != finish ] || finish "$2"
 """.splitlines()
 
 
-#: A node is lost, the others are still ours (--no-kill): the agents go on among themselves, and `srun` stays for them.
-#: But Slurm 22.05 may never see a step end that was on a lost node: so it gets half a minute after the run's last word.
-_LAST_ONES = """\
+#: When a node is lost the job keeps the others (--no-kill), and the agents' step goes on. Slurm 22.05 may never see a
+#: step end that was on a lost node, so the step is killed half a minute after the run has ended.
+_END_STUCK_STEP = """\
 {
   until [ -e "$run/slurm/ended" ]; do sleep 2; done
   sleep 30; kill "$agents"; sleep 15; kill -KILL "$agents"

@@ -1,4 +1,4 @@
-"""What an elastic run becomes in one life of its job and the next, without a Slurm: placed, and judged at its end."""
+"""What the job script of an elastic run starts, over several attempts: place, agent, outcome, takeover. No Slurm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from orchestrator.backends.slurm.job import task
-from orchestrator.backends.slurm.job.node_assignment import place
-from orchestrator.backends.slurm.job.takeover import StandIn
+from orchestrator.backends.slurm.job.node_assignment import assign_nodes
+from orchestrator.backends.slurm.job.takeover import BatchStepTakeover
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.record import submitted_request
 from orchestrator.plan import Exit, load_plan
@@ -40,17 +40,17 @@ def folder(tmp_path):
         return folder
 
 
-def live(folder: RunFolder, life: int, *nodes: str):
-    """A life of the job on these nodes, the first two under one switch."""
-    told = "".join(f"{i} {node} spine.leaf{i // 2}.{node}\n" for i, node in enumerate(nodes))
-    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(life), "SLURM_JOB_NODELIST": ",".join(nodes)}
-    return place(folder, told, environ), read_request(folder)
+def attempt(folder: RunFolder, restarts: int, *nodes: str):
+    """The node assignment and request of an attempt on these nodes, of which the first two are under one switch."""
+    probe = "".join(f"{i} {node} spine.leaf{i // 2}.{node}\n" for i, node in enumerate(nodes))
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": ",".join(nodes)}
+    return assign_nodes(folder, probe, environ), read_request(folder)
 
 
-def test_a_life_becomes_what_its_nodes_can_hold_and_the_next_is_asked_anew(folder):
-    placement, request = live(folder, 0, "a1", "a2", "b1")
+def test_an_attempt_takes_the_largest_size_that_its_nodes_hold(folder):
+    assignment, request = attempt(folder, 0, "a1", "a2", "b1")
     assert request.sizes == [2] and [agent.node for agent in request.agents] == ["a1", "a2", "b1"], "one is a spare"
-    assert placement.nodes == ["a1", "a2"] == used_nodes(load_plan(folder.plan)), "those that lie together"
+    assert assignment.nodes == ["a1", "a2"] == used_nodes(load_plan(folder.plan)), "those that lie together"
     sizes = {2: load_plan(folder.sized_plan(2))}
     assert set(sizes[2].cluster.node_names) == {"a1", "a2", "b1"}
     again = next_plan(load_plan(folder.plan), sizes, ["a1", "b1"])
@@ -58,44 +58,44 @@ def test_a_life_becomes_what_its_nodes_can_hold_and_the_next_is_asked_anew(folde
         "the spare's switch is known"
     )
 
-    placement, request = live(folder, 1, "c1", "c2", "d1", "d2")
-    assert request.sizes == [4, 2] and placement.nodes == ["c1", "c2", "d1", "d2"]
+    assignment, request = attempt(folder, 1, "c1", "c2", "d1", "d2")
+    assert request.sizes == [4, 2] and assignment.nodes == ["c1", "c2", "d1", "d2"]
     assert submitted_request(folder).sizes == [4, 2]
     smaller = next_plan(load_plan(folder.plan), {n: load_plan(folder.sized_plan(n)) for n in SIZES}, ["c1", "d1", "d2"])
     assert used_nodes(smaller) == ["d1", "d2"], "those that lie together"
 
 
 @pytest.mark.parametrize(("phase", "code", "over"), [("done", 0, True), ("failed", 1, True), ("stopped", 75, False)])
-def test_a_job_that_slurm_brings_back_after_the_end_of_its_run_does_nothing(folder, monkeypatch, phase, code, over):
-    """Its script's node was lost, and the agents that were left have come to the end meanwhile."""
-    live(folder, 0, "n1", "n2", "n3", "n4")
+def test_a_job_that_slurm_requeues_after_the_end_of_its_run_does_nothing(folder, monkeypatch, phase, code, over):
+    """Its batch node was lost, and the remaining agents have finished the run meanwhile."""
+    attempt(folder, 0, "n1", "n2", "n3", "n4")
     ended = msgspec.structs.replace(read_state(folder), state=phase, exit_code=code, reason="x")
     write_state(folder, ended)
-    told = folder.path / "nodes"
-    told.write_text("0 m1 m1\n1 m2 m2\n")
+    probe = folder.path / "nodes"
+    probe.write_text("0 m1 m1\n1 m2 m2\n")
     for name, value in {"JOB_ID": "7", "RESTART_COUNT": "1", "JOB_NODELIST": "m[1-2]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert task.main(["place", "--run-dir", str(folder.path), "--nodes", str(told)]) == (code if over else 0)
+    assert task.main(["place", "--run-dir", str(folder.path), "--nodes", str(probe)]) == (code if over else 0)
     assert (folder.path / "slurm" / "over").exists() == over == (read_state(folder) == ended)
 
 
-def test_nodes_that_an_epoch_went_on_without_are_left_out_of_the_next_life(folder):
-    def sick(epoch: int, node: str, code: int = int(Exit.NODE)) -> EpochState:
+def test_nodes_found_unhealthy_in_an_epoch_are_excluded_from_the_next_attempt(folder):
+    def unhealthy(epoch: int, node: str, code: int = int(Exit.NODE)) -> EpochState:
         cause = Cause(kind="worker_exit", text=node, epoch=epoch, node=node, code=code)
         return EpochState(epoch=epoch, started_at=0.0, cause=cause)
 
-    old = msgspec.structs.replace(read_state(folder), epoch=0, epochs=[sick(0, "n9")])
-    write_state(folder, old)  # of a life before a resume, which gives every node another chance
-    live(folder, 1, "n1", "n2", "n3", "n4")
+    old = msgspec.structs.replace(read_state(folder), epoch=0, epochs=[unhealthy(0, "n9")])
+    write_state(folder, old)  # before a resume, which allows every node again
+    attempt(folder, 1, "n1", "n2", "n3", "n4")
     ended = {"state": "stopped", "exit_code": int(Exit.RESTART), "reason": "saved"}
-    epochs = [*old.epochs, sick(1, "n3"), sick(2, "n2", code=1)]
+    epochs = [*old.epochs, unhealthy(1, "n3"), unhealthy(2, "n2", code=1)]
     write_state(folder, msgspec.structs.replace(read_state(folder), **ended, epochs=epochs))
     assert task.main(["outcome", "--run-dir", str(folder.path), "--code", "0"]) == Exit.RESTART
     assert (folder.path / "slurm" / "exclude").read_text() == "n3\n"
 
 
-def test_nodes_that_ended_a_life_or_were_excluded_in_it_are_left_out_of_the_next(folder):
-    live(folder, 0, "n1", "n2", "n3", "n4")
+def test_nodes_that_ended_an_attempt_or_were_excluded_in_it_are_excluded_from_the_next(folder):
+    attempt(folder, 0, "n1", "n2", "n3", "n4")
     cause = Cause(kind="worker_exit", text="ECC", epoch=0, node="n4", code=int(Exit.NODE))
     ended = {"state": "failed", "exit_code": int(Exit.NODE), "reason": "n4", "cause": cause, "excluded": {"n1": "slow"}}
     write_state(folder, msgspec.structs.replace(read_state(folder), **ended))
@@ -104,36 +104,36 @@ def test_nodes_that_ended_a_life_or_were_excluded_in_it_are_left_out_of_the_next
 
 
 @pytest.mark.parametrize("phase", ["running", "done"])
-def test_an_agent_is_kept_while_the_run_goes_on(folder, monkeypatch, phase):
-    """How it is kept: test_keeper.py."""
-    live(folder, 0, "n1", "n2", "n3", "n4")
+def test_an_agent_is_supervised_while_the_run_goes_on(folder, monkeypatch, phase):
+    """How: test_agent_supervisor.py."""
+    attempt(folder, 0, "n1", "n2", "n3", "n4")
     write_state(folder, msgspec.structs.replace(read_state(folder), state=phase))
-    kept = []
+    calls = []
 
-    def keep(argv, is_over, most):
-        kept.append((argv, is_over(), most))
+    def supervise(argv, run_ended, max_restarts):
+        calls.append((argv, run_ended(), max_restarts))
         return int(Exit.FENCED)
 
-    monkeypatch.setattr("orchestrator.backends.slurm.job.agent_supervisor.keep", keep)
+    monkeypatch.setattr("orchestrator.backends.slurm.job.agent_supervisor.supervise", supervise)
     monkeypatch.setattr(task, "environment", lambda *_: {})
     monkeypatch.setattr(task.os, "dup2", lambda *_: None)  # its output stays ours
     monkeypatch.chdir(folder.path)
     for name in ("SLURMD_NODENAME", "ORCH_SCRIPT_NODE"):
         monkeypatch.setenv(name, "n2")
     assert task.main(["agent", "--run-dir", str(folder.path)]) == Exit.FENCED
-    ((argv, over, most),) = kept
+    ((argv, ended, max_restarts),) = calls
     assert {"orchestrator.agent", "--elastic", "--lifeline", "n2"} <= set(argv)
-    assert over == (phase == "done") == (folder.path / "slurm" / "ended").exists()
-    assert most == read_request(folder).policy.max_restarts
+    assert ended == (phase == "done") == (folder.path / "slurm" / "ended").exists()
+    assert max_restarts == read_request(folder).policy.max_restarts
 
 
-# ------------------------------------------------------------------------------------------ the script's node is lost
+# ------------------------------------------------------------------------------------------ the batch node is lost
 
 NOON = datetime(2026, 11, 21, 12)
 
 
-class Told:
-    """Slurm as a stand-in sees it: what it says of the job, and what it was told to do."""
+class FakeSlurm:
+    """What Slurm says of the job, and the signals that it was asked to send."""
 
     def __init__(self, nodes: str = "n[2-4]", end: str = "2026-11-21T13:00:00", state: str = "RUNNING"):
         self.answer = f"JobId=7 JobState={state} EndTime={end} NodeList={nodes} BatchHost=n1\n"
@@ -147,49 +147,52 @@ class Told:
 
 
 @pytest.fixture
-def stand_in(folder):
-    """On n2, which has the coordinator; n1, the script's node, is lost. Its script is one that writes down its end."""
-    live(folder, 0, "n1", "n2", "n3", "n4")
+def takeover(folder):
+    """On n2, which has the coordinator; n1, the batch node, is lost. The script writes the arguments of its call."""
+    attempt(folder, 0, "n1", "n2", "n3", "n4")
     nodes = {name: NodeState(state="lost" if name == "n1" else "running") for name in ("n1", "n2", "n3", "n4")}
     write_state(folder, msgspec.structs.replace(read_state(folder), state="running", writer="n2", nodes=nodes))
     (folder.path / "slurm" / "script").write_text(f'echo "$@" > {folder.path}/finished\n')
-    return StandIn(folder, "n2", "n1", "7", SlurmOptions(notice_s=600), os.environ)
+    return BatchStepTakeover(folder, "n2", "n1", "7", SlurmOptions(notice_s=600), os.environ)
 
 
 @pytest.mark.parametrize(
-    ("told", "signals"),
+    ("slurm", "signals"),
     [
-        (Told(), 0),
-        (Told(end="2026-11-21T12:09:00"), 1),  # nobody else hears the notice
-        (Told(end="Unknown"), 0),
-        (Told(nodes="n[1-4]", end="2026-11-21T12:09:00"), 0),  # Slurm has not given the node up: the script may live
+        (FakeSlurm(), 0),
+        (FakeSlurm(end="2026-11-21T12:09:00"), 1),  # no script receives the notice
+        (FakeSlurm(end="Unknown"), 0),
+        (
+            FakeSlurm(nodes="n[1-4]", end="2026-11-21T12:09:00"),
+            0,
+        ),  # Slurm has not given the node up: the script may live
     ],
 )
-def test_the_notice_before_the_time_limit_is_given_once(stand_in, told, signals):
-    stand_in._slurm = told
-    assert not stand_in.look(NOON) and not stand_in.look(NOON)
-    assert told.signals == [("--signal=TERM",)] * signals
+def test_the_notice_before_the_time_limit_is_sent_once(takeover, slurm, signals):
+    takeover._slurm = slurm
+    assert not takeover.check(NOON) and not takeover.check(NOON)
+    assert slurm.signals == [("--signal=TERM",)] * signals
 
 
-def test_who_stands_in_and_until_when(stand_in, folder):
-    stand_in._slurm = told = Told()
+def test_who_takes_over_and_until_when(takeover, folder):
+    takeover._slurm = slurm = FakeSlurm()
     folder.cancel.touch()
-    assert not stand_in.look(NOON) and told.signals == [("--signal=TERM",)]
+    assert not takeover.check(NOON) and slurm.signals == [("--signal=TERM",)]
     state = msgspec.structs.replace(read_state(folder), state="cancelled", exit_code=75)
     write_state(folder, msgspec.structs.replace(state, writer="n3"))
-    assert stand_in.look(NOON) and not (folder.path / "finished").exists(), "the coordinator has moved: not ours"
+    assert takeover.check(NOON) and not (folder.path / "finished").exists(), "the coordinator has moved: not ours"
     write_state(folder, state)
-    assert stand_in.look(NOON) and (folder.path / "finished").read_text() == "finish 75\n"
-    assert told.signals[1:] == [("--state=RUNNING",)], "a job that comes back is none of ours any more"
-    stand_in._slurm = ended = Told(state="COMPLETING")
-    assert stand_in.look(NOON) and not ended.signals
+    assert takeover.check(NOON) and (folder.path / "finished").read_text() == "finish 75\n"
+    assert slurm.signals[1:] == [("--state=RUNNING",)], "a job that is requeued is not cancelled"
+    takeover._slurm = ended = FakeSlurm(state="COMPLETING")
+    assert takeover.check(NOON) and not ended.signals
 
 
-def test_a_job_whose_requeue_ends_its_script_is_not_cancelled(stand_in, folder):
-    """Slurm kills everything of a life that is requeued, in no order: we may outlive the script by a moment."""
+def test_a_job_whose_requeue_ends_its_script_is_not_cancelled(takeover, folder):
+    """A requeue kills all processes of the job in no order, so the agent may outlive the script by a moment."""
     (folder.path / "slurm" / "script").write_text("kill -KILL $$\n")
     write_state(folder, msgspec.structs.replace(read_state(folder), state="stopped", exit_code=75))
-    stand_in._slurm = told = Told()
-    assert not stand_in.look(NOON) and not told.signals
-    stand_in._slurm = told = Told(state="PENDING")
-    assert stand_in.look(NOON) and not told.signals
+    takeover._slurm = slurm = FakeSlurm()
+    assert not takeover.check(NOON) and not slurm.signals
+    takeover._slurm = slurm = FakeSlurm(state="PENDING")
+    assert takeover.check(NOON) and not slurm.signals

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.backends.slurm.cluster_source import uniform
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.cluster.model import FLAT
@@ -68,8 +68,6 @@ def test_flat_and_partial_topologies_still_make_a_cluster():
 
 
 def test_blocks_become_nvlink_domains_on_rack_scale_systems():
-    import msgspec
-
     base = msgspec.structs.replace(make_plan(tp=8, dp=8, nodes=8).cluster, nvlink_domains=[[0, 1, 2, 3], [4, 5, 6, 7]])
     blocks = parse_topology("BlockName=b0 Nodes=a[0-3]\nBlockName=b1 Nodes=a[4-7]\nBlockSizes=4")
     assert with_nodes(base, ["a0", "a1", "a4", "a5", "a6", "a7"], blocks).nvlink_domains == [[0, 1], [2, 3, 4, 5]]
@@ -98,17 +96,10 @@ def test_choosing_more_than_is_free_is_no_capacity():
         choose_nodes([f"n{i}" for i in range(8)], TESTBED, 9)
 
 
-def test_nodes_without_the_gpus_are_left_out():
-    kinds = {"a": "h100:8", "b": "h100:4", "c": "a100:8"}
-    nodes = parse_nodes("\n".join(f"NodeName={name} State=IDLE Gres=gpu:{kind}" for name, kind in kinds.items()))
-    assert [n.name for n in uniform(nodes, 8, "H100")] == ["a"]
-    assert [n.name for n in uniform(nodes, 4)] == ["a", "b", "c"]
-
-
 def test_five_thousand_nodes_read_chosen_and_placed():
     text, network = big.scontrol_nodes(5000), big.scontrol_topology(5000)
     nodes, topology = parse_nodes(text), parse_topology(network)
-    chosen = choose_nodes([n.name for n in uniform(nodes, 8) if n.free], topology, 8)
+    chosen = choose_nodes([n.name for n in nodes if n.free], topology, 8)
     plan = replan(PLAN, with_nodes(PLAN.cluster, chosen, topology))
     leaves = next(tier for tier in topology.tiers if tier.name == "leaf").switches
     assert sum(1 for group in leaves.values() if set(group) & set(chosen)) == 1
