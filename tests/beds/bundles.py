@@ -49,6 +49,7 @@ def make_bundle(
     join_timeout_s: float = 30.0,
     env: dict[str, str] | None = None,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
+    agent_flags: Sequence[str] = LocalBackend.agent_flags,
 ) -> SubmissionBundle:
     fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0, "min_nodes_grace_s": 0}
     fields |= backend or {}
@@ -60,7 +61,7 @@ def make_bundle(
         environment_names=list(names),
         cwd=str(runs.parent),
         code=code or Code(kind="none"),
-        agent_flags=list(LocalBackend.agent_flags),
+        agent_flags=list(agent_flags),
         join_timeout_s=join_timeout_s,
     )
     return make_request(SmallConfig(BackendSpec(**fields, env=env or {})), plan, site, command, sizes=sizes)
