@@ -103,33 +103,18 @@ async def _record() -> tuple[Pair, bytes]:
     return both, lines[0]
 
 
-def test_a_replayed_line_is_refused():
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [("replayed", "line 1 where 2 was due"), ("another connection", "wrong mac"), ("reflected", "wrong mac")],
+)
+def test_a_line_that_was_sent_once_is_refused_anywhere_else(where, why):
     async def main():
         both, line = await _record()
-        both.raw.write(line)
-        with pytest.raises(Refused, match="line 1 where 2 was due"):
-            await both.server.receive()
-
-    asyncio.run(main())
-
-
-def test_a_line_of_another_connection_is_refused():
-    async def main():
-        _, line = await _record()
-        fresh = await pair()
-        fresh.raw.write(line)
-        with pytest.raises(Refused, match="wrong mac"):
-            await fresh.server.receive()
-
-    asyncio.run(main())
-
-
-def test_a_line_reflected_to_its_sender_is_refused():
-    async def main():
-        both, line = await _record()
-        both.server._writer.write(line)
-        with pytest.raises(Refused, match="wrong mac"):
-            await both.agent.receive()
+        fresh = await pair() if where == "another connection" else both
+        writer, reader = (both.server._writer, both.agent) if where == "reflected" else (fresh.raw, fresh.server)
+        writer.write(line)
+        with pytest.raises(Refused, match=why):
+            await reader.receive()
 
     asyncio.run(main())
 

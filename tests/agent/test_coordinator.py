@@ -96,6 +96,12 @@ class World:
         agent.say(join, epoch)
         return agent
 
+    async def started(self, epoch=0) -> tuple[FakeAgent, FakeAgent]:
+        """Both nodes, whose workers run in that epoch."""
+        a, b = await self.join("node0"), await self.join("node1")
+        await asyncio.gather(a.follow(epoch), b.follow(epoch))
+        return a, b
+
     async def end(self):
         return await asyncio.wait_for(self.task, 60)
 
@@ -176,8 +182,7 @@ def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(tmp_path)
 
 def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         b.say(WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
         for agent in (a, b):
             stop = (await agent.hear())[1]
@@ -197,8 +202,7 @@ def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
     """Found with a killed worker supervisor: Stopped came twice, and the second one ended the next epoch at once."""
 
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         a.workers_end(1, 1)
         a.say(Stopped())
         a.say(Stopped())
@@ -207,8 +211,7 @@ def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
         for agent in (a, b):
             assert isinstance((await agent.hear())[1], Stop)
         await asyncio.gather(a.follow(1), b.follow(1))
-        a.workers_end(0, 0)
-        b.workers_end(0, 0)
+        a.workers_end(0, 0), b.workers_end(0, 0)
         assert (await a.hear())[1] == Done(code=0, reason="all workers are done")
 
     run(scenario, tmp_path, max_restarts=1)
@@ -216,22 +219,19 @@ def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
 
 def test_epochs_go_on_where_an_earlier_attempt_ended(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(5), b.follow(5))
+        _kept = await w.started(5)
 
     run(scenario, tmp_path, epoch=4)
 
 
 def test_an_agent_of_an_old_epoch_is_fenced(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         late = await w.join("node1", epoch=0)  # the same node again, back from a partition
         epoch, message = await late.hear()
         assert epoch == 0 and isinstance(message, Fenced)
         assert await late.hear() is None
-        a.workers_end(0, 0)  # the run does not notice
-        b.workers_end(0, 0)
+        a.workers_end(0, 0), b.workers_end(0, 0)  # the run does not notice
         assert (await a.hear())[1] == Done(code=0, reason="all workers are done")
         assert w.events("join_fenced")
 
@@ -240,8 +240,7 @@ def test_an_agent_of_an_old_epoch_is_fenced(tmp_path):
 
 def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(6), b.follow(6))
+        a, b = await w.started(6)
         b.say(AgentAlive(step=3), epoch=5)
         assert isinstance((await b.hear())[1], Fenced)
         assert isinstance((await a.hear())[1], Stop)
@@ -254,8 +253,7 @@ def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(tmp_path):
 
 def test_an_epoch_that_was_never_issued_is_refused(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         b.say(AgentAlive(step=3), epoch=9)
         assert await b.hear() is None
         assert isinstance((await a.hear())[1], Stop)
@@ -301,15 +299,13 @@ def test_nobody_joins_under_another_name_than_it_proved(tmp_path):
 
 def test_noise_on_the_port_is_noted_and_changes_nothing(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         where = json.loads(w.folder.coordinator.read_text())
         _, writer = await asyncio.open_connection(where["host"], where["port"])
         writer.write(b"\x16\x03\x01 hello\n")
         with pytest.raises(Refused):
             await w.join("node1", key=b"x" * 32)
-        a.workers_end(0, 0)
-        b.workers_end(0, 0)
+        a.workers_end(0, 0), b.workers_end(0, 0)
         assert (await b.hear())[1].code == 0
         assert len(w.events("connection_refused")) == 2
         writer.close()
@@ -319,8 +315,7 @@ def test_noise_on_the_port_is_noted_and_changes_nothing(tmp_path):
 
 def test_a_lost_connection_is_a_lost_node(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         b.channel.abort()
         stop = (await a.hear())[1]
         assert isinstance(stop, Stop) and stop.reason == "node node1 is lost"
@@ -336,8 +331,7 @@ def test_a_lost_connection_is_a_lost_node(tmp_path):
 
 def test_silence_is_a_lost_node_and_a_late_riser_is_fenced(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
 
         async def alive():
             while True:
@@ -374,15 +368,13 @@ def test_a_notice_before_the_start_ends_the_run(tmp_path):
 
 def test_discovery_names_every_endpoint_while_the_run_lives(tmp_path):
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         found = json.loads(w.folder.discovery.read_text())
         shared = w.folder.path.parents[1] / "metrics.sd" / "test-run.json"
         assert shared.read_bytes() == w.folder.discovery.read_bytes()
         assert [entry["labels"]["node"] for entry in found] == ["node0", "node1"]
         assert all(entry["targets"] == ["127.0.0.1:1"] for entry in found)
-        a.workers_end(0, 0)
-        b.workers_end(0, 0)
+        a.workers_end(0, 0), b.workers_end(0, 0)
         await a.hear()
         assert not w.folder.discovery.exists() and not shared.exists()
 

@@ -52,8 +52,7 @@ def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_wait
 
     async def main():
         async with coordinated(tmp_path) as world:
-            a, b = await world.join("node0"), await world.join("node1")
-            await asyncio.gather(a.follow(), b.follow())
+            a, b = await world.started()
             b.channel.abort()
             assert isinstance((await a.hear())[1], Stop)
             again = await world.join("node1", epoch=0)
@@ -71,8 +70,7 @@ def test_a_node_that_is_lost_and_back_before_the_others_have_stopped_is_not_wait
 def test_a_run_whose_seated_nodes_must_all_leave_goes_on_where_others_stand_by(tmp_path, spare):
     async def main():
         async with coordinated(tmp_path) as world:
-            a, b = await world.join("node0"), await world.join("node1")
-            await asyncio.gather(a.follow(), b.follow())
+            a, b = await world.started()
             if spare:
                 c = await world.join("node2", epoch=0)
                 assert await c.hear() == (0, Prepare())
@@ -139,8 +137,7 @@ def test_a_coordinator_that_was_frozen_does_not_take_those_who_hung_up_for_dead(
 
     async def main():
         async with coordinated(tmp_path) as world:
-            a, b = await world.join("node0"), await world.join("node1")
-            await asyncio.gather(a.follow(), b.follow())
+            a, b = await world.started()
             await asyncio.sleep(1.1)  # a tick
             time.sleep(2.5)  # the coordinator's loop is this one
             for agent in (a, b):
@@ -160,8 +157,7 @@ def test_a_coordinator_that_hardly_runs_fences_nobody(tmp_path):
 
     async def main():
         async with coordinated(tmp_path, heartbeat_s=2.0) as world:
-            a, b = await world.join("node0"), await world.join("node1")
-            await asyncio.gather(a.follow(), b.follow())
+            _kept = await world.started()
             for _ in range(3):  # neither says a word, and all this time the coordinator has only these three ticks
                 time.sleep(2.2)
                 await asyncio.sleep(0)
@@ -181,8 +177,7 @@ def test_too_few_nodes_wait_for_those_that_may_be_on_their_way_back(tmp_path, th
 
     async def main():
         async with coordinated(tmp_path, least=2, min_nodes_grace_s=held) as world:
-            a, b = await world.join("node0"), await world.join("node1")
-            await asyncio.gather(a.follow(), b.follow())
+            a, b = await world.started()
             b.channel.abort()
             assert isinstance((await a.hear())[1], Stop)
             a.say(Stopped())

@@ -64,8 +64,7 @@ def test_an_epoch_that_cannot_be_written_down_does_not_begin(tmp_path, monkeypat
     disk = Disk(monkeypatch)
 
     async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        await asyncio.gather(a.follow(), b.follow())
+        a, b = await w.started()
         disk.full = True
         b.say(WorkerExit(rank=3, code=1, asked=False, step=7, tail=[]))
         a.workers_end(75, 75, asked=True)

@@ -140,8 +140,8 @@ def test_killing_the_supervisor_ends_the_run_saved_and_says_so(runs):
     assert not any(is_alive(one) for one in alive.values())
 
 
-def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05"}
+def test_when_everything_is_killed_the_state_is_told_truthfully_and_the_run_can_be_resumed(runs):
+    env = {"ORCH_TEST_STEPS": "40", "ORCH_TEST_STEP_S": "0.1"}
     folder = submit(plan(), runs, env=env)
     wait_step(folder, 2)
     alive = processes(folder)
@@ -152,29 +152,9 @@ def test_when_everything_is_killed_the_state_is_told_truthfully(runs):
     state = true_state(folder, folder.is_alive())
     assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "supervisor_lost")
     wait_for(lambda: not any(is_alive(one) for one in alive.values()), 2.0)
-
-
-def test_a_run_that_was_killed_whole_can_be_resumed(runs):
-    env = {"ORCH_TEST_STEPS": "6", "ORCH_TEST_STEP_S": "0.1"}
-    folder = submit(plan(nodes=1), runs, env=env)
-    wait_step(folder, 1)
-    for pid in [read_record(folder, LocalRecord).supervisor[0], *agents(folder).values()]:
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not folder.is_alive())
     resume(folder)
     state = wait_end(folder)
     assert (state.state, state.epoch) == ("done", 1)
-
-
-def test_a_second_cancel_is_no_impatience(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.5", "ORCH_TEST_SAVE": "1"}
-    folder = submit(plan(nodes=1, ranks=2), runs, env=env)
-    wait_step(folder, 1, workers=2)
-    for _ in range(3):
-        LocalBackend().cancel(folder, force=False)
-        wait_state(folder, "stopping", "cancelled")
-    assert wait_end(folder).reason == "cancelled by the user"
-    assert len(list(folder.path.glob("saved-*"))) == 2
 
 
 def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
@@ -220,13 +200,14 @@ def test_saved_and_wants_restart_costs_no_budget_but_is_bounded(runs):
 def test_cancel_saves_first_and_resume_goes_on(runs):
     env = {"ORCH_TEST_STEPS": "100", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
     folder = submit(plan(), runs, env=env)
-    backend = LocalBackend()
-    wait_step(folder, 2)
-    backend.cancel(folder, force=False)
+    wait_step(folder, 2, workers=4)
+    for _ in range(3):  # to cancel again is not to force it
+        LocalBackend().cancel(folder, force=False)
+        wait_state(folder, "stopping", "cancelled")
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.reason) == ("cancelled", 75, "cancelled by the user")
     saved = int((folder.path / "saved-0").read_text())
-    assert 2 <= saved < 100
+    assert 2 <= saved < 100 and len(list(folder.path.glob("saved-*"))) == 4
     resume(folder)
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.epoch) == ("done", 0, 1)

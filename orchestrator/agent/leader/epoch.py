@@ -10,21 +10,7 @@ from msgspec import structs
 from orchestrator.agent.faults import policy
 from orchestrator.agent.faults.detector import HangDetector
 from orchestrator.agent.faults.diagnosis import Diagnosis
-from orchestrator.agent.protocol.messages import (
-    AgentAlive,
-    Assign,
-    Examine,
-    Join,
-    Prepare,
-    RankAssignment,
-    Ready,
-    Started,
-    Stop,
-    Stopped,
-    TerminationSignal,
-    Warm,
-    WorkerExit,
-)
+from orchestrator.agent.protocol import messages
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.request import used_nodes
@@ -98,7 +84,7 @@ class Epoch:
         metrics.set("orch_healthy_nodes", len(context.members))
         for member in context.members.values():
             member.ready = None
-            member.channel.send(context.epoch, Prepare())
+            member.channel.send(context.epoch, messages.Prepare())
 
     def _on_timeout(self) -> None:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
@@ -118,7 +104,7 @@ class Epoch:
     def _all_started(self) -> bool:
         return self._started.issuperset(self._nodes)
 
-    def _send(self, node: str, message: Assign | Examine | Prepare) -> None:
+    def _send(self, node: str, message: messages.Assign | messages.Examine | messages.Prepare) -> None:
         self._context.members[node].channel.send(self._context.epoch, message)
 
     # ---------------------------------------------------------------------------------- events
@@ -131,21 +117,21 @@ class Epoch:
         if member is None:
             return None  # sent before it was lost
         match what:
-            case Ready():
+            case messages.Ready():
                 member.ready = what
-            case Started():
+            case messages.Started():
                 self._on_started(node)
-            case WorkerExit():
+            case messages.WorkerExit():
                 self._on_worker_exit(node, what)
-            case Stopped():
+            case messages.Stopped():
                 self._stopped.add(node)
-            case AgentAlive():
+            case messages.AgentAlive():
                 self._on_alive(node, what)
-            case TerminationSignal():
+            case messages.TerminationSignal():
                 self._on_termination_signal(node, what)
-            case Join():
+            case messages.Join():
                 self._on_join(node, what)
-            case Warm():
+            case messages.Warm():
                 self._consider_scale_up()
             case MemberUnfit() | LeaseLost():  # only while the first nodes are awaited; raised by next_event
                 pass
@@ -165,10 +151,10 @@ class Epoch:
         if node in self._ranked:
             self._stop_all(f"node {node} is lost", self._loss_grace)
 
-    def _on_join(self, node: str, join: Join) -> None:
+    def _on_join(self, node: str, join: messages.Join) -> None:
         """A node has joined while the others run: a spare until the next epoch."""
         context = self._context
-        self._send(node, Prepare())
+        self._send(node, messages.Prepare())
         context.record.parked(node, join)
         context.note("node_joined", on=node)
         context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
@@ -183,30 +169,19 @@ class Epoch:
             self._elasticity.running()
             self._consider_scale_up()
 
-    def _on_worker_exit(self, node: str, what: WorkerExit) -> None:
+    def _on_worker_exit(self, node: str, what: messages.WorkerExit) -> None:
         context = self._context
         context.furthest_step = max(context.furthest_step, -1 if what.step is None else what.step)
-        self._ends.append(
-            policy.WorkerEnd(
-                rank=what.rank,
-                node=node,
-                code=what.code,
-                asked=what.asked,
-                order=len(self._ends),
-                step=what.step,
-                log=str(context.folder.rank_log(what.rank).relative_to(context.folder.path)),
-                tail=tuple(what.tail),
-                cause=what.cause,
-                error=what.error,
-            )
-        )
+        about = structs.asdict(what) | {"tail": tuple(what.tail)}
+        log = str(context.folder.rank_log(what.rank).relative_to(context.folder.path))
+        self._ends.append(policy.WorkerEnd(node=node, order=len(self._ends), log=log, **about))
         context.note("worker_ended", rank=what.rank, on=node, code=what.code, asked=what.asked, step=what.step)
         if what.code != 0:
             reason = self._fault.text if self._fault else policy.cause_of(self._ends[-1], context.epoch).text
             saved = what.code == Exit.RESTART  # its peers are saving too: let them
             self._stop_all(reason, self._rules.grace_s if saved else self._failure_grace)
 
-    def _on_termination_signal(self, node: str, signal: TerminationSignal) -> None:
+    def _on_termination_signal(self, node: str, signal: messages.TerminationSignal) -> None:
         """Ends the run; in an elastic run that was not cancelled it goes on without that node, if enough stay."""
         context = self._context
         if not context.elastic or context.folder.cancel.exists():
@@ -223,7 +198,7 @@ class Epoch:
 
     # ---------------------------------------------------------------------------------- hangs and stragglers
 
-    def _on_alive(self, node: str, what: AgentAlive) -> None:
+    def _on_alive(self, node: str, what: messages.AgentAlive) -> None:
         if self._stopping or self._fault or not self._all_started:
             return
         clock = asyncio.get_running_loop().time()
@@ -245,7 +220,7 @@ class Epoch:
         context.note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
         for node, _ in self._ranked_members():
             end = [found.rank] if node == found.node and found.rank is not None else []
-            self._send(node, Examine(reason=found.text, end=end))
+            self._send(node, messages.Examine(reason=found.text, end=end))
         if found.rank is None:
             self._stop_all(found.text, self._loss_grace)
 
@@ -287,15 +262,15 @@ class Epoch:
         context.note("epoch_stops", epoch=context.epoch, reason=reason)
         context.record.update(state="stopping" if context.end_request else "restarting", reason=reason)
         for member in context.members.values():
-            member.channel.send(context.epoch, Stop(reason=reason, signal=signal, grace_s=grace_s))
+            member.channel.send(context.epoch, messages.Stop(reason=reason, signal=signal, grace_s=grace_s))
 
 
-def assignment(plan: Plan, node: str, index: int, first: Member) -> Assign:
+def assignment(plan: Plan, node: str, index: int, first: Member) -> messages.Assign:
     """A node's share of the ranks, and where rank 0 will listen. `first`: the member of rank 0's node."""
     assert first.ready is not None
-    return Assign(
+    return messages.Assign(
         plan_hash=plan.hash,
-        ranks=[RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
+        ranks=[messages.RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
         node_rank=index,
         world_size=len(plan.ranks),
         master_address=first.join.address,

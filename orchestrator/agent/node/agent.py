@@ -7,23 +7,9 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import assert_never
 
+from orchestrator.agent.protocol import messages
 from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, free_port
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
-from orchestrator.agent.protocol.messages import (
-    AgentAlive,
-    Assign,
-    CoordinatorAlive,
-    Done,
-    Examine,
-    Fenced,
-    FromAgent,
-    FromCoordinator,
-    Join,
-    Prepare,
-    Ready,
-    Stop,
-    TerminationSignal,
-)
 from orchestrator.plan import Exit, Plan, meaning
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest, used_nodes
@@ -119,7 +105,7 @@ class Agent:
         if self._channel is None:
             self._finish(Exit.RESTART, reason)
             return
-        self._send(TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
+        self._send(messages.TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
         if force:
             self._control.kill()
 
@@ -137,7 +123,7 @@ class Agent:
 
     # ---------------------------------------------------------------------------------- the connection
 
-    def _send(self, message: FromAgent) -> None:
+    def _send(self, message: messages.FromAgent) -> None:
         if self._channel:
             self._channel.send(self._epoch, message)
 
@@ -145,7 +131,7 @@ class Agent:
         channel = await self._connector.connect(self._epoch, used_nodes(self._control.plan), self._result)
         self._channel = channel
         self._send(
-            Join(
+            messages.Join(
                 node=self._node,
                 **asdict(self._facts),
                 plan_hash=self._control.plan.hash,
@@ -178,7 +164,7 @@ class Agent:
             pids = self._control.pids
             seen = self._recorder.progress.look(pids)
             if due or self._few_nodes or any(one.is_frozen for one in seen):
-                self._send(AgentAlive(step=self._recorder.furthest_step, seen=seen))
+                self._send(messages.AgentAlive(step=self._recorder.furthest_step, seen=seen))
             self._recorder.metrics.set("orch_workers", len(pids))
             self._silent_ticks += in_time
             if in_time and self._silent_ticks == most:
@@ -209,40 +195,42 @@ class Agent:
 
     # ---------------------------------------------------------------------------------- the coordinator's messages
 
-    def _handle(self, epoch: int, message: FromCoordinator) -> None:
-        if isinstance(message, Fenced):
+    def _handle(self, epoch: int, message: messages.FromCoordinator) -> None:
+        if isinstance(message, messages.Fenced):
             self._control.kill()
             self._finish(Exit.FENCED, message.reason)
         elif epoch < self._epoch:
             log.warning("ignored %s of epoch %d, this is %d", type(message).__name__, epoch, self._epoch)
             self._recorder.event("stale_message", message=type(message).__name__, of_epoch=epoch)
-        elif isinstance(message, Done):
+        elif isinstance(message, messages.Done):
             self._finish(message.code, message.reason)
-        elif isinstance(message, Prepare):
+        elif isinstance(message, messages.Prepare):
             if epoch > self._epoch:
                 self._epoch = epoch
                 self._control.begin_epoch(epoch)
-                self._send(Ready(port=free_port(self._facts.address)))
+                self._send(messages.Ready(port=free_port(self._facts.address)))
         elif epoch == self._epoch:  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
             self._handle_current(message)
 
-    def _handle_current(self, message: Assign | Stop | Examine | CoordinatorAlive) -> None:
+    def _handle_current(
+        self, message: messages.Assign | messages.Stop | messages.Examine | messages.CoordinatorAlive
+    ) -> None:
         match message:
-            case Assign():
+            case messages.Assign():
                 if problem := self._control.start(message):
                     self._finish(Exit.CONFIG, problem)
                 else:
                     self._connector.workers_started(used_nodes(self._control.plan))
-            case CoordinatorAlive():
+            case messages.CoordinatorAlive():
                 self._recorder.metrics.set("orch_node_slowdown_ratio", message.slowdown)
-            case Examine():
+            case messages.Examine():
                 self._control.examine(message)
-            case Stop():
+            case messages.Stop():
                 self._stop(message)
             case _:
                 assert_never(message)
 
-    def _stop(self, order: Stop) -> None:
+    def _stop(self, order: messages.Stop) -> None:
         examination, epoch = self._control.examination, self._epoch
         if examination is None:
             self._control.stop(order)
