@@ -30,170 +30,12 @@ HERE = Path(__file__).parent
 SHORT = 300  # characters; a longer text is stored as its digest
 #: Plans say where token files lie, so their hashes hold the home: where nothing is written it is one that nobody has.
 NOWHERE = "/golden/home"
-#: What a backend is asked with. `any`: verbs that take no configuration.
+#: What a backend is asked with.
 BACKENDS = {
     "local": "backend=local",
     "slurm": "backend=slurm backend.options.topology=none",
     "kubernetes": "backend=kubernetes backend.options.image=orch:1",
-    "any": "",
 }
-H64, A64, NVL = "cluster=h100x64", "cluster=a100x64", "cluster=gb200_nvl72x8"
-SMALL = "cluster=local parallel=tp2_pp2_zero1"
-V3 = "cluster=h100x1024 cluster.nodes=16 model=deepseek_v3 parallel=pp16_ep8_zero1"
-TWO = "cluster=h100x64 cluster.nodes=2 model=llama3_8b parallel=tp8_zero1"
-
-#: For each backend. What the trainer does not run is to be refused, marked or not recommended later: `may change`.
-LINES = f"""
-plan --json {SMALL}
-plan {SMALL}
-plan --json {H64}
-plan {H64} parallel=tp8_pp4_zero1
-plan --json {H64} model=llama3_8b parallel=tp4_pp2_zero1 train.seq_len=4096
-plan --json {H64} model=llama3_8b parallel=tp4_cp4 train.seq_len=32768 train.recompute=full
-plan {H64} model=llama3_8b parallel=tp2_cp2_pp4_zero2 parallel.cp_method=allgather
-plan --json {H64} parallel=tp8_pp4_vpp5_zero1
-plan {H64} parallel=tp8_pp4_zero1 parallel.schedule=zb_h1
-plan --json {H64} model=llama3_8b parallel=fsdp parallel.zero_group=8
-plan --json {A64} parallel=tp8_pp8
-plan {A64} model=llama3_8b parallel=tp2_pp4_sp0_zero1
-plan --json {NVL} cluster.nodes=36
-plan {NVL} cluster.nodes=32 parallel=tp16_pp4_zero1 parallel.allow_tp_across_nvlink=true
-plan {NVL} parallel=tp16_pp4_zero1
-plan --json cluster=h100x1024 cluster.nodes=32 model=llama3_405b parallel=llama3_405b
-plan cluster=h100x1024
-plan --json cluster=v100x400 cluster.nodes=10
-plan cluster=v100x400 model=turing_nlg_17b parallel=tp16_zero1
-plan cluster=v100x400 cluster.nodes=16 model=turing_nlg_17b parallel=tp4_zero1
-plan --json cluster=h100x8 model=gpt2 parallel=ddp train.seq_len=1024
-plan cluster=h100x8 model=llama3_8b parallel=fsdp train.compile=true
-plan --explain {H64} parallel=tp8
-plan --explain --json {A64} parallel=tp8_pp4_zero1
-plan {H64} nodes=4..8 parallel=tp8_pp4
-plan --json {H64} nodes=4..8 parallel=tp8_pp2_zero1 model=llama3_8b
-plan --json --out plan.json {SMALL}
-plan --json {H64} model=gpt3_175b parallel=tp8_pp8 train.precision=fp16
-may change: plan {H64} parallel=auto model=llama3_8b
-may change: plan --json {H64} model=mixtral_8x7b parallel=ep8_zero1
-may change: plan {H64} model=mixtral_8x7b parallel=tp2_ep8_pp2
-may change: plan --json {V3}
-may change: plan --json {H64} model=bert_large parallel=tp4
-submit --dry-run --json --run-id g {SMALL}
-submit --dry-run --run-id g {SMALL}
-submit --dry-run --json --run-id g {TWO}
-submit --dry-run --run-id g {TWO}
-submit --dry-run --json --run-id g {H64} nodes=4..8 parallel=tp8_pp4
-submit --dry-run --run-id g {H64} nodes=2..4 parallel=tp8_pp2_zero1 model=llama3_8b
-submit --dry-run --json --run-id g cluster=h100x1024
-submit --dry-run --run-id g {A64} model=llama3_8b parallel=tp8_pp2_zero1 backend.max_restarts=1 backend.env.A=b
-submit --dry-run --json --run-id g --env WANDB_MODE {NVL} run.name=mine
-submit --dry-run --json --run-id g {SMALL} -- python x.py --lr 1 'two words'
-submit --dry-run --run-id g {SMALL} -- python x.py
-submit --dry-run --json --run-id g --in-place {TWO} -- python x.py
-submit --dry-run --json --run-id g --multirun cluster=local parallel=tp2,tp4_zero1
-submit --dry-run --run-id g -m cluster=local parallel=tp2 train.seq_len=64,128
-submit --dry-run --json --run-id g {H64} parallel=tp8
-submit --dry-run --json --run-id g --after any:other {TWO}
-may change: submit --dry-run --json --run-id g {H64} model=mixtral_8x7b parallel=ep8_zero1
-may change: submit --dry-run --run-id g {H64} model=mixtral_8x7b parallel=ep8_zero1
-may change: submit --dry-run --json --run-id g {V3}
-render --run-id g {SMALL}
-render --run-id g {TWO}
-render --json --run-id g {TWO}
-render --run-id g {H64} nodes=2..4 parallel=tp8_pp2_zero1 model=llama3_8b
-render --run-id g {TWO} -- python x.py
-render --run-id g {TWO} backend.options.partition=big backend.options.queue=research
-may change: render --run-id g {H64} model=mixtral_8x7b parallel=ep8_zero1
-may change: tune --json {H64} model=llama3_8b
-may change: tune {A64} model=gpt2 --near 20
-may change: tune --json cluster=local
-whatif --json {H64} --case cluster=a100x64 --tokens 15e12
-whatif {H64} model=llama3_8b parallel=tp4 --case train.seq_len=16384 --case 'parallel=tp8 cluster=a100x64'
-config --json {H64} parallel=tp8_pp4_zero1
-config {SMALL} train.steps=7
-config --json cluster=v100x400 optim=wsd checkpoint=end_only
-plan cluster=h100x63
-plan {H64} model=llama9
-plan {H64} parallel=tp3
-plan {H64} parallel=tp8_qq4
-plan {H64} parallel=tp8_pp4_dp4
-plan {H64} model=llama3_8b parallel=tp2_cp2 train.seq_len=8191
-plan {H64} train.stepz=3
-plan {H64} train.steps=many
-plan {H64} nodes=9..12
-plan --json {H64} parallel=ep8
-plan --plto x.png {H64}
-plan {H64} parallel=tp8 tp4
-plan --config-dir nowhere {H64}
-plan --plot x.txt {H64}
-plan cluster=slurm
-plan cluster=kubernetes
-submit --run-id g {H64} parallel=tp8
-submit --run-id g {TWO}
-submit --dry-run --run-id G_1 {TWO}
-submit --dry-run --run-id g --env A-B {TWO}
-submit --dry-run --run-id g {TWO} backend.env.API_KEY=1
-submit --dry-run --run-id g {TWO} backend.options.nonsense=1
-submit --dry-run --run-id g --after nobody {TWO}
-submit --dry-run --run-id g {TWO} --
-submit --multirun --follow {SMALL}
-submit --dry-run --run-id g -m cluster=local parallel=tp2,tp3
-tune {H64} --near 2000
-whatif {H64} --tokens 0
-bench {H64}
-verify {H64} parallel=tp3
-"""
-
-#: Verbs without a configuration, and pages.
-FREE = """
-version
-version --json
---version
---help
-nosuchverb
-plam --json
-list
-list --json
-list --active
-status
-status --json nobody
-report nobody
-resume nobody
-cancel nobody
-logs nobody
-resize nobody 4
-export nobody
-drill nobody
-nodes
-nodes --json
-nodes --forget node1
-config --choices
-config --choices parallel
-config --choices nogroup
-config --json --choices
-predict --table table.csv
-predict --table table.csv --score
-predict --json --score --table table.csv
-predict --table nowhere.csv
-predict --table topology.conf
-topology show topology.conf
-topology show --json topology.conf
-topology import topology.conf --name mine
-topology show topology.conf --to yaml
-topology show topology.conf --to nosuch
-topology diff topology.conf other.conf
-topology diff topology.conf
-topology show nowhere.conf
-completion bash
-completion zsh
-completion fish
-completion tcsh
-plan -- python x.py
-list cluster=local
-"""
-VERBS = (
-    "plan verify tune whatif predict submit render list status report drill nodes logs cancel resume resize export demo"
-    " config bench topology completion version"
-)
 _FABRIC = "SwitchName=leaf1 Nodes=n[1-4]\nSwitchName=leaf2 Nodes=n[5-8]\nSwitchName=spine Switches=leaf[1-2]\n"
 #: What lies in the current folder of every line.
 FILES = {
@@ -240,16 +82,13 @@ class Said(NamedTuple):
 
 
 def lines() -> list[Line]:
+    asked, _, free = (HERE / "lines.txt").read_text().partition("# Without a backend.\n")
     found = []
     for backend, words in BACKENDS.items():
-        if backend == "any":
-            texts = [*FREE.strip().splitlines(), *(f"{verb} --help" for verb in VERBS.split())]
-            found += [Line(backend, text) for text in texts]
-            continue
-        for text in LINES.strip().splitlines():
+        for text in asked.splitlines()[1:]:
             head, *program = re.split(r"(?= -- | --$)", text.removeprefix("may change: "), maxsplit=1)
             found.append(Line(backend, " ".join([head, words]) + "".join(program), text.startswith("may change: ")))
-    return found
+    return found + [Line("any", text) for text in free.splitlines()]
 
 
 # ----------------------------------------------------------------------------------------------- running
