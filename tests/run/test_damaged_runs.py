@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.exits import Exit
+from tests.beds.recorded_runs import environment, restore
 from tests.golden.lines import orch
-from tests.golden.record import environment, restore
 
 RUNS = ("local", "slurm", "kubernetes")  # written by their own backends; no scheduler is in reach
 _LIMIT_S = 60
