@@ -100,7 +100,7 @@ class After(NamedTuple):
 class Choice(NamedTuple):
     """Which of several sizes a scheduler would serve best, and what it says about their starts, one line each."""
 
-    index: int
+    chosen: int  # index into the sizes
     lines: list[str]
 
 

@@ -127,7 +127,7 @@ def _check_size(root: Path, files: list[str]) -> int:
     if len(files) > MOST_FILES:
         raise OrchError(f"snapshot of {root} has more than {MOST_FILES} files: {advice}", Exit.CONFIG)
     if total > MOST_BYTES:
-        largest = max(sizes, key=sizes.get)
+        largest = max(sizes, key=lambda name: sizes[name])
         much = f"{_mib(total)}, over {_mib(MOST_BYTES)}; largest is {largest} ({_mib(sizes[largest])})"
         raise OrchError(f"snapshot of {root} has {much}: {advice}", Exit.CONFIG)
     return total

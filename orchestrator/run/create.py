@@ -48,7 +48,7 @@ def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFol
     state = accepted(request, backend)
     try:
         for file in request.files:
-            content = bundle.contents.get(file.path) if file.sha256 else os.urandom(32).hex().encode() + b"\n"
+            content = bundle.contents[file.path] if file.sha256 else os.urandom(32).hex().encode() + b"\n"
             write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
         snapshot.copy(request.code, folder)
         write_private(folder.request, to_bytes(request), durable=False)

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -29,7 +30,7 @@ Document = TypeVar("Document", bound=Struct)
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
 
-def home_folder(environ: dict[str, str] | os._Environ) -> Path:
+def home_folder(environ: Mapping[str, str]) -> Path:
     """`$ORCH_HOME`, or `~/.orch`."""
     return Path(environ.get("ORCH_HOME") or Path.home() / ".orch").absolute()
 
@@ -159,6 +160,16 @@ def read_secret(path: Path) -> bytes:
     return key
 
 
+class _Inside:
+    """A path inside a run folder, by its name there."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 class RunFolder(Struct, frozen=True):
     """Names of everything inside one run's folder."""
 
@@ -168,21 +179,21 @@ class RunFolder(Struct, frozen=True):
     def run_id(self) -> str:
         return self.path.name
 
-    config = property(lambda self: self.path / "config.yaml")
-    request = property(lambda self: self.path / "request.json")
-    plan = property(lambda self: self.path / "plan.json")
-    code = property(lambda self: self.path / "code")
-    snapshot = property(lambda self: self.path / "code.json")
-    key = property(lambda self: self.path / "secret.key")
-    state = property(lambda self: self.path / "state.json")
-    backend = property(lambda self: self.path / "backend.json")  # what the scheduler of this run knows: pids, job ids
-    cancel = property(lambda self: self.path / "cancel.json")  # exists when somebody asked for the end
-    coordinator = property(lambda self: self.path / "coordinator.json")  # where the coordinator listens
-    lock = property(lambda self: self.path / "run.lock")  # held while anything of the run lives
-    logs = property(lambda self: self.path / "logs")
-    discovery = property(lambda self: self.path / "metrics.sd.json")  # Prometheus file_sd
-    checkpoints = property(lambda self: self.path / "checkpoints")
-    report = property(lambda self: self.path / "report.json")
+    config = _Inside("config.yaml")
+    request = _Inside("request.json")
+    plan = _Inside("plan.json")
+    code = _Inside("code")
+    snapshot = _Inside("code.json")
+    key = _Inside("secret.key")
+    state = _Inside("state.json")
+    backend = _Inside("backend.json")  # what the scheduler of this run knows: pids, job ids
+    cancel = _Inside("cancel.json")  # exists when somebody asked for the end
+    coordinator = _Inside("coordinator.json")  # where the coordinator listens
+    lock = _Inside("run.lock")  # held while anything of the run lives
+    logs = _Inside("logs")
+    discovery = _Inside("metrics.sd.json")  # Prometheus file_sd
+    checkpoints = _Inside("checkpoints")
+    report = _Inside("report.json")
 
     def sized_plan(self, nodes: int) -> Path:
         """The plan of one size of an elastic run, as it was submitted."""

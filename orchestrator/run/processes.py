@@ -150,7 +150,7 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
 
 def reap_children() -> list[tuple[int, int]]:
     """(pid, exit code as in `subprocess`) of every child that has ended and was not yet waited for."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

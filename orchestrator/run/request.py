@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import structs
@@ -108,7 +108,7 @@ class LaunchRequest(Frozen):
     run_id: str
     handle: str  # <backend>://<run id>
     backend: str
-    backend_options: dict[str, str | int | float | bool | list | dict | None]
+    backend_options: dict[str, str | int | float | bool | list[Any] | dict[str, Any] | None]
     run_dir: str
     discovery_dir: str  # where Prometheus looks for the runs of this user: one <run id>.json each
     plan_hash: str

@@ -34,6 +34,7 @@ Phase = Literal[
     "stopped",  # ended by its scheduler or its machine; may be started again
 ]
 FinalPhase = Literal["done", "failed", "cancelled", "stopped"]
+End = Literal["done", "failed", "cancelled", "stopped"]
 FINAL: frozenset[str] = frozenset(get_args(FinalPhase))
 
 #: What a cause may be. The first group are faults of workers, for which restarts may be budgeted one by one.
@@ -182,7 +183,7 @@ def finish(
 def pending_again(state: RunState, **changes: object) -> RunState:
     """What the next life of an ended run goes on from: `pending`, with the epochs and history that there are."""
     now = time.time()
-    clear = {"exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
+    clear: dict[str, object] = {"exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
     fixed = {"state": "pending", "updated_at": now, "writer": "backend", "pauses": paused(state, now)}
     return replace(state, **fixed, **(clear | changes))
 

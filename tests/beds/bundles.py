@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -77,9 +78,9 @@ def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
 def kill_runs(runs: Path) -> None:
     """End whatever a failed test leaves alive, by its own pids: without its supervisor a run saves and stops."""
     for run in runs.glob("*"):
-        record = read_record(RunFolder(run), LocalRecord)
-        if record:
-            send_signal(Identity(*record.supervisor), signal.SIGKILL)
+        with contextlib.suppress(OrchError):  # of a run that a test has damaged
+            if record := read_record(RunFolder(run), LocalRecord):
+                send_signal(Identity(*record.supervisor), signal.SIGKILL)
 
 
 def wait_for(condition, timeout_s: float = PATIENCE_S, what: str = "condition"):

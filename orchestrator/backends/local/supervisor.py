@@ -27,7 +27,7 @@ from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
 from orchestrator.run.request import LaunchRequest, read_request
-from orchestrator.run.state import Cause, finish, read_cancel, read_state, write_state
+from orchestrator.run.state import Cause, End, finish, read_cancel, read_state, write_state
 
 from .backend import LocalRecord, read_options
 from .namespaces import INTERFACE, Network, Wiring
@@ -55,7 +55,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # they wait for sigtimedwait; children get them unblocked
         self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
         options = self._options
-        if options.network == "namespaces":
+        if options.network == "namespaces" and options.link_gbit_per_s is not None:  # one needs the other
             wiring = Wiring.of(load_plan(self._folder.plan), options.link_gbit_per_s)
             self._network = Network(wiring)
             log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
@@ -174,6 +174,7 @@ class Supervisor:
 
     def _remember(self) -> None:
         me = identity(os.getpid())
+        assert me is not None
         pids = {node: agent.pid for node, agent in self._agents.items()}
         record = LocalRecord(
             supervisor=(me.pid, me.started),
@@ -196,7 +197,7 @@ class Supervisor:
         write_last_word(self._folder, finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
         return code
 
-    def _judge(self, epoch: int) -> tuple[int, str, Cause]:
+    def _judge(self, epoch: int) -> tuple[int, End, Cause]:
         """From the agents' ends: a killed one is a lost node (76), any other code says what it found."""
         killed = [node for node, code in self._codes.items() if code < 0]
         failed = [node for node, code in self._codes.items() if code > 0]

@@ -290,7 +290,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             return load_plan(submitted if submitted.exists() else folder.plan)
         plans = [submitted_plan(folder, size).read_bytes() for size in request.sizes]
         bundles = [SubmissionBundle(request=request, contents={"plan.json": plan}) for plan in plans]
-        return from_json(plans[self.choose(bundles, environ).index])
+        return from_json(plans[self.choose(bundles, environ).chosen])
 
     def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> StartEstimate:
         plan = from_json(bundle.contents["plan.json"])
