@@ -91,7 +91,9 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     recorder.metrics.begin_epoch(-1)
     recorder.event("agent_started", pid=os.getpid())
     metrics = plan.job.metrics
-    port = _metrics_port(args, metrics.port, first)
+    port = metrics.port if first else 0
+    if args.metrics_port is not None:
+        port = args.metrics_port
     server = await serve(recorder.metrics, metrics.host, port, args.metrics_fd, folder.discovery)
     bound = server.sockets[0].getsockname()
     address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
@@ -111,12 +113,6 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     finally:
         server.close()
         recorder.close()
-
-
-def _metrics_port(args: argparse.Namespace, planned: int, first: bool) -> int:
-    if args.metrics_port is not None:
-        return args.metrics_port
-    return planned if first else 0
 
 
 def _listen_to_signals(agent: Agent) -> None:

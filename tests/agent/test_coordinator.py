@@ -17,23 +17,8 @@ from orchestrator.agent.leader.coordinator import Coordinator
 from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.state_writer import StateWriter
 from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol import messages
 from orchestrator.agent.protocol.channel import Refused, connect
-from orchestrator.agent.protocol.messages import (
-    AgentAlive,
-    Assign,
-    CoordinatorAlive,
-    Done,
-    Fenced,
-    FromCoordinator,
-    Join,
-    Prepare,
-    Ready,
-    Started,
-    Stop,
-    Stopped,
-    TerminationSignal,
-    WorkerExit,
-)
 from orchestrator.plan import to_json
 from orchestrator.run.folder import RunFolder, read_secret, write_private
 from orchestrator.run.registry import Discovery
@@ -56,7 +41,7 @@ class FakeAgent:
         """The next message that is no heartbeat: (epoch, message), None at the end."""
         while True:
             heard = await asyncio.wait_for(self.channel.receive(), 60)
-            if heard is None or not isinstance(heard[1], CoordinatorAlive):
+            if heard is None or not isinstance(heard[1], messages.CoordinatorAlive):
                 return heard
 
     def say(self, message, epoch=None):
@@ -64,19 +49,19 @@ class FakeAgent:
 
     async def follow(self, epoch=0):
         """Through Prepare, Ready, Assign, Started."""
-        assert await self.hear() == (epoch, Prepare())
+        assert await self.hear() == (epoch, messages.Prepare())
         self.epoch = epoch
-        self.say(Ready(port=1234))
+        self.say(messages.Ready(port=1234))
         assigned = (await self.hear())[1]
-        assert isinstance(assigned, Assign)
-        self.say(Started())
+        assert isinstance(assigned, messages.Assign)
+        self.say(messages.Started())
         return assigned
 
     def workers_end(self, *codes: int, asked=False):
         ranks = [rank.rank for rank in PLAN.ranks if rank.node == self.node]
         for rank, code in zip(ranks, codes, strict=True):
-            self.say(WorkerExit(rank=rank, code=code, asked=asked, step=None, tail=[]))
-        self.say(Stopped())
+            self.say(messages.WorkerExit(rank=rank, code=code, asked=asked, step=None, tail=[]))
+        self.say(messages.Stopped())
 
 
 class World:
@@ -87,9 +72,9 @@ class World:
 
     async def join(self, node, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None, warm=True) -> FakeAgent:
         where = json.loads(self.folder.coordinator.read_text())
-        arguments = self.folder.run_id, node, key, FromCoordinator
+        arguments = self.folder.run_id, node, key, messages.FromCoordinator
         agent = FakeAgent(await connect(where["host"], where["port"], *arguments), node)
-        join = Join(
+        join = messages.Join(
             **{"node": name or node, "host": "h", "address": "127.0.0.1", "pid": 1, "gpus": gpus, "nics": 0},
             **{"plan_hash": plan_hash, "metrics": "127.0.0.1:1", "warm": warm},
         )
@@ -157,22 +142,22 @@ def run(scenario, tmp_path, **options):
 def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(tmp_path):
     async def scenario(w):
         a, b = await w.join("node0"), await w.join("node1")
-        assert await a.hear() == (0, Prepare())
+        assert await a.hear() == (0, messages.Prepare())
         assert w.state().epoch == 0  # durable before anybody heard of it
         a.epoch = 0
-        a.say(Ready(port=4711))
-        assert await b.hear() == (0, Prepare())
+        a.say(messages.Ready(port=4711))
+        assert await b.hear() == (0, messages.Prepare())
         b.epoch = 0
-        b.say(Ready(port=4712))
+        b.say(messages.Ready(port=4712))
         for agent, index in ((a, 0), (b, 1)):
             assign = (await agent.hear())[1]
             assert [(one.rank, one.gpu) for one in assign.ranks] == [(2 * index, 0), (2 * index + 1, 1)]
             assert (assign.node_rank, assign.world_size, assign.master_port) == (index, 4, 4711)
-            agent.say(Started())
+            agent.say(messages.Started())
         for agent in (a, b):
             agent.workers_end(0, 0)
         for agent in (a, b):
-            assert await agent.hear() == (0, Done(code=0, reason="all workers are done"))
+            assert await agent.hear() == (0, messages.Done(code=0, reason="all workers are done"))
             await agent.channel.close()
         assert (await w.end()).code == 0
         assert w.state().state == "done"
@@ -183,13 +168,13 @@ def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(tmp_path)
 def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(tmp_path):
     async def scenario(w):
         a, b = await w.started()
-        b.say(WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
+        b.say(messages.WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
         for agent in (a, b):
             stop = (await agent.hear())[1]
-            assert isinstance(stop, Stop) and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
+            assert isinstance(stop, messages.Stop) and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
         a.workers_end(75, 75, asked=True)
-        b.say(WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
-        b.say(Stopped())
+        b.say(messages.WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
+        b.say(messages.Stopped())
         await asyncio.gather(a.follow(1), b.follow(1))
         state = w.state()
         assert state.epoch == 1 and state.restarts == 1
@@ -204,15 +189,15 @@ def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
     async def scenario(w):
         a, b = await w.started()
         a.workers_end(1, 1)
-        a.say(Stopped())
-        a.say(Stopped())
+        a.say(messages.Stopped())
+        a.say(messages.Stopped())
         b.workers_end(75, 75, asked=True)
-        b.say(Stopped())
+        b.say(messages.Stopped())
         for agent in (a, b):
-            assert isinstance((await agent.hear())[1], Stop)
+            assert isinstance((await agent.hear())[1], messages.Stop)
         await asyncio.gather(a.follow(1), b.follow(1))
         a.workers_end(0, 0), b.workers_end(0, 0)
-        assert (await a.hear())[1] == Done(code=0, reason="all workers are done")
+        assert (await a.hear())[1] == messages.Done(code=0, reason="all workers are done")
 
     run(scenario, tmp_path, max_restarts=1)
 
@@ -229,10 +214,10 @@ def test_an_agent_of_an_old_epoch_is_fenced(tmp_path):
         a, b = await w.started()
         late = await w.join("node1", epoch=0)  # the same node again, back from a partition
         epoch, message = await late.hear()
-        assert epoch == 0 and isinstance(message, Fenced)
+        assert epoch == 0 and isinstance(message, messages.Fenced)
         assert await late.hear() is None
         a.workers_end(0, 0), b.workers_end(0, 0)  # the run does not notice
-        assert (await a.hear())[1] == Done(code=0, reason="all workers are done")
+        assert (await a.hear())[1] == messages.Done(code=0, reason="all workers are done")
         assert w.events("join_fenced")
 
     run(scenario, tmp_path)
@@ -241,9 +226,9 @@ def test_an_agent_of_an_old_epoch_is_fenced(tmp_path):
 def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(tmp_path):
     async def scenario(w):
         a, b = await w.started(6)
-        b.say(AgentAlive(step=3), epoch=5)
-        assert isinstance((await b.hear())[1], Fenced)
-        assert isinstance((await a.hear())[1], Stop)
+        b.say(messages.AgentAlive(step=3), epoch=5)
+        assert isinstance((await b.hear())[1], messages.Fenced)
+        assert isinstance((await a.hear())[1], messages.Stop)
         a.workers_end(75, 75, asked=True)
         done = (await a.hear())[1]
         assert done.code == 76 and "spoke for epoch 5" in done.reason
@@ -254,9 +239,9 @@ def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(tmp_path):
 def test_an_epoch_that_was_never_issued_is_refused(tmp_path):
     async def scenario(w):
         a, b = await w.started()
-        b.say(AgentAlive(step=3), epoch=9)
+        b.say(messages.AgentAlive(step=3), epoch=9)
         assert await b.hear() is None
-        assert isinstance((await a.hear())[1], Stop)
+        assert isinstance((await a.hear())[1], messages.Stop)
 
     run(scenario, tmp_path)
 
@@ -273,7 +258,7 @@ def test_a_node_that_does_not_fit_is_told_why(tmp_path, fields, code, text):
     async def scenario(w):
         agent = await w.join(**fields)
         done = (await agent.hear())[1]
-        assert isinstance(done, Done) and done.code == code and text in done.reason
+        assert isinstance(done, messages.Done) and done.code == code and text in done.reason
 
     run(scenario, tmp_path)
 
@@ -318,7 +303,7 @@ def test_a_lost_connection_is_a_lost_node(tmp_path):
         a, b = await w.started()
         b.channel.abort()
         stop = (await a.hear())[1]
-        assert isinstance(stop, Stop) and stop.reason == "node node1 is lost"
+        assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
         a.workers_end(75, 75, asked=True)
         assert (await a.hear())[1].code == 76
         await a.channel.close()
@@ -335,13 +320,13 @@ def test_silence_is_a_lost_node_and_a_late_riser_is_fenced(tmp_path):
 
         async def alive():
             while True:
-                a.say(AgentAlive(step=None))
+                a.say(messages.AgentAlive(step=None))
                 await asyncio.sleep(0.2)
 
         task = asyncio.create_task(alive())
         stop = (await a.hear())[1]  # b says nothing
-        assert isinstance(stop, Stop) and stop.reason == "node node1 is lost"
-        assert isinstance((await b.hear())[1], Fenced)  # waits in its socket until it wakes up
+        assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
+        assert isinstance((await b.hear())[1], messages.Fenced)  # waits in its socket until it wakes up
         task.cancel()
 
     run(scenario, tmp_path, heartbeat_s=2.0)
@@ -359,7 +344,7 @@ def test_missing_nodes_are_named(tmp_path):
 def test_a_notice_before_the_start_ends_the_run(tmp_path):
     async def scenario(w):
         agent = await w.join("node0")
-        agent.say(TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
+        agent.say(messages.TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
         assert (await agent.hear())[1].code == 75
         assert w.state().state == "stopped"
 

@@ -13,16 +13,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from orchestrator.agent.faults.policy import Decision
-from orchestrator.agent.protocol.messages import (
-    Assign,
-    Prepare,
-    RankAssignment,
-    Ready,
-    Stop,
-    Stopped,
-    TerminationSignal,
-    WorkerExit,
-)
+from orchestrator.agent.protocol import messages
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import read_request
@@ -55,7 +46,7 @@ class _Attempt:
     nodes: list[str]
     gone: set[str] = field(default_factory=set)  # lost
     stopped: set[str] = field(default_factory=set)
-    ends: list[WorkerExit] = field(default_factory=list)
+    ends: list[messages.WorkerExit] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -108,7 +99,7 @@ class FinalCheckpoint:
         self._context.note("flush_began", epoch=self._record.epoch, nodes=len(attempt.nodes))
         for node in attempt.nodes:
             self._members[node].ready = None
-            self._send(node, Prepare())
+            self._send(node, messages.Prepare())
         while any(self._members[node].ready is None for node in attempt.nodes if node not in attempt.gone):
             if attempt.gone or not await self._handle_next(attempt, self._end):
                 return
@@ -118,7 +109,7 @@ class FinalCheckpoint:
                 break
         if not attempt.over:
             for node in attempt.nodes:
-                self._send(node, Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0))
+                self._send(node, messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0))
         while not attempt.over and await self._handle_next(attempt, self._end + _KILL_S):
             pass
 
@@ -126,10 +117,10 @@ class FinalCheckpoint:
         first = self._members[nodes[0]]
         for index, node in enumerate(nodes):
             trains = assignment(self._context.plan, node, index, first)
-            saves = {"ranks": [RankAssignment(index, 0)], "world_size": len(nodes), "final_checkpoint": True}
+            saves = {"ranks": [messages.RankAssignment(index, 0)], "world_size": len(nodes), "final_checkpoint": True}
             self._send(node, structs.replace(trains, **saves))
 
-    def _send(self, node: str, message: Prepare | Assign | Stop) -> None:
+    def _send(self, node: str, message: messages.Prepare | messages.Assign | messages.Stop) -> None:
         if member := self._members.get(node):
             member.channel.send(self._record.epoch, message)
 
@@ -144,13 +135,13 @@ class FinalCheckpoint:
             if member is not None and what.member in (None, member):
                 self._context.lose(node, what.text)
                 attempt.gone.add(node)
-        elif isinstance(what, Ready) and member is not None:
+        elif isinstance(what, messages.Ready) and member is not None:
             member.ready = what
-        elif isinstance(what, WorkerExit):
+        elif isinstance(what, messages.WorkerExit):
             attempt.ends.append(what)
-        elif isinstance(what, Stopped):
+        elif isinstance(what, messages.Stopped):
             attempt.stopped.add(node)
-        elif isinstance(what, TerminationSignal) and what.force:
+        elif isinstance(what, messages.TerminationSignal) and what.force:
             self._end = min(self._end, asyncio.get_running_loop().time())
             return False
         return True

@@ -11,19 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from orchestrator.agent.protocol import messages
 from orchestrator.agent.protocol.channel import Channel, Refused, accept
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
-from orchestrator.agent.protocol.messages import (
-    AgentAlive,
-    CoordinatorAlive,
-    Done,
-    Fenced,
-    FromAgent,
-    Join,
-    Ready,
-    TerminationSignal,
-    Warm,
-)
 from orchestrator.plan import Exit, Plan
 
 _TICK_S = 0.25
@@ -38,10 +28,10 @@ class Member:
     """An agent that belongs to the run."""
 
     channel: Channel
-    join: Join
+    join: messages.Join
     warm: bool = True  # its workers would start at once
     silent_ticks: int = 0  # since its last message; ticks, so that pauses of this process do not count
-    ready: Ready | None = None  # its answer to the Prepare of this epoch
+    ready: messages.Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
     slowdown: float | None = None  # own compute time over its peers', where that is known
 
@@ -73,7 +63,7 @@ class Membership:
         key: bytes,
         expected: list[str],
         epoch: Callable[[], int],
-        tell: Callable[[str, FromAgent | MemberLost | MemberUnfit], None],
+        tell: Callable[[str, messages.FromAgent | MemberLost | MemberUnfit], None],
         note: Callable[..., None],
         silence_s: float,
         elastic: bool = False,
@@ -100,7 +90,7 @@ class Membership:
             try:
                 if self._greeting > _MOST_GREETING:
                     raise Refused("too many connections that have not proven themselves")
-                channel = await accept(reader, writer, self._run, self._key, FromAgent)
+                channel = await accept(reader, writer, self._run, self._key, messages.FromAgent)
                 first = await asyncio.wait_for(channel.receive(), _JOIN_S)
             finally:
                 self._greeting -= 1
@@ -126,10 +116,10 @@ class Membership:
                 self._tell(member.join.node, MemberLost(text, member))
             self._tasks.discard(task)
 
-    def _admit(self, channel: Channel, first: tuple[int, FromAgent] | None) -> Member | None:
+    def _admit(self, channel: Channel, first: tuple[int, messages.FromAgent] | None) -> Member | None:
         """Makes the newcomer a member, or tells it why not."""
         epoch, join = first or (-1, None)
-        if not isinstance(join, Join):
+        if not isinstance(join, messages.Join):
             raise Refused("the first message was no join")
         code, reason = None, ""
         if join.node != channel.peer:
@@ -146,7 +136,7 @@ class Membership:
             have, need = join.gpus, self._plan.cluster.gpus_per_node
             code, reason = Exit.NODE, f"node {join.node} has {have} of {need} GPUs"
         if code is not None:
-            channel.send(self._epoch(), Done(code=int(code), reason=reason))
+            channel.send(self._epoch(), messages.Done(code=int(code), reason=reason))
             self._note("join_refused", on=join.node, reason=reason)
             if join.node in self._expected and self.forming:
                 self._tell(join.node, MemberUnfit(int(code), reason))
@@ -155,7 +145,7 @@ class Membership:
             self._check_late(join.node, epoch)
         elif not self.forming or join.node in self.members or epoch > self._epoch():
             reason = f"epoch {self._epoch()} runs without this agent"
-            channel.send(self._epoch(), Fenced(reason=reason))
+            channel.send(self._epoch(), messages.Fenced(reason=reason))
             self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
             return None
         member = self.members[join.node] = Member(channel, join, join.warm)
@@ -170,26 +160,26 @@ class Membership:
             self._fence(node, "another agent has come for its node")
             raise Refused(f"{node} is still here")
 
-    def _on_message(self, member: Member, epoch: int, message: FromAgent) -> None:
+    def _on_message(self, member: Member, epoch: int, message: messages.FromAgent) -> None:
         """Passes on messages of this epoch. Older ones may be under way until the agent has answered Ready."""
         node = member.join.node
-        if epoch > self._epoch() or isinstance(message, Join):
+        if epoch > self._epoch() or isinstance(message, messages.Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
-        if isinstance(message, TerminationSignal | Warm):  # hold for the run, whatever the epoch
-            member.warm = member.warm or isinstance(message, Warm)
+        if isinstance(message, messages.TerminationSignal | messages.Warm):  # hold for the run, whatever the epoch
+            member.warm = member.warm or isinstance(message, messages.Warm)
             self._tell(node, message)
         elif epoch < self._epoch():
             if member.ready is not None:
                 self._fence(node, f"it spoke for epoch {epoch}, this is {self._epoch()}")
         else:
-            if isinstance(message, AgentAlive):
+            if isinstance(message, messages.AgentAlive):
                 member.step = message.step
             self._tell(node, message)
 
     def _fence(self, node: str, reason: str, silent: bool = False) -> None:
         """Excludes a member, and tells it so, so that it kills its workers even if it wakes up much later."""
         member = self.members[node]
-        member.channel.send(self._epoch(), Fenced(reason=reason))
+        member.channel.send(self._epoch(), messages.Fenced(reason=reason))
         self._tell(node, MemberLost(reason, member, silent))
 
     def drop(self, node: str, event: str, text: str) -> None:
@@ -217,7 +207,7 @@ class Membership:
                 each()
             for node, member in list(self.members.items()):
                 if due:
-                    member.channel.send(self._epoch(), CoordinatorAlive(slowdown=member.slowdown))
+                    member.channel.send(self._epoch(), messages.CoordinatorAlive(slowdown=member.slowdown))
                 member.silent_ticks += in_time
                 if in_time and member.silent_ticks == most:
                     self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
