@@ -194,8 +194,8 @@ class Certificate(Frozen):
     """How good the choice of nodes and of the nesting order is."""
 
     bound_s: float  # a step takes at least this on these nodes, whoever sits where
-    gap: float  # 0.03: a better seating could be at most 3 % faster
-    exact: bool  # every seating was costed: there is none better
+    gap: float  # 0.03: a better placement could be at most 3 % faster
+    exact: bool  # every placement was costed: there is none better
     given_step_s: float  # predicted step with the nodes in the order in which they came
 
 
