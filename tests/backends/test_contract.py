@@ -16,7 +16,7 @@ from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, read_state
-from tests.beds.bundles import kill_runs, make_bundle, wait_for
+from tests.beds.bundles import make_bundle, wait_for
 from tests.beds.plans import make_plan
 
 HOLD = {"ORCH_TEST_STEPS": "9", "ORCH_TEST_SAVE": "1", "ORCH_TEST_HOLD": "1"}
@@ -42,12 +42,6 @@ def installed(tmp_path, monkeypatch):
 @pytest.fixture(params=["local", "spawn"])
 def backend(request, installed) -> Backend:
     return get_backend(request.param)
-
-
-@pytest.fixture
-def runs(tmp_path):
-    yield tmp_path / "runs"
-    kill_runs(tmp_path / "runs")
 
 
 def bundle(backend: Backend, runs: Path, env: dict[str, str] | None = None, **fields):

@@ -1,6 +1,6 @@
 """What schedulers do to runs, done for real: preemption, time limits, scancel.
 
-The workers are the stand-in of tests/launch: on SIGTERM it saves its step and leaves with 75, and goes on from there.
+The workers are tests/beds/worker.py: on SIGTERM it saves its step and leaves with 75, and goes on from there.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
+from tests.backends.conftest import write_text
 from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for
 from tests.beds.plans import make_plan
-from tests.launch.conftest import write_text
 from tests.trainer.workers import running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
