@@ -91,11 +91,11 @@ def test_the_agent_receives_the_supervisors_signal_and_does_not_outlive_it(tmp_p
 
 def test_a_signal_from_slurm_and_from_the_supervisor_counts_once(tmp_path):
     """Else it would kill the workers that are just saving. The next signal is somebody's impatience."""
-    said = []
+    sent = []
 
     class Channel:
         def send(self, epoch: int, notice: TerminationSignal) -> None:
-            said.append(notice.force)
+            sent.append(notice.force)
 
     async def main() -> None:
         folder = make_folder(tmp_path)
@@ -111,4 +111,4 @@ def test_a_signal_from_slurm_and_from_the_supervisor_counts_once(tmp_path):
         recorder.close()
 
     asyncio.run(main())
-    assert said == [False, False, True]
+    assert sent == [False, False, True]

@@ -23,9 +23,9 @@ def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
     refused = orch("drill", run.id, "--faults", "partition", code=64)
     assert "rights on the node; what can be: kill_worker, stop_worker, slow_worker, kill_agent" in refused.stderr
     words = ("--victim", "other", "--for-s", "1", "--limit-s", "300", "--json")
-    said = json.loads(orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout)
-    slow, stop, kill = said["trials"]
-    assert slow["ok"] and stop["ok"] and kill["ok"] and not said["stopped"]
+    score = json.loads(orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout)
+    slow, stop, kill = score["trials"]
+    assert slow["ok"] and stop["ok"] and kill["ok"] and not score["stopped"]
     assert stop["noticed_s"] > 0 and kill["stepping_s"] > 0
     (frozen, lost) = [epoch.cause for epoch in run.state().epochs if epoch.cause]
     assert (frozen.kind, frozen.node, frozen.rank) == ("worker_frozen", stop["node"], stop["rank"])

@@ -122,7 +122,7 @@ def test_training_goes_on_at_another_size(orch):
     assert sorted(run.losses()) == sorted(whole.losses()) == list(range(1, 9))
     for step, loss in whole.losses().items():
         assert run.losses()[step] == pytest.approx(loss, rel=2e-4), f"step {step}"
-    assert submitted_request(RunFolder(run.folder)).sizes == [2, 1], "what one life cannot hold is not forgotten"
+    assert submitted_request(RunFolder(run.folder)).sizes == [2, 1], "sizes that one attempt cannot hold stay"
 
 
 @pytest.mark.slow

@@ -73,8 +73,8 @@ def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out
     plan = replan(plan, with_nodes(plan.cluster, [f"n{i}" for i in range(8) if f"n{i}" not in out], topology))
     flags = network_flags(plan, SlurmOptions(topology="block", segment=None))
     assert flags == {"segment": segment}
-    said = blocks.run("srun", f"-N{nodes}", "--exclusive", "--gpus-per-node=8", *as_argv(flags), "bash", "-c", PROBE)
-    places = read_probe(said)
+    printed = blocks.run("srun", f"-N{nodes}", "--exclusive", "--gpus-per-node=8", *as_argv(flags), "bash", "-c", PROBE)
+    places = read_probe(printed)
     per_block = Counter(address.split(".")[0] for address in places.values())
     assert all(count % segment == 0 for count in per_block.values()), per_block
     real = replan(plan, with_nodes(plan.cluster, places, from_addresses(places)))
@@ -89,8 +89,8 @@ def test_arrays_and_estimates_are_told_as_before(blocks):
     found = parse_squeue(blocks.run(*squeue_argv()))
     assert {job.id for job in found.values() if job.id.startswith(array)} == {f"{array}_0", f"{array}_1"}
     assert found[f"{array}_1"].state == "PENDING"
-    said = blocks.run("bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1")
-    assert parse_estimate(said)
+    printed = blocks.run("bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1")
+    assert parse_estimate(printed)
 
 
 def test_a_segment_that_does_not_fit_waits(blocks):

@@ -1,6 +1,6 @@
 """What schedulers do to runs, done for real: preemption, time limits, scancel.
 
-The workers are tests/beds/worker.py: on SIGTERM it saves its step and leaves with 75, and goes on from there.
+The workers are those of tests/beds/worker.py: on SIGTERM they save their step and exit with 75, and resume from it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def test_the_number_of_requeues_is_capped(orch: Orch):
 
 def test_time_limits_shorter_than_the_run(orch: Orch):
     """Partition `short` ends jobs after a minute, and the notice comes 10 to 40 s after the start: a run of 45 s needs
-    several lives, and computes what it does in one; with the cap at none it stays down after the first. On a busy
-    machine the notice may find a life whose workers have not started, which saves nothing and loses nothing.
+    several attempts, and computes what it does in one; with max_requeues=0 it is not requeued after the first. On a
+    busy machine the notice may come before an attempt's workers have started, which saves and loses nothing.
     """
     short = two_nodes("backend.options.partition=short", "backend.options.notice_s=20")
     long = {"STEPS": 450, "STEP_S": 0.1, "SAVE": 1, "LEARN": 1}
@@ -70,7 +70,7 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
 
 
 def test_scancel_saves_and_stays_cancelled(orch: Orch):
-    """A plain scancel by hand: KillWait is the notice, and our requeue must not bring the job back to life."""
+    """A plain scancel by hand: KillWait is the time to save, and the script must not requeue the job."""
     run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.run("scancel", run.job)

@@ -134,8 +134,8 @@ def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
         (tmp_path / name).write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{scontrol}\n")
         (tmp_path / name).chmod(0o755)
     assert main(["plan", "cluster=h100x64", "model=llama3_8b"]) == 0
-    said = capsys.readouterr()
-    assert "Time of one step" in said.out and "Slurm" not in said.out and not said.err
+    printed = capsys.readouterr()
+    assert "Time of one step" in printed.out and "Slurm" not in printed.out and not printed.err
     assert not (tmp_path / "home" / "runs").exists()
 
 

@@ -32,7 +32,7 @@ def job(word: str, **fields: object) -> Job:
         (("pending", None), "RUNNING", False, "starting", None),
         (("running", None), "RUNNING", False, "running", None),
         (("stopped", 75), "PENDING", False, "pending", None),  # requeued after a save
-        (("stopped", 75), "RUNNING", False, "restarting", None),  # the next life has not spoken yet
+        (("stopped", 75), "RUNNING", False, "restarting", None),  # the next attempt has not written its state yet
         (("stopped", 75), "FAILED", False, "stopped", 75),  # saved, not requeued: the script's 75 is no failure
         (("done", 0), "COMPLETED", False, "done", 0),
         (("done", 0), "COMPLETING", False, "stopping", None),
@@ -113,13 +113,13 @@ def test_what_the_nodes_answer():
 
 
 @pytest.mark.parametrize(("srun", "code", "phase"), [(143, Exit.RESTART, "stopped"), (137, Exit.CAPACITY, "failed")])
-def test_the_word_on_a_life_whose_agents_were_ended_before_they_spoke(tmp_path, srun, code, phase):
+def test_an_attempt_whose_agents_were_killed_before_they_wrote_a_state(tmp_path, srun, code, phase):
     """A notice that comes while agents start ends them; that is no fault of a node."""
     folder = RunFolder(tmp_path / "r")
     folder.create()
     write_state(folder, state("pending"))
     assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == code
-    said = read_state(folder)
-    assert (said.state, said.exit_code, said.cause.code) == (phase, code, srun)
+    found = read_state(folder)
+    assert (found.state, found.exit_code, found.cause.code) == (phase, code, srun)
     write_state(folder, state("failed", 1))
-    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == 1, "the coordinator had spoken"
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == 1, "it stays"

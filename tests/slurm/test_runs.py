@@ -1,4 +1,4 @@
-"""`orch submit backend=slurm` on the real test cluster: from the command line to workers on the nodes Slurm gave."""
+"""`orch submit backend=slurm` on the real test cluster: from the command line to workers on the nodes."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_submit_returns_at_once_and_the_run_is_done(orch):
 
 
 def test_the_rank_map_is_slurms_own_answer(orch):
-    """Each worker tells what Slurm told its task; the plan in the run folder must say the same of every rank."""
-    told = "$RANK $ORCH_NODE $SLURMD_NODENAME $SLURM_NODEID $SLURM_TOPOLOGY_ADDR"
-    script = f'echo "{told}" > "$ORCH_RUN_DIR/seen-$RANK"'
+    """Each worker prints Slurm's variables of its task; the plan in the run folder must agree for every rank."""
+    variables = "$RANK $ORCH_NODE $SLURMD_NODENAME $SLURM_NODEID $SLURM_TOPOLOGY_ADDR"
+    script = f'echo "{variables}" > "$ORCH_RUN_DIR/seen-$RANK"'
     run = orch.submit("cluster=testbed", "parallel=tp2_pp2_zero1", program=("/bin/sh", "-c", script))
     run.wait("done")
     plan = from_json((run.folder / "plan.json").read_bytes())

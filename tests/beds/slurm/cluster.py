@@ -50,7 +50,7 @@ class Cluster:
         self.pids: dict[str, int] = {}
         self.ports = _free_ports(self.shape.nodes)
 
-    # ------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------ lifecycle
 
     def __enter__(self) -> Cluster:
         try:
@@ -180,12 +180,12 @@ class Cluster:
                     raise
 
     def job_details(self, job: str) -> str:
-        """What Slurm says and has done of a job, for the message of a test that waited in vain."""
+        """What Slurm shows and has logged of a job, for the message of a test that timed out."""
         log = (self.home / "log" / "slurmctld.log").read_text(errors="replace").splitlines()
-        told = [line for line in log if re.search(rf"JobId={job}\b|{job}_|down|drain", line)]
+        lines = [line for line in log if re.search(rf"JobId={job}\b|{job}_|down|drain", line)]
         shown = self.run("scontrol", "-d", "show", "job", job, check=False)
         nodes = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T %E", check=False)
-        return "\n".join(["--- Slurm", shown, nodes, *told[-30:]])
+        return "\n".join(["--- Slurm", shown, nodes, *lines[-30:]])
 
     def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
         """Until `ready`; `seconds` is what a quiet machine needs at most, a busy one gets more."""

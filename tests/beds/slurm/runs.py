@@ -68,7 +68,7 @@ class Orch:
         worker: Mapping[str, object] | None = None,
         code: int = 0,
     ) -> Run:
-        """A run of `program`; None: the bundled trainer. `worker`: the stand-in worker's ORCH_TEST_ variables."""
+        """A run of `program`; None: the bundled trainer. `worker`: ORCH_TEST_ variables of the fake worker."""
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
         passed = [word for name in environ for word in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
@@ -81,7 +81,7 @@ class Run:
     def __init__(self, orch: Orch, folder: str, script: str = ""):
         self.orch, self.folder, self.script = orch, Path(folder), script
         self.id = self.folder.name
-        self._requeued_since: float | None = None  # monotonic; for its next life, with nothing left of the last
+        self._requeued_since: float | None = None  # monotonic seconds; the last attempt has left the nodes
 
     @property
     def job(self) -> str:
@@ -118,7 +118,7 @@ class Run:
         self.until(f"step {at_least}", reached)
 
     def requeued(self) -> None:
-        """Until the job waits again after a life. Before its first one it waits too, but has not been placed yet."""
+        """Until the job is pending after an attempt, so with a node assignment."""
         placed = self.folder / "slurm" / "placement.json"
         self.until(
             "requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING", pause=ASK_S / 2
@@ -129,7 +129,7 @@ class Run:
         (self.folder / "go").touch()
 
     def start_next_attempt(self) -> None:
-        """Until its next life has been placed on its nodes, sparing it the wait; that one may go on to the end."""
+        """Until its next attempt, without the requeue delay, has its nodes assigned; workers no longer hold."""
         before = self.attempt
         self.requeued()
         self.release()
@@ -138,13 +138,13 @@ class Run:
             self.skip_requeue_delay()
             return self.attempt > before
 
-        self.until("next life", placed, pause=ASK_S)
+        self.until("next attempt", placed, pause=ASK_S)
 
     def skip_requeue_delay(self) -> None:
-        """Spare a requeued job the two minutes that Slurm makes it wait, once nothing of its last life is left.
+        """Skip the two minutes that a requeued job waits, once its last attempt has left the nodes.
 
-        Those two minutes have a reason: a node refuses a credential of the very second in which it has revoked the last
-        one of that job ("Job credential revoked"), and Slurm 22.05 takes that for a failure of the job.
+        They have a reason: a node refuses a credential of the second in which it has revoked the last one of that job
+        ("Job credential revoked"), and Slurm 22.05 takes that for a failure of the job.
         """
         cluster = self.orch.cluster
         state = cluster.job_state(self.job)
@@ -155,10 +155,10 @@ class Run:
             cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
 
     def finish(self) -> RunState:
-        """See the run done, sparing it the wait after every requeue.
+        """Wait for the end of the run, skipping the delay after every requeue.
 
         Slurm 22.05 may need one requeue more than the fault did: it miscounts the GPUs of a job that is requeued while
-        one of its nodes goes down, and the next life cannot start a step.
+        one of its nodes goes down, and the next attempt cannot start a step.
         """
 
         self.release()
@@ -194,11 +194,11 @@ class Run:
         return len(list((self.folder / "slurm").glob("*.placement.json")))
 
     def saved(self) -> list[int]:
-        """The step that each of four stand-in workers saved."""
+        """The step that each of four fake workers saved."""
         return [int((self.folder / f"saved-{rank}").read_text()) for rank in range(4)]
 
     def start_of(self, epoch: int) -> int:
-        """The step after which rank 0 began that life of the workers."""
+        """The step after which rank 0 started in that epoch."""
         text = (self.folder / "logs" / "rank-00000.log").read_text()
         return int(re.findall(r"starts after step (\d+)", text)[epoch])
 
