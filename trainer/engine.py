@@ -100,7 +100,7 @@ class Engine:
         with self.timer.phase("comm"):
             self.buckets.finish()
         with self.timer.phase("optimizer"):
-            norm = grad_norm(self.buckets, 1.0 / self.loss_scale)
+            norm = grad_norm(self.buckets, self.device, 1.0 / self.loss_scale)
         return loss_sum, norm
 
     def _pad_micro_batches(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.beds.plans import make_plan
+from tests.reference import adamw as naive
+from tests.reference import single
 from trainer.comm.mesh import Mesh
 from trainer.data.batch import IGNORED
 from trainer.data.order import samples_of_step
@@ -55,13 +57,16 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
         indices = samples_of_step(plan.parallel, mesh.coord, step * size)
         scale = engine.loss_scale
         _, norm = engine.gradients([micro_batch(plan, one) for one in indices], valid)
-        grads = {name: grad.float() / scale for name, grad in engine.buckets.full_grads().items()}
+        grads = {name: grad / scale for name, grad in engine.buckets.full_grads().items()}
         applied = engine.update(norm, 1e-3)
         engine.buckets.wait_params()
-        after = {info.name: weight for info, weight in engine.buckets.full_params()}
+        after = {info.name: weight.clone() for info, weight in engine.buckets.full_params()}
         moved = any(not torch.equal(before[name], after[name]) for name in after)
         entry = {"applied": applied, "moved": moved, "scale": scale, "steps": engine.optimizer.step_count}
-        record.append(entry | {"norm": float(norm), "grads": grads})
+        record.append(entry | {"norm": float(norm), "grads": grads, "weights": after})
+    for one in engine.pieces(own=False):
+        if one.kind == "master":
+            record[-1].setdefault("master", []).append([one.info.name, one.offset, one.data])
     return record
 
 
@@ -111,3 +116,24 @@ def test_all_ranks_skip_together(layout):
     applied = [[entry["applied"] for entry in result] for result in results]
     assert applied[0] == applied[1] and not applied[0][0] and applied[0][-1]
     assert [entry["scale"] for entry in results[0]] == [entry["scale"] for entry in results[1]]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("zero", [0, 1])
+def test_bf16_follows_an_fp32_master(zero):
+    """bf16 weights round away steps smaller than their resolution; the master remembers. The master is the naive
+    optimizer's on the gradients that were reduced, the weights are its rounding, and all ranks agree to the bit."""
+    plan = make_plan(dp=2, zero=zero, precision="bf16")
+    first, second = run_ranks(steps, 2, plan, 1.0, 2)
+    optim = plan.job.optim
+    optimizer = naive.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
+    master = {name: weight.float() for name, weight in single.initial_weights(plan, torch.bfloat16).items()}
+    for one, other in zip(first, second, strict=True):
+        assert {grad.dtype for grad in one["grads"].values()} == {torch.float32}
+        master = optimizer.step(master, naive.clipped(one["grads"], plan.job.train.clip_grad_norm), 1e-3)
+        for name, weight in one["weights"].items():
+            assert weight.dtype == torch.bfloat16 and torch.equal(weight, other["weights"][name])
+    for name, start, values in (*first[-1]["master"], *second[-1]["master"]):
+        place = slice(start, start + len(values))
+        torch.testing.assert_close(values, master[name].flatten()[place], rtol=1e-5, atol=1e-7)
+        assert torch.equal(values.bfloat16(), first[-1]["weights"][name].flatten()[place])

@@ -24,12 +24,15 @@ def test_reductions_start_while_backward_computes(zero):
     def work(rank):
         engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
         batches = [micro_batch(plan, [2 * number + rank]) for number in range(2)]
-        engine.gradients(batches, 10)  # the first step learns in which order gradients come
+        with Order() as first:  # the first step learns in which order gradients come
+            engine.gradients(batches, 10)
         with Order() as order:
             engine.gradients(batches, 10)
-        return order.seen
+        return [first.seen, order.seen]
 
-    for seen in run_ranks(work, 2):
+    for first, seen in run_ranks(work, 2):
+        if zero < 2:
+            assert "mm" not in first[first.index(REDUCTION[zero]) :], "it only counts, and reduces when all is there"
         products = [place for place, name in enumerate(seen) if name == "mm"]
         sums = [place for place, name in enumerate(seen) if name == REDUCTION[zero]]
         before_the_end = [place for place in sums if place < products[-1]]

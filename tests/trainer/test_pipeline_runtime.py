@@ -12,6 +12,7 @@ from torch import nn
 
 from orchestrator.plan.schedules import Kind, build, peak_in_flight, read_table, simulate
 from tests.beds.plans import make_plan
+from tests.trainer.together import run_together, told
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.comm.timers import PhaseTimer
@@ -100,29 +101,44 @@ def test_outputs_are_let_go_when_sent():
 # ------------------------------------------------------------------------------------------- records
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(("name", "pp", "vpp"), [("1f1b", 4, 1), ("zbv", 2, 2), ("interleaved", 2, 2)])
-def test_measured_order_is_the_simulated_one(name, pp, vpp):
-    """On each rank the same order, and between ranks every action after its inputs, on one clock."""
-    schedule = build(name, pp, 6, vpp)
+SIZES = [
+    *[("1f1b", pp, m, 1) for pp in (2, 4) for m in (1, 3, 4, 5, 6, 7)],
+    *[("afab", 2, 3, 1), ("afab", 4, 5, 1), ("afab", 2, 3, 2), ("interleaved", 2, 6, 2), ("interleaved", 4, 6, 2)],
+    *[("interleaved", 2, 3, 2), ("zb_h1", 2, 5, 1), ("zb_h1", 4, 3, 1), ("zb_h1", 4, 8, 1), ("zb_h2", 2, 5, 1)],
+    *[("zb_h2", 4, 8, 1), ("zbv", 2, 2, 2), ("zbv", 2, 6, 2), ("zbv", 4, 8, 2), ("dualpipe", 2, 4, 1)],
+    *[("dualpipev", 2, 6, 2), ("dualpipev", 4, 9, 2), ("dualpipev", 2, 1, 2)],
+]
 
-    def rank_main(rank):
+
+@pytest.mark.process
+@pytest.mark.parametrize("pp", [2, 4])
+def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
+    """On each rank the same order, and between ranks every action after its inputs, on one clock."""
+    schedules = {str(size): build(*size) for size in SIZES if size[1] == pp}
+
+    def rank_main(rank, schedule):
         pipe = pipeline(rank, schedule)
         pipe.run(batches(schedule))
-        spans = [
-            [str(a), pipe.action_times.began + start, pipe.action_times.began + end]
-            for a, start, end in pipe.action_times.spans()
-        ]
-        return {"spans": spans, "bubble": pipe.action_times.bubble_ratio()}
+        times = pipe.action_times
+        spans = [[str(a), times.began + start, times.began + end] for a, start, end in times.spans()]
+        left = len(pipe._saved) + len(pipe._deferred) + len(pipe.transfers._inbox)
+        return {
+            "spans": spans,
+            "bubble": times.bubble_ratio(),
+            "left": left,
+            "sent": pipe.transfers.counter.bytes["pp"],
+        }
 
-    found = run_ranks(rank_main, pp)
-    ends = {action: end for result in found for action, _, end in result["spans"]}
-    for rank, simulated in enumerate(simulate(schedule).spans):
-        measured = found[rank]["spans"]
-        assert [action for action, _, _ in measured] == [str(span.action) for span in simulated]
-        for span, (_, start, _) in zip(simulated, measured, strict=True):
-            assert all(ends[str(source)] <= start for source in schedule.needs(span.action))
-        assert found[rank]["bubble"] > 0
+    for name, found in run_together(rank_main, pp, {name: (one,) for name, one in schedules.items()}).items():
+        ends = {action: end for result in found for action, _, end in result["spans"]}
+        with told(name):
+            for result, simulated in zip(found, simulate(schedules[name]).spans, strict=True):
+                assert [action for action, _, _ in result["spans"]] == [str(span.action) for span in simulated]
+                for span, (_, start, _) in zip(simulated, result["spans"], strict=True):
+                    assert all(ends[str(source)] <= start for source in schedules[name].needs(span.action))
+                assert result["bubble"] > 0 == result["left"]
+            if name == str(("1f1b", 4, 5, 1)):  # each border once forward and once backward, and nothing else travels
+                assert [result["sent"] / UNIT for result in found] == [5, 10, 10, 5]
 
 
 @pytest.mark.process

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.beds.plans import make_plan
-from tests.trainer.samples import small
+from tests.trainer.samples import LLAMA, batch, small
 from trainer.comm.collectives import (
     CommCounter,
     all_gather,
@@ -24,6 +24,7 @@ from trainer.comm.collectives import (
     start_send,
 )
 from trainer.comm.mesh import Mesh
+from trainer.parallel.apply import build
 from trainer.verify.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.process
@@ -171,3 +172,25 @@ def test_without_a_group_nothing_moves_and_nothing_is_counted():
     out = torch.empty(4)
     assert all_gather(x, None, "tp", counter, out=out) is out and torch.equal(out, x)
     assert counter.take() == ({}, {})
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_bytes_sent_are_those_of_the_formula(sp):
+    """Per layer and micro-batch 4 all-reduces, or 4 all-gathers and 4 reduce-scatters: the same bytes (2205.05198).
+    With SP 2 all-gathers more: inputs are gathered again in backward."""
+    b, s, tp, item, micro_batches = 3, 8, 4, 8, 2
+    plan = make_plan(model=small(**LLAMA), tp=tp, sp=sp, micro_batch_size=b, seq_len=s)
+
+    def work(rank):
+        counter = CommCounter()
+        part = build(plan, Mesh.from_plan(plan, rank), counter, dtype=torch.float64)
+        for seed in range(micro_batches):
+            one = batch(plan.model, b, s, seed)
+            part.loss(part.stages[0](None, one), one.targets).backward()
+        return counter.bytes["tp"]
+
+    hidden = b * s * plan.model.hidden * item
+    pairs = 2 * plan.model.layers + 1  # attention and MLP of every block, embedding out with head in
+    loss = 2 * b * s * item * (tp - 1)  # one all-gather of two numbers a token and rank
+    gathers = 2 * 2 * pairs + (pairs if sp else 0)
+    assert run_ranks(work, tp) == [micro_batches * (gathers * hidden * (tp - 1) // tp + loss)] * tp

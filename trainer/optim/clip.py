@@ -23,14 +23,14 @@ def squared_norm(flat: Tensor) -> Tensor:
     return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=flat.device)
 
 
-def grad_norm(buckets: Sharding, scale: float = 1.0) -> Tensor:
-    """The 2-norm of the whole model's gradient after `finish`, times `scale`: 0-d float64, the same on every rank.
+def grad_norm(buckets: Sharding, device: torch.device, scale: float = 1.0) -> Tensor:
+    """The 2-norm of the whole model's gradient after `finish`, times `scale`: 0-d float64 on `device`, the same on
+    every rank, also on one without parameters (a middle stage without layers).
 
     Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Sums
     over the shards of data-parallel ranks (ZeRO) and over the model's ranks (tp, pp). Does not synchronise the host.
     """
     owned = [squared_norm(bucket.grad_shard) for bucket in buckets.buckets if bucket.owner]
-    device = buckets.buckets[0].grad_shard.device
     total = torch.stack(owned).sum() if owned else torch.zeros((), dtype=torch.float64, device=device)
     if buckets.zero:
         all_reduce(total, buckets.mesh.group("shard"), "norm", buckets.counter)

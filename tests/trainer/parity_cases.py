@@ -1,0 +1,299 @@
+"""The cases of the key proof (test_parity.py). A case is what the plan says; a name says what it is for."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+
+from tests.beds.plans import tiny_model
+from tests.trainer import samples
+
+#: 257 tokens: no tp divides them. Every layer kind appears in some case.
+GQA = tiny_model()
+TIED = tiny_model(tied_embeddings=True)
+GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
+ONE_KV_HEAD = tiny_model(kv_heads=1)
+THREE_LAYERS = tiny_model(layers=3, tied_embeddings=True)
+EIGHT = tiny_model(layers=8)
+EIGHT_TIED = tiny_model(layers=8, tied_embeddings=True)
+NINE = tiny_model(layers=9)  # no pp divides it
+MODES = ["full", "none", "selective", "full"]
+
+
+LAYOUTS = {
+    "one process, accumulation 4": dict(micro_batches=4),
+    "dp2": dict(dp=2),
+    "dp4 accumulation 3": dict(dp=4, micro_batches=3),
+    "dp2 many buckets": dict(dp=2, bucket_bytes=1 << 10),
+    "dp2 zero1": dict(dp=2, zero=1),
+    "dp4 zero1 many buckets": dict(dp=4, zero=1, bucket_bytes=1 << 10, micro_batches=4),
+    "dp2 zero1 tied": dict(dp=2, zero=1, model=TIED),
+    "tp2 sp": dict(tp=2),
+    "tp2 without sp": dict(tp=2, sp=False),
+    "tp4 sp, fewer kv heads than tp": dict(tp=4, model=ONE_KV_HEAD),
+    "tp4 sp gpt": dict(tp=4, model=GPT),
+    "tp2 tied": dict(tp=2, model=TIED),
+    "pp2": dict(pp=2),
+    "pp2 afab": dict(pp=2, schedule="afab", micro_batches=3),
+    "pp4 fewer micro-batches than stages": dict(pp=4),
+    "pp4 micro-batches not a multiple": dict(pp=4, micro_batches=7),
+    "pp2 tied, uneven layers": dict(pp=2, model=THREE_LAYERS, stage_layers=[1, 2], micro_batches=3),
+    "pp2 first stage without layers": dict(pp=2, stage_layers=[0, 4]),
+    "pp2 gpt": dict(pp=2, model=GPT, micro_batches=4),
+    "pp2 interleaved": dict(pp=2, vpp=2, schedule="interleaved", micro_batches=4),
+    "tp2 pp2": dict(tp=2, pp=2),
+    "tp2 pp2 tied, uneven layers": dict(tp=2, pp=2, model=THREE_LAYERS, stage_layers=[2, 1]),
+    "tp2 pp2 without sp, gpt": dict(tp=2, pp=2, sp=False, model=GPT, micro_batches=3),
+    "tp2 dp2 zero1": dict(tp=2, dp=2, zero=1, micro_batches=3),
+    "pp2 dp2 zero1 tied": dict(pp=2, dp=2, zero=1, model=TIED, micro_batches=4),
+    "tp2 pp2 dp2 zero0": dict(tp=2, pp=2, dp=2, model=TIED),
+    "tp2 pp2 dp2 zero1 accumulation 4, uneven, tied, gpt": dict(
+        tp=2,
+        pp=2,
+        dp=2,
+        zero=1,
+        micro_batches=4,
+        micro_batch_size=2,
+        model=GPT,
+        stage_layers=[3, 1],
+        bucket_bytes=1 << 12,
+    ),
+    "dp3 zero1 unequal, many buckets": dict(
+        dp=3, zero=1, replica_micro_batches=[2, 1, 1], bucket_bytes=1 << 10, model=TIED
+    ),
+    "dp3 zero3 unequal": dict(dp=3, zero=3, replica_micro_batches=[2, 1, 1]),
+    "tp2 dp3 zero2 unequal, gpt": dict(
+        tp=2, dp=3, zero=2, replica_micro_batches=[2, 1, 1], model=GPT, micro_batch_size=2
+    ),
+    "pp2 dp3 zero1 unequal, tied": dict(pp=2, dp=3, zero=1, replica_micro_batches=[4, 3, 3], model=TIED),
+    "pp2 dp3 zero2 unequal, interleaved": dict(
+        pp=2, vpp=2, schedule="interleaved", dp=3, zero=2, bucket_bytes=1 << 10, replica_micro_batches=[2, 1, 1]
+    ),
+    "pp2 dp3 zero1 unequal, split backward": dict(
+        pp=2, schedule="zb_h1", dp=3, zero=1, replica_micro_batches=[1, 3, 2]
+    ),
+    "tp2 pp2 dp2 zero1 uneven, tied, one kv head": dict(
+        tp=2,
+        pp=2,
+        dp=2,
+        zero=1,
+        micro_batches=3,
+        bucket_bytes=1 << 10,
+        model=tiny_model(layers=3, kv_heads=1, tied_embeddings=True),
+        stage_layers=[2, 1],
+    ),
+}
+
+KINDS = {"llama": samples.LLAMA, "gpt": samples.GPT}
+HEADS = {"mha": samples.MHA, "gqa": samples.GQA, "mqa": samples.MQA}
+FIVE_TOKENS = samples.small(**samples.LLAMA, vocab=5)  # over 4 ranks: shards of 2, the last one empty
+
+TENSOR = {
+    **{
+        f"{kind} {heads} tp{tp}{' sp' * sp}{' tied' * tied}": dict(
+            tp=tp, sp=sp, micro_batch_size=2, model=samples.small(**KINDS[kind], **HEADS[heads], tied_embeddings=tied)
+        )
+        for kind, heads, tp, sp, tied in product(KINDS, HEADS, (2, 4), (False, True), (False, True))
+    },
+    **{f"packed tp2{' sp' * sp}": dict(tp=2, sp=sp, packed=True) for sp in (False, True)},
+    "a rank with only padding, tp4 sp": dict(tp=4, model=FIVE_TOKENS),
+    "a rank with only padding, tp4 tied": dict(
+        tp=4, sp=False, model=samples.small(**samples.LLAMA, vocab=5, tied_embeddings=True)
+    ),
+}
+
+RECOMPUTE = {
+    "selective": dict(recompute="selective"),
+    "full": dict(recompute="full"),
+    "by layer": dict(recompute="budget", recompute_layers=MODES, model=GPT),
+    "full, tp2 sp": dict(recompute="full", tp=2),
+    "selective, tp2 sp gpt": dict(recompute="selective", tp=2, model=GPT),
+    "full, tp2 without sp": dict(recompute="full", tp=2, sp=False),
+    "selective, tp2 without sp": dict(recompute="selective", tp=2, sp=False),
+    "full, dp2 zero1": dict(recompute="full", dp=2, zero=1),
+    "full, 1f1b tied": dict(recompute="full", pp=2, model=TIED, micro_batches=3),
+    "full, zb_h1": dict(recompute="full", pp=2, schedule="zb_h1", micro_batches=4),
+    "selective, zb_h2": dict(recompute="selective", pp=2, schedule="zb_h2", micro_batches=5),
+    "by layer, zbv": dict(recompute="budget", recompute_layers=MODES, pp=2, vpp=2, schedule="zbv", micro_batches=4),
+    "full, dualpipe": dict(recompute="full", pp=2, schedule="dualpipe", micro_batches=4),
+    "selective, tp2 pp2 interleaved": dict(
+        recompute="selective", tp=2, pp=2, vpp=2, schedule="interleaved", micro_batches=4
+    ),
+}
+
+CONTEXT = {
+    **{f"cp2 {method}": dict(cp=2, cp_method=method) for method in ("zigzag", "ring", "allgather", "ulysses")},
+    **{
+        f"cp2 {method} packed gpt": dict(cp=2, cp_method=method, model=GPT, packed=True)
+        for method in ("zigzag", "ring", "allgather", "ulysses")
+    },
+    "cp4 zigzag": dict(cp=4, model=ONE_KV_HEAD),
+    "cp4 ulysses packed": dict(cp=4, cp_method="ulysses", packed=True),
+    "cp2 tp2 sp": dict(cp=2, tp=2),
+    "cp2 tp2 without sp, ulysses": dict(cp=2, tp=2, sp=False, cp_method="ulysses", model=GPT),
+    "cp2 dp2 zero1": dict(cp=2, dp=2, zero=1, bucket_bytes=1 << 10),
+    "cp2 pp2 tied": dict(cp=2, pp=2, model=TIED, micro_batches=3),
+    "cp2 pp2 zb_h1 full recompute, allgather": dict(
+        cp=2, pp=2, schedule="zb_h1", recompute="full", cp_method="allgather", micro_batches=4
+    ),
+    "cp2 selective recompute, ulysses": dict(cp=2, recompute="selective", cp_method="ulysses"),
+    "cp2 selective recompute, ring, packed": dict(cp=2, recompute="selective", cp_method="ring", packed=True),
+    "tp2 cp2 pp2 zero1": dict(tp=2, cp=2, pp=2, zero=1, model=TIED, micro_batches=3),
+    "cp2 pp2 dp2 zero1 interleaved": dict(cp=2, pp=2, dp=2, zero=1, vpp=2, schedule="interleaved", micro_batches=2),
+}
+
+TIED_KINDS = {"tied": TIED, "gpt, uneven": GPT}
+TABLE = [["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
+
+SCHEDULES = {
+    **{
+        f"{name} pp{pp} vpp{vpp} m{m} {label}": dict(schedule=name, pp=pp, vpp=vpp, micro_batches=m, model=model)
+        for name, pp, vpp, m in [
+            *[("afab", 2, 2, 3), ("interleaved", 2, 2, 3), ("zb_h1", 2, 1, 5), ("zb_h2", 2, 1, 3)],
+            *[("zbv", 2, 2, 4), ("dualpipe", 2, 1, 4), ("dualpipev", 2, 2, 3)],
+        ]
+        for label, model in TIED_KINDS.items()
+    },
+    # micro-batches below, equal to and above pp, and not a multiple of it
+    **{
+        f"{name} pp{pp} vpp{vpp} m{m}, nine layers": dict(schedule=name, pp=pp, vpp=vpp, micro_batches=m, model=NINE)
+        for name, pp, vpp, m in [
+            *[("1f1b", pp, 1, m) for pp in (1, 2, 4) for m in (1, 3, 4, 7)],
+            *[("afab", 2, 1, 3), ("afab", 4, 1, 5), ("afab", 2, 2, 3)],
+            *[("interleaved", 2, 2, 4), ("interleaved", 2, 2, 3), ("interleaved", 4, 2, 6)],
+            *[("zb_h1", 1, 1, 2), ("zb_h1", 2, 1, 5), ("zb_h1", 4, 1, 3), ("zb_h1", 4, 1, 8)],
+            *[("zb_h2", 2, 1, 5), ("zb_h2", 4, 1, 8), ("zbv", 2, 2, 2), ("zbv", 4, 2, 8)],
+            *[("dualpipev", 2, 2, 6), ("dualpipev", 4, 2, 9), ("dualpipev", 2, 2, 1)],
+        ]
+    },
+    **{
+        f"{name}{' sp' * sp}, tp2 pp2, {kind}": dict(
+            schedule=name, pp=2, vpp=vpp, tp=2, sp=sp, model=model, micro_batches=4
+        )
+        for name, vpp, sp in [
+            *[("1f1b", 1, False), ("1f1b", 1, True), ("interleaved", 2, True), ("zb_h1", 1, False), ("zbv", 2, True)],
+        ]
+        for kind, model in {"llama": GQA, "gpt": tiny_model(**samples.GPT)}.items()
+    },
+    # head and lookup share one parameter: its gradient must arrive once a micro-batch, not in two parts
+    **{f"{name} pp1 gpt": dict(schedule=name, model=GPT) for name in ("1f1b", "zb_h1")},
+    **{f"1f1b pp4 {kind}": dict(pp=4, model=model, micro_batches=4) for kind, model in TIED_KINDS.items()},
+    # a stage of embedding only, one that hands its input on, one with all the rest
+    "1f1b pp4 empty stages": dict(pp=4, stage_layers=[0, 3, 0, 1], model=GPT),
+    "zb_h1 pp4 empty stages": dict(schedule="zb_h1", pp=4, stage_layers=[3, 0, 1, 0], model=GPT),
+    "table": dict(schedule="table", schedule_rows=TABLE, pp=2, micro_batches=3, model=TIED),
+    "interleaved pp4 vpp2": dict(schedule="interleaved", pp=4, vpp=2, micro_batches=5, model=EIGHT_TIED),
+    "zb_h2 pp4": dict(schedule="zb_h2", pp=4, micro_batches=7, model=EIGHT),
+    "zbv pp4": dict(schedule="zbv", pp=4, vpp=2, micro_batches=6, model=EIGHT_TIED),
+    "dualpipe pp4": dict(schedule="dualpipe", pp=4, micro_batches=10, model=EIGHT_TIED),
+    "dualpipe pp4 zero1": dict(
+        schedule="dualpipe", pp=4, micro_batches=4, model=EIGHT_TIED, zero=1, bucket_bytes=1 << 11
+    ),
+    "dualpipe pp2 dp2 zero1": dict(schedule="dualpipe", pp=2, dp=2, micro_batches=4, zero=1, model=TIED),
+    "dualpipe pp2 tp2": dict(schedule="dualpipe", pp=2, tp=2, micro_batches=2, model=TIED),
+    "dualpipev pp4": dict(schedule="dualpipev", pp=4, vpp=2, micro_batches=9, model=EIGHT),
+    "interleaved pp2 dp2 zero1": dict(
+        schedule="interleaved", pp=2, vpp=2, dp=2, zero=1, micro_batches=3, model=TIED, bucket_bytes=1 << 10
+    ),
+    "zbv pp2 dp2 zero1": dict(
+        schedule="zbv", pp=2, vpp=2, dp=2, zero=1, micro_batches=4, model=TIED, bucket_bytes=1 << 10
+    ),
+    "dualpipev pp2 tp2": dict(schedule="dualpipev", pp=2, vpp=2, tp=2, micro_batches=4, model=GPT),
+    "zb_h1 pp2 dp2 zero1 tp2": dict(schedule="zb_h1", pp=2, dp=2, tp=2, zero=1, micro_batches=3, model=TIED),
+}
+
+SHARDING = {
+    **{
+        f"dp{dp} zero{zero} m{m}, buckets of {size}": dict(dp=dp, zero=zero, micro_batches=m, bucket_bytes=size)
+        for dp, zero, m, size in [
+            *product((1, 2, 4), (0, 1), (1, 4), (1 << 20,)),
+            *product((2, 3), (0, 1), (4,), (1, 3000)),
+        ]
+    },
+    "dp2 cp2": dict(dp=2, cp=2),
+    **{f"pp3 tied zero{zero}": dict(pp=3, zero=zero, stage_layers=[1, 2, 1], model=TIED) for zero in (0, 1)},
+    "pp2 dp2 tied, one parameter a bucket": dict(pp=2, dp=2, model=TIED, bucket_bytes=1),
+    "zero2": dict(dp=2, zero=2),
+    "zero2 accumulation 4, many buckets, tied": dict(dp=2, zero=2, micro_batches=4, bucket_bytes=1 << 10, model=TIED),
+    "zero2 dp4": dict(dp=4, zero=2, micro_batches=3, bucket_bytes=1 << 12),
+    "zero2 tp2 sp": dict(dp=2, tp=2, zero=2, model=ONE_KV_HEAD),
+    "zero2 cp2": dict(dp=2, cp=2, zero=2),
+    "zero2 pp2 tied": dict(dp=2, pp=2, zero=2, model=TIED, micro_batches=3, bucket_bytes=1 << 10),
+    "zero2 pp2 interleaved": dict(dp=2, pp=2, vpp=2, schedule="interleaved", zero=2, model=TIED, micro_batches=4),
+    "zero2 pp2 zb_h1 full recompute": dict(
+        dp=2, pp=2, schedule="zb_h1", zero=2, micro_batches=4, recompute="full", bucket_bytes=1 << 11
+    ),
+    "zero2 pp2 zbv tied": dict(dp=2, pp=2, vpp=2, schedule="zbv", zero=2, model=TIED, micro_batches=3),
+    "hybrid zero1": dict(dp=4, zero=1, zero_group=2, bucket_bytes=1 << 12, micro_batches=3),
+    "hybrid zero2": dict(dp=4, zero=2, zero_group=2, bucket_bytes=1 << 12, model=TIED),
+    "hybrid zero1 over cp": dict(dp=2, cp=2, zero=1, zero_group=2),
+    "zero1, dp nested inside cp": dict(dp=2, cp=2, zero=1, order=("tp", "dp", "cp", "ep", "pp")),
+    "hybrid zero1, dp nested inside cp": dict(dp=2, cp=2, zero=1, zero_group=2, order=("tp", "dp", "cp", "ep", "pp")),
+    "zero1, pp innermost": dict(dp=2, pp=2, zero=1, order=("pp", "dp", "tp", "cp", "ep"), model=TIED),
+    "hybrid of one": dict(dp=2, zero=1, zero_group=1),
+    "zero3": dict(dp=2, zero=3),
+    "zero3 accumulation 4, tied": dict(dp=2, zero=3, micro_batches=4, model=TIED),
+    "zero3 dp4 gpt": dict(dp=4, zero=3, micro_batches=3, model=GPT),
+    "zero3 full recompute": dict(dp=2, zero=3, recompute="full"),
+    "zero3 selective recompute": dict(dp=2, zero=3, recompute="selective", model=GPT),
+    "zero3 cp2": dict(cp=2, zero=3, model=TIED),
+    "zero3 tp2 sp": dict(dp=2, tp=2, zero=3, model=ONE_KV_HEAD),
+    "zero3 tp2 without sp": dict(dp=2, tp=2, zero=3, sp=False, model=GPT),
+    "zero3 pp2 tied": dict(dp=2, pp=2, zero=3, model=TIED, micro_batches=4),
+    "zero3 pp2 interleaved": dict(dp=2, pp=2, vpp=2, schedule="interleaved", zero=3, model=TIED, micro_batches=4),
+    "zero3 pp2 afab": dict(dp=2, pp=2, schedule="afab", zero=3, model=GPT, micro_batches=3),
+    "hybrid zero3": dict(dp=4, zero=3, zero_group=2, model=TIED),
+    "zero3 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=3, model=GPT, micro_batches=3),
+    "zero2 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=2, model=GPT, micro_batches=3),
+}
+
+#: Every token, head and feature draws what one process draws for it, however they are spread.
+DROPPED = tiny_model(dropout=0.1)
+DROPPED_GPT = msgspec.structs.replace(GPT, dropout=0.3)
+
+DROPOUT = {
+    "alone, gpt": dict(model=DROPPED_GPT, micro_batches=4),
+    "alone, packed": dict(packed=True),
+    "full": dict(recompute="full"),
+    "selective, gpt": dict(recompute="selective", model=DROPPED_GPT),
+    "dp2 zero1": dict(dp=2, zero=1, micro_batches=3),
+    "dp2 zero3": dict(dp=2, zero=3),
+    "tp2 sp": dict(tp=2, micro_batch_size=2),
+    "tp2 sp, gpt, full": dict(tp=2, model=DROPPED_GPT, recompute="full"),
+    "gpt, tp2 without sp": dict(tp=2, sp=False, model=DROPPED_GPT),
+    **{f"cp2 {method}": dict(cp=2, cp_method=method) for method in ("zigzag", "ring", "allgather", "ulysses")},
+    "cp2 zigzag packed, full": dict(cp=2, packed=True, recompute="full"),
+    "cp2 allgather packed": dict(cp=2, packed=True, cp_method="allgather", model=DROPPED_GPT),
+    "dropout, pp2 interleaved": dict(pp=2, vpp=2, schedule="interleaved", micro_batches=4),
+    "pp2 zb_h1 full": dict(pp=2, schedule="zb_h1", micro_batches=3, recompute="full"),
+    "pp2 dualpipe": dict(pp=2, schedule="dualpipe", micro_batches=4),
+    "tp2 cp2 ulysses pp2": dict(tp=2, cp=2, pp=2, cp_method="ulysses", micro_batches=2),
+    "tp2 pp2 dp2 zero1": dict(tp=2, pp=2, dp=2, zero=1, model=DROPPED_GPT, micro_batches=3),
+}
+DROPOUT = {name: {"model": DROPPED, **case} for name, case in DROPOUT.items()}
+
+TECHNIQUES = {
+    **{"layouts": LAYOUTS, "tensor": TENSOR, "sharding": SHARDING, "recompute": RECOMPUTE, "context": CONTEXT},
+    **{"schedules": SCHEDULES, "dropout": DROPOUT},
+}
+
+
+#: Each is close to two others here: `make verify` runs them.
+REPEATS = {
+    *("zero3 tp2 without sp", "zero3 pp2 afab", "zero3 pp2 interleaved", "hybrid zero1 over cp", "zero2 pp2 zbv tied"),
+    *("zero3 full recompute", "zero2 tp2 pp2", "hybrid zero1, dp nested inside cp", "zero1, pp innermost"),
+    *("selective, tp2 without sp", "full, dp2 zero1", "selective, zb_h2", "full, 1f1b tied"),
+    *("cp2 ring packed gpt", "cp2 allgather packed gpt", "cp2 tp2 without sp, ulysses", "cp2 dp2 zero1"),
+    *("afab pp2 vpp2 m3 tied", "zb_h1 pp2 vpp1 m5 gpt, uneven", "zbv pp2 vpp2 m4 gpt, uneven", "zb_h2 pp4"),
+    *("dualpipe pp4 zero1", "dualpipe pp2 tp2", "interleaved pp2 dp2 zero1", "dualpipev pp2 vpp2 m3 tied"),
+    *("gpt, tp2 without sp", "cp2 ring", "cp2 allgather packed", "selective, gpt", "dropout, pp2 interleaved"),
+}
+
+#: Those that are also compared in fp32, the precision of real runs; the other "layouts" with `make verify`.
+IN_FP32 = (
+    "dp4 accumulation 3", "tp4 sp gpt", "tp2 dp3 zero2 unequal, gpt",
+    "pp2 tied, uneven layers", "tp2 pp2 tied, uneven layers",
+    "tp2 pp2 dp2 zero1 accumulation 4, uneven, tied, gpt", "tp2 pp2 dp2 zero1 uneven, tied, one kv head",
+    "llama gqa tp4", "llama gqa tp4 sp", "1f1b pp2 vpp1 m4, nine layers", "zb_h1 pp2 vpp1 m5, nine layers",
+)  # fmt: skip
