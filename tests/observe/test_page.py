@@ -9,23 +9,11 @@ import pytest
 from orchestrator.observe.pages.plan_page import render
 from orchestrator.style import Style, percent, seconds, si, three
 from tests.beds.plans import make_plan
-from tests.planner import configs, shapes
-from tests.planner.configs import build_plan
+from tests.planner.configs import largest, main_line
 
 
-@pytest.fixture(scope="module")
-def main_line():
-    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}))
-
-
-@pytest.fixture(scope="module")
-def largest():
-    parallel = {"tp": 8, "pp": 16, "zero": 1}
-    return build_plan(configs.config(configs.h100x16384(), shapes.llama3_405b(), parallel, global_batch_samples=2048))
-
-
-def test_it_says_what_matters(main_line):
-    page = render(main_line)
+def test_it_says_what_matters():
+    page = render(main_line())
     assert "llama3_70b, 70.6 G parameters" in page
     assert "tp=8  pp=4  dp=2  zero=1" in page
     assert re.search(r"node-4 1\.0\.0 1\.0\.1", page)  # dp 1 begins on the second leaf
@@ -37,30 +25,25 @@ def test_it_says_what_matters(main_line):
     assert "! data stdlib is a demo corpus" in page
 
 
-def test_without_colour_it_has_no_escapes_and_with_colour_it_says_the_same(main_line):
-    plain = render(main_line, Style(colour=False, width=100))
-    painted = render(main_line, Style(colour=True, width=100))
+def test_without_colour_it_has_no_escapes_and_with_colour_it_says_the_same():
+    plain, painted = (render(main_line(), Style(colour=colour, width=100)) for colour in (False, True))
     assert "\033" not in plain
     stripped = re.sub(r"\033\[[0-9;]*m", "", painted).replace("; colour: dp", "")
     assert stripped == plain
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-@pytest.mark.parametrize("which", ["main_line", "largest"])
-def test_lines_keep_the_width(which, width, request):
-    page = render(request.getfixturevalue(which), Style(width=width))
+@pytest.mark.parametrize("plan", [main_line, largest])
+def test_lines_keep_the_width(plan, width):
+    page = render(plan(), Style(width=width))
     assert max(map(len, page.splitlines())) <= width + 12  # bars may end in a verdict
 
 
-def test_thousands_of_nodes_fold_into_ranges_that_cover_them(largest):
-    page = render(largest)
+def test_thousands_of_nodes_fold_into_ranges_that_cover_them():
+    page = render(largest())
     assert len(page.splitlines()) < 70
     assert "node-0000 .." in page and "node-2047" in page
     assert [int(n) for n in re.findall(r"pod \d: (\d+) nodes", page)] == [384, 384, 384, 384, 384, 128]
-
-
-def test_what_does_not_fit_is_shouted(largest):
-    page = render(largest)
     assert "DOES NOT FIT" in page and "does not fit: rank" in page
 
 
@@ -73,19 +56,9 @@ def test_small_plans_and_ascii():
 
 @pytest.mark.parametrize(
     ("got", "want"),
-    [
-        (si(1_234_567, "B"), "1.23 MB"),
-        (si(999.7), "1.00 k"),
-        (si(12), "12.0"),
-        (seconds(0), "0 s"),
-        (seconds(0.00123), "1.23 ms"),
-        (seconds(4e-6), "4.00 us"),
-        (seconds(3.2), "3.20 s"),
-        (seconds(4000), "1 h 07 min"),
-        (percent(0.001), "<1%"),
-        (percent(0), "0%"),
-        (three(1234.5), "1,234"),
-    ],
-)
+    [(si(1_234_567, "B"), "1.23 MB"), (si(999.7), "1.00 k"), (si(12), "12.0"), (seconds(0), "0 s"),
+     (seconds(0.00123), "1.23 ms"), (seconds(4e-6), "4.00 us"), (seconds(3.2), "3.20 s"), (percent(0), "0%"),
+     (seconds(4000), "1 h 07 min"), (percent(0.001), "<1%"), (three(1234.5), "1,234")],
+)  # fmt: skip
 def test_numbers(got, want):
     assert got == want

@@ -9,7 +9,6 @@ import pytest
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from tests.planner import configs, shapes
-from tests.planner.configs import build_plan
 
 pytest.importorskip("matplotlib")
 
@@ -17,20 +16,18 @@ from orchestrator.observe.plots.plan_picture import save
 
 
 def plan(**parallel):
-    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), parallel))
+    return configs.planned(shapes.llama3_70b(), parallel)
 
 
 def test_png(tmp_path):
-    save(plan(tp=8, pp=4, zero=1), tmp_path / "plan.png")
+    save(configs.main_line(), tmp_path / "plan.png")
     data = (tmp_path / "plan.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    width = int.from_bytes(data[16:20], "big")
-    assert width >= 1600
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and int.from_bytes(data[16:20], "big") >= 1600  # the width
 
 
 def test_svg_is_well_formed_and_the_same_every_time(tmp_path):
     for name in ("a.svg", "b.svg"):
-        save(plan(tp=8, pp=4, zero=1), tmp_path / name)
+        save(configs.main_line(), tmp_path / name)
     first, second = ((tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert first == second
     assert ElementTree.fromstring(first).tag.endswith("svg")
@@ -51,14 +48,12 @@ def test_other_layouts(parallel, tmp_path):
 
 
 def test_thousands_of_nodes_become_strips(tmp_path):
-    spec = configs.h100x16384()
-    big = build_plan(configs.config(spec, shapes.llama3_405b(), {"tp": 8, "pp": 16}, global_batch_samples=2048))
-    save(big, tmp_path / "plan.png")
+    save(configs.largest(), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size < 2_000_000
 
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "missing/plan.png"])
 def test_bad_paths_are_one_line(name, tmp_path):
     with pytest.raises(OrchError, match=r"--plot ") as caught:
-        save(plan(tp=8, pp=4), tmp_path / name)
+        save(configs.main_line(), tmp_path / name)
     assert caught.value.exit == Exit.USAGE

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from orchestrator.cluster.resolve import resolve
-from orchestrator.config.schema import ClusterSpec, Config, LevelSpec, ModelSpec
+from orchestrator.config.schema import ClusterSpec, Config, ModelSpec
 from orchestrator.plan import Plan
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model, Parallel
@@ -17,6 +18,8 @@ from orchestrator.planner.cost.step_time import Work, step_work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.placement.axis_order import CostContext, PathCache
 from orchestrator.planner.search.search import Search
+
+from . import shapes
 
 SOURCE = "test"
 H100 = {
@@ -47,14 +50,8 @@ def cluster(
             "nvlink": {"domain_nodes": domain_nodes, "gb_per_s": 450, "latency_us": 3.4, "source": SOURCE},
             "nic": {"per_node": gpus, "rails": gpus, "gbit_per_s": 400, "latency_us": 9.6, "source": SOURCE},
             "levels": [
-                {
-                    "name": name,
-                    "nodes_per_switch": per_switch,
-                    "gbit_per_s": 400,
-                    "latency_us": 9.6 + 0.5 * index,
-                    "oversubscription": over,
-                    "source": SOURCE,
-                }
+                {"name": name, "nodes_per_switch": per_switch, "oversubscription": over, "gbit_per_s": 400}
+                | {"latency_us": 9.6 + 0.5 * index, "source": SOURCE}
                 for index, (name, per_switch, over) in enumerate(levels)
             ],
             **more,
@@ -63,26 +60,17 @@ def cluster(
     )
 
 
-def h100x16384() -> ClusterSpec:
-    pods = [384] * 5 + [128]
-    return cluster(2048, 8, [("rack", 2, 1.0), ("pod", pods, 7.0), ("core", 2048, 1.0)])
-
-
-def model_spec(model: Model) -> ModelSpec:
-    values = structs.asdict(model)
-    del values["parameters"]
-    return ModelSpec(**values)
-
-
 def config(cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
     """A whole job; `train` holds keys of `TrainSpec`."""
     values = {"steps": 100, "seq_len": 8192, "global_batch_samples": 1024, **train}
+    shape = structs.asdict(model)
+    del shape["parameters"]
     if "global_batch_tokens" in values:
         del values["global_batch_samples"]
     return msgspec.convert(
         {
             "cluster": cluster_spec,
-            "model": model_spec(model),
+            "model": ModelSpec(**shape),
             "parallel": parallel or {},
             "data": {"name": "stdlib", "paths": ["stdlib"], "extensions": [".py"], "demo": True, "cache_dir": "data"},
             "optim": {"lr": 3e-4},
@@ -96,13 +84,26 @@ def config(cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | N
     )
 
 
-def level(spec: ClusterSpec, name: str) -> LevelSpec:
-    return next(level for level in spec.levels if level.name == name)
-
-
 def build_plan(config: Config) -> Plan:
     """On the cluster as its entry or file describes it, without measured figures."""
     return build.build_plan(config, resolve(config.cluster))
+
+
+def planned(model: Model, parallel: dict[str, Any], spec: ClusterSpec | None = None, **train: Any) -> Plan:
+    """The plan of such a job, on h100x64 unless told otherwise."""
+    return build_plan(config(spec or cluster(), model, parallel, **train))
+
+
+@cache
+def main_line() -> Plan:
+    return planned(shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1})
+
+
+@cache
+def largest() -> Plan:
+    """On the largest cluster of the catalogue, with a ragged last pod."""
+    spec = cluster(2048, 8, [("rack", 2, 1.0), ("pod", [384] * 5 + [128], 7.0), ("core", 2048, 1.0)])
+    return planned(shapes.llama3_405b(), {"tp": 8, "pp": 16, "zero": 1}, spec, global_batch_samples=2048)
 
 
 def search(config: Config, any_layout: bool = False) -> Search:

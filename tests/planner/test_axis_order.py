@@ -55,17 +55,13 @@ def test_seats_fill_node_by_node_with_the_nearest_nic():
     cluster = build_cluster(spec)
     places = coords(AXES, {"tp": 8, "cp": 1, "ep": 1, "pp": 2, "dp": 1})
     ranks = assign_ranks(cluster, places)
-    assert [(r.node, r.gpu, r.nic) for r in ranks[6:10]] == [
-        *(("node-0", 6, 6), ("node-0", 7, 7), ("node-1", 0, 0), ("node-1", 1, 1))
-    ]
+    wanted = [("node-0", 6, 6), ("node-0", 7, 7), ("node-1", 0, 0), ("node-1", 1, 1)]
+    assert [(r.node, r.gpu, r.nic) for r in ranks[6:10]] == wanted
 
 
-def test_llama_405b_gets_the_published_uneven_stages():
+def test_stages_are_even_where_that_is_nearly_as_fast_and_else_the_published_ones():
     """arXiv 2407.21783, section 3.3.2: one layer fewer on the first and on the last stage."""
     assert balance_stages(shapes.llama3_405b(), 16, 8192) == [7, *[8] * 14, 7]
-
-
-def test_an_even_split_wins_when_it_is_nearly_as_fast():
     assert balance_stages(shapes.llama3_70b(), 4, 8192) == [20, 20, 20, 20]
 
 

@@ -71,13 +71,6 @@ def test_whatif_counts_gpu_hours(capsys):
     assert first["gpu_hours"] == pytest.approx(hours) and second["seq_len"] == 4096
 
 
-def test_plan_explain_is_a_page_and_json(capsys):
-    words = ["plan", "cluster=h100x8", "model=llama3_8b", "parallel=tp8_zero1", "--explain"]
-    assert main(words) == 0 and "limited by" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) >= {"terms", "changes", "categories", "over_bytes"}
-
-
 def test_tune_prints_words_that_plan_to_the_same_step(capsys):
     assert main(["tune", "cluster=h100x8", "model=llama3_8b", "parallel=auto", "parallel.tp=2", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["front"][0]

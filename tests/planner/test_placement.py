@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -14,7 +13,7 @@ from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import TIE, candidates, choose
 
 from . import configs, shapes
-from .configs import build_plan
+from .configs import build_plan, largest, main_line, planned
 
 
 def every_order(plan):
@@ -32,7 +31,7 @@ def plans(draw):
     pp = draw(st.sampled_from([d for d in (1, 2, 4) if (nodes * 4) % (tp * d) == 0]))
     cp = draw(st.sampled_from([d for d in (1, 2) if (nodes * 4) % (tp * pp * d) == 0]))
     parallel = {"tp": tp, "pp": pp, "cp": cp, "zero": draw(st.sampled_from([0, 1]))}
-    return build_plan(configs.config(spec, shapes.llama3_8b(), parallel, global_batch_samples=64))
+    return planned(shapes.llama3_8b(), parallel, spec, global_batch_samples=64)
 
 
 @given(plans())
@@ -56,16 +55,15 @@ def test_every_rank_once_and_groups_partition(plan):
 def test_ties_go_to_the_default_nesting():
     """One full-bisection switch: every order of pp and dp costs the same to within the tie."""
     spec = configs.cluster(8, 8, [("fabric", 8, 1.0)])
-    plan = build_plan(configs.config(spec, shapes.llama3_70b(), {"tp": 8, "pp": 2, "zero": 1}))
+    plan = planned(shapes.llama3_70b(), {"tp": 8, "pp": 2, "zero": 1}, spec)
     assert plan.parallel.order == list(AXES)
 
 
 def test_heavy_gradients_go_under_the_leaf_when_uplinks_are_thin():
     """planning.md E2: DP before PP wins when pods are small and gradients dominate (few micro-batches)."""
     spec = configs.cluster(8, 8, [("leaf", 2, 16.0), ("spine", 8, 1.0)])
-    config = configs.config(
-        spec, shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}, global_batch_samples=8, seq_len=1024
-    )
+    degrees = {"tp": 8, "pp": 4, "zero": 1}
+    config = configs.config(spec, shapes.llama3_70b(), degrees, global_batch_samples=8, seq_len=1024)
     plan = build_plan(config)
     assert plan.parallel.order.index("dp") < plan.parallel.order.index("pp")
     assert plan.placement["dp"].worst_level == "leaf"
@@ -74,12 +72,12 @@ def test_heavy_gradients_go_under_the_leaf_when_uplinks_are_thin():
 
 
 def test_experts_stay_inside_nvlink_where_they_can():
-    plan = build_plan(configs.config(configs.cluster(), shapes.mixtral_8x7b(), {"ep": 8, "pp": 4, "zero": 1}))
+    plan = planned(shapes.mixtral_8x7b(), {"ep": 8, "pp": 4, "zero": 1})
     assert plan.placement["ep"].worst_level == "nvlink"
 
 
 def test_bytes_by_level_are_the_bytes_sent():
-    plan = build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}))
+    plan = main_line()
     traffic = step_traffic(plan.model, plan.parallel, plan.job.train)
     for axis in AXES:
         sent = sum(item.sent_bytes for item in traffic if item.axis == axis)
@@ -87,19 +85,11 @@ def test_bytes_by_level_are_the_bytes_sent():
 
 
 def test_choice_is_deterministic():
-    plan = build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 4, "pp": 4, "cp": 2, "zero": 1}))
+    plan = planned(shapes.llama3_70b(), {"tp": 4, "pp": 4, "cp": 2, "zero": 1})
     names = [level.name for level in plan.cluster.levels]
     assert len({choose(every_order(plan), names).order for _ in range(3)}) == 1
 
 
-@pytest.mark.parametrize("gpus", [64, 16384])
-def test_scale(gpus):
-    """The largest catalogue cluster plans; its pipelines stay inside pods and TP inside nodes."""
-    spec = configs.cluster() if gpus == 64 else configs.h100x16384()
-    pp = 4 if gpus == 64 else 16
-    plan = build_plan(
-        configs.config(spec, shapes.llama3_405b(), {"tp": 8, "pp": pp, "zero": 1}, global_batch_samples=2048)
-    )
-    assert len(plan.ranks) == gpus
-    assert plan.placement["tp"].worst_level == "nvlink"
-    assert plan.placement["pp"].worst_level in ("leaf", "pod")
+def test_on_the_largest_cluster_pipelines_stay_inside_pods_and_tp_inside_nodes():
+    assert len(largest().ranks) == 16384
+    assert [largest().placement[axis].worst_level for axis in ("tp", "pp")] == ["nvlink", "pod"]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from orchestrator.cluster.measured import path_of
 from orchestrator.config.compose import load
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
@@ -82,16 +83,13 @@ def test_files_that_a_plan_was_made_of_are_looked_at(home, planned, tmp_path):
 def test_measured_figures_count(home, planned):
     config = load(WORDS)
     cached(config)
-    record = home / "bench"
-    record.mkdir(parents=True)
-    from orchestrator.cluster.measured import path_of
-
-    path_of(config.cluster, home).write_text("{")
-    with pytest.raises(OrchError, match="measure again"):
-        cached(config)
-    with pytest.raises(OrchError, match="measure again"):  # nor is a refusal remembered
-        cached(config)
-    path_of(config.cluster, home).unlink()
+    record = path_of(config.cluster, home)
+    record.parent.mkdir(parents=True)
+    record.write_text("{")
+    for _ in range(2):  # a refusal is not remembered
+        with pytest.raises(OrchError, match="measure again"):
+            cached(config)
+    record.unlink()
     cached(config)
     assert len(planned) == 1
 
@@ -102,9 +100,7 @@ def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home
         "import sys\nfrom orchestrator.cli.main import main\ncode = main(['plan', '--json', *sys.argv[1:]])\n"
         "print(code, *sorted({'hydra', 'numpy', 'orchestrator.planner.build'} & set(sys.modules)))"
     )
-    done = [
-        subprocess.run([sys.executable, "-c", code, *WORDS], capture_output=True, text=True, timeout=300)
-        for _ in range(2)
-    ]
+    command = [sys.executable, "-c", code, *WORDS]
+    done = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
     (first, *before), (second, *after) = (one.stdout.splitlines()[::-1] for one in done)
     assert before == after and "numpy" in first.split() and second == "0", done[1].stderr

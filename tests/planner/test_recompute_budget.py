@@ -36,11 +36,6 @@ def test_a_large_budget_repeats_nothing_and_a_tiny_one_everything():
     assert set(plan(None).job.train.recompute_layers) == {"none"}  # a tiny model on 80 GiB
 
 
-def test_modes_keep_less_and_less():
-    by_mode = [kept(plan(None, recompute=mode))[0] for mode in MODES]
-    assert by_mode == sorted(by_mode, reverse=True) and len(set(by_mode)) == 3
-
-
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
 @pytest.mark.parametrize(
     "degrees",
@@ -99,13 +94,8 @@ def test_work_is_weighed_at_the_rates_that_were_measured():
     gib = activations(model, parallel, structs.replace(train, recompute="none"))[0] * 0.8 / GIB
     modes = []
     for flops, bytes_per_s in ((1e12, 1e14), (1e17, 1e9)):
-        measured = Measured(
-            source="test",
-            matmul_flops={"bf16": flops},
-            attention_flops={"bf16": flops},
-            memory_bytes_per_s=bytes_per_s,
-            launch_s=0.0,
-        )
+        products = {name: {"bf16": flops} for name in ("matmul_flops", "attention_flops")}
+        measured = Measured(source="test", memory_bytes_per_s=bytes_per_s, launch_s=0.0, **products)
         cheapest = resolve_recompute(train, structs.replace(cluster, measured=measured), model, parallel, gib)
         modes.append(cheapest.recompute_layers[:16])
     assert modes[0].count("full") == 0 < modes[0].count("selective")

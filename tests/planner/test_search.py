@@ -85,20 +85,17 @@ def test_no_layout_costs_less_than_its_bounds(config):
 
 def test_the_same_on_every_run_and_the_same_as_the_plan():
     config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), {"auto": True}, global_batch_samples=32)
-    first, second = configs.search(config).run(), configs.search(config).run()
-    assert [(one.layout, one.step_s, one.memory) for one in first.front] == [
-        (one.layout, one.step_s, one.memory) for one in second.front
-    ]
-    plan = build_plan(first.front[0].config)
-    assert plan.time == first.front[0].solution.time and plan.memory.total == first.front[0].memory.total
-    assert plan.parallel == first.front[0].solution.parallel
+    first, second = configs.search(config).run().front, configs.search(config).run().front
+    assert [(a.layout, a.step_s, a.memory) for a in first] == [(b.layout, b.step_s, b.memory) for b in second]
+    plan, best = build_plan(first[0].config), first[0]
+    assert plan.time == best.solution.time and plan.memory.total == best.memory.total
+    assert plan.parallel == best.solution.parallel
 
 
 def test_what_is_given_is_kept():
     parallel = {"auto": True, "tp": 2, "zero": 1, "schedule": "1f1b"}
-    config = configs.config(
-        configs.cluster(2, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, recompute="full"
-    )
+    train = {"global_batch_samples": 32, "recompute": "full"}
+    config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), parallel, **train)
     for found in configs.search(config).run().front:
         mesh = found.layout.mesh
         assert (mesh.tp, found.layout.zero, found.layout.schedule, found.layout.recompute) == (2, 1, "1f1b", "full")
@@ -139,10 +136,8 @@ def test_a_table_is_not_searched():
 def test_activations_in_flight_are_those_counted_on_the_schedule(name, pp, vpp, m):
     if illegal(name, pp, m, vpp) or pp == 1:
         return
-    counted, closed = (
-        peak_in_flight(build(name, pp, m, vpp)),
-        [in_flight_on_rank(name, pp, vpp, m, r) for r in range(pp)],
-    )
+    counted = peak_in_flight(build(name, pp, m, vpp))
+    closed = [in_flight_on_rank(name, pp, vpp, m, r) for r in range(pp)]
     if name == "interleaved" and m % pp:  # the last round is not full: the closed form is on the safe side
         assert all(have <= said for have, said in zip(counted, closed, strict=True))
     else:
@@ -157,8 +152,7 @@ def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
     seconds = st.lists(st.floats(0.1, 3), min_size=pp * vpp, max_size=pp * vpp).map(tuple)
     costs = [data.draw(seconds) for _ in range(3)]
     schedule = build(name, pp, m, vpp)
+    seconds = Steps(schedule).makespan(*costs)
     if name in TURNS:
-        assert makespan(name, (pp, m, vpp), *costs) == Steps(schedule).makespan(
-            *costs
-        )  # the same sums, to the last bit
-    assert Steps(schedule).makespan(*costs) == pytest.approx(simulate(schedule, Costs(*costs)).makespan, rel=1e-12)
+        assert makespan(name, (pp, m, vpp), *costs) == seconds  # the same sums, to the last bit
+    assert seconds == pytest.approx(simulate(schedule, Costs(*costs)).makespan, rel=1e-12)

@@ -13,7 +13,7 @@ from orchestrator.planner.model.stages import rank_stages
 from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes
-from .configs import build_plan
+from .configs import main_line, planned
 
 
 def parallel(pp: int, m: int, vpp: int = 1, schedule: str = "1f1b"):
@@ -60,33 +60,23 @@ def test_v_shaped_schedules_put_the_ends_of_the_model_together():
     assert rank_stages(parallel(2, 4, 1, "dualpipe")) == [(0, 1), (1, 0)]
 
 
-@pytest.fixture(scope="module")
-def main_line():
-    return build_plan(configs.config(configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 1}))
-
-
-def test_parts_of_a_step_add_up(main_line):
-    time = main_line.time
+def test_parts_of_a_step_add_up():
+    plan, time = main_line(), main_line().time
     parts = time.compute_s + sum(time.exposed_comm_s.values())
     assert 0 <= time.step_s - parts < 0.1 * time.step_s  # the rest is the bubble
-    tokens = main_line.tokens_per_s_per_gpu * 64 * time.step_s
-    assert tokens == pytest.approx(main_line.parallel.global_batch_tokens)
+    assert plan.tokens_per_s_per_gpu * 64 * time.step_s == pytest.approx(plan.parallel.global_batch_tokens)
+    assert 0.2 < plan.mfu < 0.803  # gemm_mamf: the best measured H100 matmul
 
 
-def test_mfu_is_below_the_matmul_ceiling(main_line):
-    assert 0.2 < main_line.mfu < 0.803  # gemm_mamf: the best measured H100 matmul
-
-
-def test_timeline_shows_the_plan_s_own_stage_times(main_line):
-    drawn = pipeline_timeline(main_line, 16)
+def test_timeline_shows_the_plan_s_own_stage_times():
+    plan, drawn = main_line(), pipeline_timeline(main_line(), 16)
     assert drawn.schedule.micro_batches == 16 and len(drawn.spans) == 4
     # 512 micro-batches on the slowest rank are most of the step
-    slowest = max(drawn.busy) / 16 * main_line.parallel.micro_batches
-    assert slowest == pytest.approx(main_line.time.step_s, rel=0.02)
+    assert max(drawn.busy) / 16 * plan.parallel.micro_batches == pytest.approx(plan.time.step_s, rel=0.02)
 
 
 def time_of(**parallel):
-    return build_plan(configs.config(configs.cluster(), shapes.llama3_8b(), parallel)).time
+    return planned(shapes.llama3_8b(), parallel).time
 
 
 def test_more_tensor_parallelism_costs_time():
@@ -103,32 +93,24 @@ def test_gradients_hide_behind_the_last_backward_in_buckets_that_are_not_too_sma
 
 def test_doubling_tp_costs_more_than_doubling_pp():
     """planning.md C3, Llama3-70B on 32 H100: TP4PP4 704 TF, TP4PP8 668 (-5 %), TP8PP4 509 (-28 %)."""
-    cluster, model = configs.cluster(4, levels=[("leaf", 4, 1.0)]), shapes.llama3_70b()
-
-    def rate(tp: int, pp: int) -> float:
-        config = configs.config(cluster, model, {"tp": tp, "pp": pp, "zero": 1}, global_batch_samples=128)
-        return build_plan(config).tokens_per_s_per_gpu
-
-    base = rate(4, 4)
-    assert rate(8, 4) < rate(4, 8) < base
+    model, cluster = shapes.llama3_70b(), configs.cluster(4, levels=[("leaf", 4, 1.0)])
+    base, deeper, wider = (
+        planned(model, {"tp": tp, "pp": pp, "zero": 1}, cluster, global_batch_samples=128).tokens_per_s_per_gpu
+        for tp, pp in ((4, 4), (4, 8), (8, 4))
+    )
+    assert wider < deeper < base
 
 
 def test_few_micro_batches_are_named_as_the_limit():
-    config = configs.config(
-        configs.cluster(), shapes.llama3_70b(), {"tp": 8, "pp": 8, "zero": 1}, global_batch_samples=8
-    )
-    plan = build_plan(config)
+    plan = planned(shapes.llama3_70b(), {"tp": 8, "pp": 8, "zero": 1}, global_batch_samples=8)
     assert "bubble" in plan.time.limited_by
     assert any("pipeline bubble" in warning for warning in plan.warnings)
     assert plan.time.bubble_ratio == pytest.approx(7 / 8, rel=0.1)
 
 
 def test_zero_three_pays_for_gathering_every_micro_batch():
-    model = shapes.llama3_8b()
-    times = {
-        z: build_plan(configs.config(configs.cluster(), model, {"zero": z}, global_batch_samples=64)) for z in (1, 3)
-    }
-    sent = {z: sum(plan.placement["dp"].bytes_per_step_by_level.values()) for z, plan in times.items()}
-    assert sent[3] > sent[1]
+    one, three = (planned(shapes.llama3_8b(), {"zero": z}, global_batch_samples=64) for z in (1, 3))
+    sent = [sum(plan.placement["dp"].bytes_per_step_by_level.values()) for plan in (one, three)]
+    assert sent[1] > sent[0]
     # bf16 weights; the shard of ZeRO-3 is fp32, it is the master copy too
-    assert times[3].memory.params * 64 == pytest.approx(2 * times[1].memory.params, rel=0.01)
+    assert three.memory.params * 64 == pytest.approx(2 * one.memory.params, rel=0.01)

@@ -17,6 +17,7 @@ from tests.beds.plans import make_plan
 
 from .configs import build_plan
 
+SIXTEEN = ("train.global_batch_samples=16", "parallel.micro_batch_size=1")
 CPU = ("cluster=local", "model=tiny", "cluster.gpus_per_node=1")
 
 
@@ -79,17 +80,11 @@ def test_the_slowest_replica_is_what_is_planned_for():
         (["train.global_batch_samples=2"], "2 samples does not split"),
         (["train.global_batch_samples=16", "parallel.micro_batch_size=3"], "16 samples does not split"),
         (
-            [
-                *("train.global_batch_samples=16", "parallel.micro_batch_size=1", "parallel=pp2", "cluster.nodes=6"),
-                "parallel.schedule=dualpipe",
-            ],
+            [*SIXTEEN, "parallel=pp2", "cluster.nodes=6", "parallel.schedule=dualpipe"],
             "replicas take 5 or 6 micro-batches: schedule dualpipe wants an even micro_batches, not 5",
         ),
         (
-            [
-                *("train.global_batch_samples=16", "parallel.micro_batch_size=1"),
-                "+train.batch_ramp={start_samples: 3, over_samples: 100}",
-            ],
+            [*SIXTEEN, "+train.batch_ramp={start_samples: 3, over_samples: 100}"],
             "train.batch_ramp grows the batch in whole micro-batches",
         ),
     ],
@@ -109,7 +104,7 @@ def test_experts_are_exchanged_by_all_replicas_alike():
 
 
 def test_an_unequal_split_must_be_faster_than_parking_nodes():
-    found = sizes("nodes=1..8", "cluster.nodes=8", "train.global_batch_samples=16", "parallel.micro_batch_size=1")
+    found = sizes("nodes=1..8", "cluster.nodes=8", *SIXTEEN)
     shares = {size.nodes: size.plan.parallel.replica_micro_batches for size in found.legal}
     assert shares == {8: [], 6: [3, 3, 3, 3, 2, 2], 4: [], 3: [6, 5, 5], 2: [], 1: []}
     assert "2 or 3 micro-batches, which is no faster than 6 nodes" in found.refused[7]

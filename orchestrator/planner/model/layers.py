@@ -165,15 +165,6 @@ def head_flops(model: Model) -> float:
     return 2.0 * model.hidden * model.vocab
 
 
-def active_parameters(model: Model) -> int:
-    """Parameters that one token uses (MoE: `top_k` of the routed experts)."""
-    total = parameter_count(model)
-    if model.moe is None:
-        return total
-    idle = (model.moe.experts - model.moe.top_k) / model.moe.experts
-    return total - sum(round(layer_params(model, layer).experts * idle) for layer in range(model.layers))
-
-
 def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tuple[int, str, int]]:
     """(kind as index into `sample_layers`, recomputation mode, number) of the layers in `ranges`."""
     if train.recompute != "budget":
