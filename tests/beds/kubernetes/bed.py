@@ -14,12 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.beds import base
+from tests.beds.base import BedError, wait
 from tests.beds.debian import SBIN, find
 
 from . import bed_conf as conf
@@ -27,10 +28,6 @@ from .building import build, module_folder, program
 
 PREFIX = "orch-kubernetes-"
 CORE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
-
-
-class BedError(RuntimeError):
-    """The cluster could not be brought up; the message ends with the last lines of the log that knows why."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +70,13 @@ def refusal(shape: Shape) -> str | None:
     return None
 
 
-class Bed:
-    """Use as a context manager. `kubectl` and `run` act inside the bed; `env` is what they get."""
+class Bed(base.Bed):
+    """`kubectl` and `run` act inside the bed; `env` is what they get."""
 
     def __init__(self, shape: Shape | None = None, home: Path | None = None):
         self.shape = shape or Shape()
         self.home = home or Path(tempfile.gettempdir(), PREFIX + secrets.token_hex(4))
         self.first = 0  # pid, outside, of the first process of the bed's name spaces
-
-    def __enter__(self) -> Bed:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -121,15 +107,11 @@ class Bed:
         if self.first:
             with suppress(ProcessLookupError):
                 os.kill(self.first, signal.SIGKILL)
-            _wait(lambda: not _inside(self.first, self._space), 20)
+            wait(lambda: not _inside(self.first, self._space), 20)
             if self._holder.poll() is None:
                 self._holder.wait(timeout=10)
             self.first = 0
-        for _ in range(50):
-            shutil.rmtree(self.home, ignore_errors=True)
-            if not self.home.exists():
-                break
-            time.sleep(0.1)
+        wait(lambda: shutil.rmtree(self.home, ignore_errors=True) or not self.home.exists(), 5)
         _remove_cgroups()
 
     # ------------------------------------------------------------------------------------------ acting inside
@@ -172,18 +154,14 @@ class Bed:
 
     def daemon(self, name: str, path: Path | str, *argv: str, env: Mapping[str, str] | None = None) -> None:
         """Started in the bed, in the background; its output in log/<name>.log. It ends with the bed, or by `end`."""
-        with (self.home / "log" / f"{name}.log").open("ab") as log:
-            subprocess.Popen(
-                [*self.enter, str(path), *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home,
-                env={**self.env, **(env or {})}, start_new_session=True,
-            )  # fmt: skip
+        self.popen(name, str(path), *argv, env=env)
 
     def end(self, marker: str, how: signal.Signals = signal.SIGTERM, seconds: float = 15) -> None:
         """Every process of the bed whose command line holds `marker`."""
         for pid in self.pids(marker):
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
-        if not _wait(lambda: not self.pids(marker), seconds) and how != signal.SIGKILL:
+        if not wait(lambda: not self.pids(marker), seconds) and how != signal.SIGKILL:
             self.end(marker, signal.SIGKILL)
 
     def pids(self, marker: str = "") -> list[int]:
@@ -193,14 +171,6 @@ class Bed:
                 if marker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
-
-    def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
-        if not _wait(ready, seconds):
-            raise BedError(f"no {what} within {seconds:.0f} s\n{self.log_tail(log) if log else ''}")
-
-    def log_tail(self, name: str, lines: int = 20) -> str:
-        path = self.home / "log" / f"{name}.log"
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"no {name}.log"
 
     # ------------------------------------------------------------------------------------------ parts
 
@@ -214,18 +184,18 @@ class Bed:
             argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
-        if not _wait(lambda: children.read_text().split(), 10):
+        if not wait(lambda: children.read_text().split(), 10):
             raise BedError("unshare: no name spaces (is this root?)")
         self.first = int(children.read_text().split()[0])
         own = os.readlink("/proc/self/ns/mnt")
-        _wait(lambda: os.readlink(f"/proc/{self.first}/ns/mnt") != own, 5)
+        wait(lambda: os.readlink(f"/proc/{self.first}/ns/mnt") != own, 5)
         self._space = os.readlink(f"/proc/{self.first}/ns/mnt")
-        (self.home / "bed.json").write_text(json.dumps({"owner": os.getpid(), "first": self.first}))
+        self.record(first=self.first)
         script = (
             "mount -t tmpfs tmpfs /run && mkdir -p /run/lock && ip link set lo up && ip link add cni0 type bridge && "
             f"ip addr add {conf.HOST}/16 dev cni0 && ip link set cni0 up && sysctl -qw net.ipv4.ip_forward=1"
         )
-        _wait(lambda: self.run("sh", "-c", "test -d /proc/1/ns", check=False).returncode == 0, 5)
+        wait(lambda: self.run("sh", "-c", "test -d /proc/1/ns", check=False).returncode == 0, 5)
         self.run("sh", "-c", script)
 
     def _write_files(self) -> None:
@@ -270,15 +240,6 @@ class Bed:
         self.wait(lambda: self.kubectl(*ready, check=False) == "ok", 120, "API server", "kube-apiserver")
 
 
-def _wait(ready: Callable[[], object], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def _inside(first: int, space: str) -> list[int]:
     """Pids, as seen from outside, of every process in a mount name space."""
     found = []
@@ -294,27 +255,25 @@ def _remove_cgroups() -> None:
     """Empty ones that containers have left. The last bed takes them all: one that stays needs its weight (nodes)."""
     if list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         return
-    for base in Path("/sys/fs/cgroup").glob("*/k8s.io"):
-        for folder, _, _ in os.walk(base, topdown=False):
+    for group in Path("/sys/fs/cgroup").glob("*/k8s.io"):
+        for folder, _, _ in os.walk(group, topdown=False):
             with suppress(OSError):
                 os.rmdir(folder)
 
 
 def reap_stale() -> None:
     """Ends beds whose owner died without stopping them (a killed test run)."""
-    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError, KeyError):
-            said = json.loads((home / "bed.json").read_text())
-            if said["owner"] and not Path(f"/proc/{said['owner']}").exists():
-                _end_recorded(home, said["first"])
+    for home in base.orphans(PREFIX):
+        _end_recorded(home)
 
 
-def _end_recorded(home: Path, first: int) -> None:
-    with suppress(OSError):
+def _end_recorded(home: Path) -> None:
+    with suppress(OSError, ValueError, KeyError):
+        first = base.about(home)["first"]
         if b"sleep" in Path(f"/proc/{first}/cmdline").read_bytes():
             space = os.readlink(f"/proc/{first}/ns/mnt")
             os.kill(first, signal.SIGKILL)
-            _wait(lambda: not _inside(first, space), 20)
+            wait(lambda: not _inside(first, space), 20)
     shutil.rmtree(home, ignore_errors=True)
     _remove_cgroups()
 
@@ -322,8 +281,7 @@ def _end_recorded(home: Path, first: int) -> None:
 def main(argv: Sequence[str]) -> int:
     home = Path(tempfile.gettempdir(), PREFIX + "play")
     if list(argv) == ["stop"]:
-        with suppress(OSError, ValueError):
-            _end_recorded(home, json.loads((home / "bed.json").read_text())["first"])
+        _end_recorded(home)
         return 0
     if list(argv) != ["start"]:
         print("start or stop", file=sys.stderr)
@@ -332,13 +290,8 @@ def main(argv: Sequence[str]) -> int:
         print(reason, file=sys.stderr)
         return 1
     bed = Bed(Shape(nodes=2, kueue=True, jobset=True), home)
-    try:
-        bed.start()
-    except BaseException:
-        bed.stop()
-        raise
-    said = json.loads((home / "bed.json").read_text())
-    (home / "bed.json").write_text(json.dumps(said | {"owner": 0}))  # nobody's: it stays
+    bed.__enter__()
+    bed.record(owner=0, first=bed.first)
     print(f"enter it: {' '.join(bed.enter)} env KUBECONFIG={home}/admin.kubeconfig bash")
     print(f"kubectl:  {program('kubectl')}   end it: python -m tests.beds.kubernetes.bed stop")
     return 0

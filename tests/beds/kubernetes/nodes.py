@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.run.processes import descendants
 from tests.beds.debian import find
 
 from . import bed_conf as conf
@@ -75,24 +76,11 @@ def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 300) ->
 def kill(bed: Bed, index: int) -> None:
     """The node vanishes, as when its power is cut: kubelet, containerd, shims and every container, at once."""
     node = str(conf.node_folder(bed.home, index)) + "/"
-    roots = bed.pids(node)
-    everything = _with_children(roots)
+    everything = list(dict.fromkeys(pid for root in bed.pids(node) for pid in (root, *descendants(root))))
     for how in (signal.SIGSTOP, signal.SIGKILL):
         for pid in everything:
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
-
-
-def _with_children(pids: list[int]) -> list[int]:
-    found, queue = list(pids), list(pids)
-    while queue:
-        pid = queue.pop()
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            with suppress(OSError):
-                children = [int(child) for child in task.read_text().split() if int(child) not in found]
-                found += children
-                queue += children
-    return found
 
 
 def _load(bed: Bed, node: Path) -> None:

@@ -8,19 +8,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
-
-from orchestrator.run.state import RunState
+from tests.beds import base
+from tests.beds.base import ROOT
 from tests.beds.bundles import reports
 
 from . import image, nodes
 from .bed import Bed
 
-ROOT = Path(__file__).resolve().parents[3]
 _NUMBER = itertools.count()
 USER = 10001
 #: tp inside a pod, pp and dp across pods; two pods a node.
@@ -68,9 +65,7 @@ class Orch:
     ) -> subprocess.CompletedProcess[str]:
         environ = {"ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        done = self.bed.run(*argv, env=environ, check=False, timeout=timeout, cwd=self.home)
-        assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+        return base.checked(self.bed.run(*argv, env=environ, check=False, timeout=timeout, cwd=self.home), code)
 
     def submit(self, *words: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
         done = self(*self.submission(options), *words, code=code)
@@ -88,15 +83,8 @@ class Orch:
     def bound(self, run_id: str, count: int, seconds: float = 600) -> list[dict]:
         """The run's pods by completion index, once the scheduler has given every one a node. Thousands of looks at
         hundreds of pods would be most of what the cluster has to do: a watch tells."""
-        argv = [
-            sys.executable,
-            "-m",
-            "tests.beds.kubernetes.bound",
-            f"orch.dev/run={run_id}",
-            str(count),
-            self.namespace,
-        ]
-        self.bed.run(*argv, env={"PYTHONPATH": str(ROOT)}, timeout=seconds)
+        argv = ["-m", "tests.beds.kubernetes.bound", f"orch.dev/run={run_id}", str(count), self.namespace]
+        self.bed.run(sys.executable, *argv, env={"PYTHONPATH": str(ROOT)}, timeout=seconds)
         return self.pods(run_id)
 
     def pods(self, run_id: str) -> list[dict]:
@@ -104,32 +92,13 @@ class Orch:
         return sorted(found, key=lambda pod: int(pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
 
 
-class Run:
-    def __init__(self, orch: Orch, folder: str):
-        self.orch, self.folder = orch, Path(folder)
-        self.id = self.folder.name
+class Run(base.Run):
+    orch: Orch
 
     @property
     def inside(self) -> Path:
-        """The run folder as the pods have it, on the claim."""
+        """On the claim."""
         return self.orch.claim / self.id
-
-    def state(self) -> RunState:
-        return msgspec.convert(json.loads(self.orch("status", "--json", self.id).stdout)["state"], RunState)
-
-    def wait(self, *states: str, seconds: float = 900) -> RunState:
-        end = time.monotonic() + seconds
-        while (state := self.state()).state not in states:
-            assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
-            assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
-            time.sleep(2.0)  # each look is a process
-        return state
-
-    def until(self, what: str, ready: Callable[[], object], seconds: float = 600) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
-            time.sleep(0.5)
 
     def steps(self, since_epoch: int = 0) -> dict[int, float]:
         """Step -> loss, the last time that it was made, from the agents' own records on the claim."""
@@ -139,16 +108,12 @@ class Run:
                 found[report["step"]] = report["loss"]
         return found
 
-    def step(self, at_least: int, seconds: float = 600) -> None:
-        self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least, seconds)
+    def step(self, at_least: int) -> None:
+        self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least)
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints on the claim."""
         return [int(path.name.removeprefix("step-")) for path in (self.inside / "checkpoints").glob("step-*")]
-
-    @property
-    def plan(self) -> dict:
-        return json.loads((self.inside / "plan.json").read_text())
 
     def logs(self) -> str:
         """Of the first pods, and what the namespace's events say."""

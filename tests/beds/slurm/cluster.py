@@ -6,7 +6,6 @@ folder, ports and munge socket. `python -m tests.beds.slurm.cluster start` leave
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -21,24 +20,26 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 
+import psutil
+
+from tests.beds import base
+from tests.beds.base import BedError, wait
 from tests.beds.debian import SBIN, find
 
 from . import cluster_conf as conf
-from . import processes
 from .cluster_conf import Shape
 from .packages import install
 
 PREFIX = "orch-slurm-"
-BUSY = 5  # how much longer things may take on a machine that does much else
+T = TypeVar("T")
 
 
-class ClusterError(RuntimeError):
-    """The cluster could not be brought up; the message ends with the last lines of the log that knows why."""
+class Cluster(base.Bed):
+    """`env` is what Slurm's commands need; `run` calls one and returns its output."""
 
-
-class Cluster:
-    """Use as a context manager. `env` is what Slurm's commands need; `run` calls one and returns its output."""
+    patience = 5
 
     def __init__(self, shape: Shape | None = None, home: Path | None = None, root: Path | None = None) -> None:
         """`root`: the file system that holds Slurm, when it is not this machine's own (a later Debian)."""
@@ -51,17 +52,6 @@ class Cluster:
         self.ports = _free_ports(self.shape.nodes)
 
     # ------------------------------------------------------------------------------------------ lifecycle
-
-    def __enter__(self) -> Cluster:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     def start(self) -> None:
         self._write_files()
@@ -76,7 +66,7 @@ class Cluster:
             self.run("sacctmgr", "-i", "add", *user, check=False)
         for name in self.shape.names:
             self.start_node(name)
-        self.wait(lambda: self.idle() == self.shape.nodes, 30, f"{self.shape.nodes} idle nodes", "slurmctld.log")
+        self.wait(lambda: self.idle() == self.shape.nodes, 30, f"{self.shape.nodes} idle nodes", "slurmctld")
 
     def stop(self) -> None:
         """Jobs, nodes, controller, database, munge; then whatever still carries our SLURM_CONF; then the folder."""
@@ -86,16 +76,13 @@ class Cluster:
         order = [*(f"slurmd-{n}" for n in self.shape.names), "slurmctld", "slurmdbd", "mariadbd", "munged"]
         for name in order:
             self._end(name, signal.SIGKILL if name.startswith("slurmd-") else signal.SIGTERM)
-        end = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < end:  # one may have forked in this moment
-            for pid in left:
-                _signal(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        # again and again: one may have forked in this moment
+        wait(lambda: not [_signal(pid, signal.SIGKILL) for pid in self.processes()], 10, 0.05)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def start_controller(self, clean: bool = False) -> None:
         self._daemon("slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.inside / "slurm.conf"))
-        self.wait(lambda: self.run("scontrol", "ping", check=False).count("is UP"), 20, "slurmctld", "slurmctld.log")
+        self.wait(lambda: self.run("scontrol", "ping", check=False).count("is UP"), 20, "slurmctld", "slurmctld")
 
     def stop_controller(self) -> None:
         self._end("slurmctld", signal.SIGTERM)
@@ -114,9 +101,8 @@ class Cluster:
         begin anew at the largest. A step manager is known as the parent of a process of its job.
         """
         mine = sorted(self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"), key=_depth)
-        managers = {
-            parent for pid in mine if (parent := processes.parent(pid)) and processes.name(parent) == "slurmstepd"
-        }
+        parents = [parent for pid in mine if (parent := _of(pid, psutil.Process.parent))]
+        managers = {parent.pid for parent in parents if _of(parent.pid, psutil.Process.name) == "slurmstepd"}
         everything = [self.pids[f"slurmd-{name}"], *managers, *mine]
         for pid in everything:
             _signal(pid, signal.SIGSTOP)
@@ -135,7 +121,7 @@ class Cluster:
                 self.start_node(name)
         if self.idle() != self.shape.nodes:
             self.run("scontrol", "update", f"NodeName={','.join(self.shape.names)}", "State=RESUME", check=False)
-        self.wait(lambda: self.idle() == self.shape.nodes, 40, "empty cluster", "slurmctld.log")
+        self.wait(lambda: self.idle() == self.shape.nodes, 40, "empty cluster", "slurmctld")
 
     # ------------------------------------------------------------------------------------------ questions
 
@@ -149,7 +135,7 @@ class Cluster:
         argv = (*self.enter, *argv)
         done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=timeout, cwd=self.home)
         if check and done.returncode:
-            raise ClusterError(f"{' '.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
+            raise BedError(f"{' '.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
     @property
@@ -173,7 +159,7 @@ class Cluster:
         while True:
             try:
                 return self.run("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").strip()
-            except ClusterError as error:
+            except BedError as error:
                 if "Invalid job id" in str(error):
                     return ""
                 if time.monotonic() > end:  # a controller without time does not answer
@@ -187,23 +173,15 @@ class Cluster:
         nodes = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T %E", check=False)
         return "\n".join(["--- Slurm", shown, nodes, *lines[-30:]])
 
-    def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
-        """Until `ready`; `seconds` is what a quiet machine needs at most, a busy one gets more."""
-        end = time.monotonic() + BUSY * seconds
-        while not ready():
-            if time.monotonic() > end:
-                tail = self.log_tail(log) if log else ""
-                raise ClusterError(f"no {what} within {BUSY * seconds:.0f} s\n{tail}")
-            time.sleep(0.3)
-
-    def log_tail(self, log: str, lines: int = 20) -> str:
-        path = self.home / "log" / log
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"no {log}"
-
     def processes(self, variable: bytes = b"") -> list[int]:
         """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and their children."""
         ours = f"SLURM_CONF={self.inside}/slurm.conf".encode() + b"\0"
-        return [pid for pid, env in processes.environments() if ours in env and variable in env]
+        found = []
+        for pid in psutil.pids():
+            with suppress(OSError):
+                env = Path(f"/proc/{pid}/environ").read_bytes()
+                found += [pid] if pid != os.getpid() and ours in env and variable in env else []
+        return found
 
     # ------------------------------------------------------------------------------------------ parts
 
@@ -233,7 +211,7 @@ class Cluster:
         self._daemon(
             "munged", "-F", "--force", *(f"--{flag}={self.inside / 'munge' / name}" for flag, name in options.items())
         )
-        self.wait((munge / "socket").exists, 10, "munge socket", "munged.log")
+        self.wait((munge / "socket").exists, 10, "munge socket", "munged")
 
     def _start_accounting(self) -> None:
         db, sock = self.home / "db", self.home / "run" / "mariadb.sock"
@@ -243,23 +221,19 @@ class Cluster:
         self.run(installer, *common, "--auth-root-authentication-method=normal", "--skip-test-db", timeout=120)
         options = [f"--socket={sock}", "--skip-networking", "--innodb-buffer-pool-size=32M", f"--pid-file={db}/pid"]
         self._daemon("mariadbd", *common, *options)
-        self.wait(sock.exists, 60, "database socket", "mariadbd.log")
+        self.wait(sock.exists, 60, "database socket", "mariadbd")
         self._daemon("slurmdbd", "-D", extra={"MYSQL_UNIX_PORT": str(sock)})
-        self.wait(lambda: _listening(self.ports.dbd), 60, "slurmdbd", "slurmdbd.log")
+        self.wait(lambda: _listening(self.ports.dbd), 60, "slurmdbd", "slurmdbd")
 
     def _daemon(self, program: str, *argv: str, key: str = "", extra: dict[str, str] | None = None) -> None:
         key = key or program
         path = program if self.root else find(program)
         if path is None:
-            raise ClusterError(f"{program} is not installed")
-        with (self.home / "log" / f"{key}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*self.enter, path, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home,
-                env=self.env | (extra or {}), start_new_session=True,
-            )  # fmt: skip
+            raise BedError(f"{program} is not installed")
+        process = self.popen(key, path, *argv, env=extra)
         self.pids[key] = process.pid
         _CHILDREN[process.pid] = process
-        (self.home / "cluster.json").write_text(json.dumps({"owner": os.getpid(), "pids": self.pids}))
+        self.record(pids=self.pids)
 
     def _end(self, key: str, how: signal.Signals) -> None:
         pid = self.pids.pop(key, None)
@@ -275,10 +249,16 @@ class Cluster:
 _CHILDREN: dict[int, subprocess.Popen] = {}
 
 
+def _of(pid: int, question: Callable[[psutil.Process], T]) -> T | None:
+    """None: it has ended."""
+    with suppress(psutil.Error):
+        return question(psutil.Process(pid))
+    return None
+
+
 def _depth(pid: int) -> int:
     """How many ancestors a process has."""
-    above = processes.parent(pid)
-    return 1 + _depth(above) if above else 0
+    return len(_of(pid, psutil.Process.parents) or ())
 
 
 def _signal(pid: int, how: signal.Signals) -> None:
@@ -287,16 +267,13 @@ def _signal(pid: int, how: signal.Signals) -> None:
 
 
 def _gone(pid: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        child = _CHILDREN.get(pid)
-        if child is None and not processes.alive(pid):
-            return True
-        if child is not None and child.poll() is not None:
-            del _CHILDREN[pid]
-            return True
-        time.sleep(0.05)
-    return False
+    def gone() -> bool:
+        if child := _CHILDREN.get(pid):
+            return child.poll() is not None
+        # where nobody reaps orphans, an ended daemon stays a zombie
+        return _of(pid, psutil.Process.status) in (None, psutil.STATUS_ZOMBIE)
+
+    return wait(gone, seconds, 0.05)
 
 
 def _free_ports(nodes: int) -> conf.Ports:
@@ -321,18 +298,13 @@ def _listening(port: int) -> bool:
 
 def reap_stale() -> None:
     """Ends clusters whose owner died without stopping them (a killed test run)."""
-    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            owner = json.loads((home / "cluster.json").read_text())["owner"]
-        except (OSError, ValueError, KeyError):
-            continue
-        if owner and not processes.alive(owner):
-            _adopt(home).stop()
+    for home in base.orphans(PREFIX):
+        _adopt(home).stop()
 
 
 def _adopt(home: Path) -> Cluster:
     cluster = Cluster(home=home)
-    cluster.pids = json.loads((home / "cluster.json").read_text())["pids"]
+    cluster.pids = base.about(home)["pids"]
     return cluster
 
 
@@ -348,14 +320,8 @@ def main(argv: list[str]) -> int:
     if reason := install():
         print(f"no test cluster: {reason}", file=sys.stderr)
         return 76
-    cluster = Cluster(shape)
-    try:
-        cluster.start()
-    except ClusterError as error:
-        cluster.stop()
-        print(error, file=sys.stderr)
-        return 70
-    (cluster.home / "cluster.json").write_text(json.dumps({"owner": 0, "pids": cluster.pids}))  # outlives us
+    cluster = Cluster(shape).__enter__()
+    cluster.record(owner=0, pids=cluster.pids)
     print(cluster.run("sinfo"), end="")
     print(f"\nuse it:  export SLURM_CONF={cluster.home}/slurm.conf")
     print("try it:  .venv/bin/orch submit --config-dir slurm cluster=testbed parallel=tp2_pp2_zero1 --follow")

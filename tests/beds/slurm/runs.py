@@ -7,23 +7,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from orchestrator.run.state import RunState
+from tests.beds import base
+from tests.beds.base import ROOT
 from tests.beds.bundles import reports
 
 from .cluster import Cluster
 
-ROOT = Path(__file__).resolve().parents[3]
 #: Held before its last step until it is released: never over before it was interrupted, and at once afterwards.
 LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
-#: Every wait looks for its condition, so on a busy machine nothing but time is lost.
-TIMEOUT_S = 300
-#: Between two questions to Slurm, which cost more processor time than the answer is worth; between looks at files.
-ASK_S, LOOK_S = 1.0, 0.2
 CONF = ROOT / "slurm"
 #: No torch; speaks the report protocol and misbehaves on request.
 FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "beds" / "worker.py"))
@@ -48,9 +43,7 @@ class Orch:
         print(json.dumps({"argv": words, "env": environ, "seconds": timeout, **files}), file=server.stdin, flush=True)
         answer = server.stdout.readline()
         assert answer, "the server of command lines has ended: see its error above"
-        done = subprocess.CompletedProcess(words, int(answer), out.read_text(), err.read_text())
-        assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+        return base.checked(subprocess.CompletedProcess(words, int(answer), out.read_text(), err.read_text()), code)
 
     @classmethod
     def _serve(cls) -> subprocess.Popen:
@@ -77,34 +70,20 @@ class Orch:
         return Run(self, said["run_dir"], said.get("script", ""))
 
 
-class Run:
+class Run(base.Run):
+    orch: Orch
+    #: Every wait looks for its condition, so on a busy machine nothing but time is lost. A question to Slurm costs more
+    #: processor time than the answer is worth.
+    patience_s, ask_s, look_s = 300.0, 1.0, 0.2
+
     def __init__(self, orch: Orch, folder: str, script: str = ""):
-        self.orch, self.folder, self.script = orch, Path(folder), script
-        self.id = self.folder.name
+        super().__init__(orch, folder)
+        self.script = script
         self._requeued_since: float | None = None  # monotonic seconds; the last attempt has left the nodes
 
     @property
     def job(self) -> str:
         return json.loads((self.folder / "backend.json").read_text())["job_id"]
-
-    def state(self) -> RunState:
-        found = json.loads(self.orch("status", "--json", self.id).stdout)["state"]
-        return msgspec.convert(found, RunState)
-
-    def wait(self, *states: str, seconds: float = TIMEOUT_S) -> RunState:
-        """Until the run is in one of the states; the state, or a failure that shows what the logs say."""
-        end = time.monotonic() + seconds
-        while (state := self.state()).state not in states:
-            assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
-            assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
-            time.sleep(ASK_S)
-        return state
-
-    def until(self, what: str, ready: Callable[[], object], seconds: float = TIMEOUT_S, pause: float = LOOK_S) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, f"not within {seconds} s: {what}\n{self.logs()}"
-            time.sleep(pause)
 
     def step(self, at_least: int) -> None:
         """Until every rank has reported that step."""
@@ -120,9 +99,8 @@ class Run:
     def requeued(self) -> None:
         """Until the job is pending after an attempt, so with a node assignment."""
         placed = self.folder / "slurm" / "placement.json"
-        self.until(
-            "requeued", lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING", pause=ASK_S / 2
-        )
+        pending = lambda: placed.exists() and self.orch.cluster.job_state(self.job) == "PENDING"  # noqa: E731
+        self.until("requeued", pending, pause=self.ask_s / 2)
 
     def release(self) -> None:
         """Let workers that hold (ORCH_TEST_HOLD) go on to the end."""
@@ -138,7 +116,7 @@ class Run:
             self.skip_requeue_delay()
             return self.attempt > before
 
-        self.until("next attempt", placed, pause=ASK_S)
+        self.until("next attempt", placed, pause=self.ask_s)
 
     def skip_requeue_delay(self) -> None:
         """Skip the two minutes that a requeued job waits, once its last attempt has left the nodes.
@@ -167,7 +145,7 @@ class Run:
             self.skip_requeue_delay()
             return self.orch.cluster.job_state(self.job) == "COMPLETED"
 
-        self.until("the end of the job", over, pause=ASK_S)
+        self.until("the end of the job", over, pause=self.ask_s)
         return self.wait("done")
 
     @property
@@ -179,10 +157,6 @@ class Run:
         """How often Slurm says that it has requeued the job."""
         text = self.orch.cluster.run("scontrol", "show", "job", self.job)
         return int(text.split("Restarts=")[1].split()[0])
-
-    @property
-    def plan(self) -> dict:
-        return json.loads((self.folder / "plan.json").read_text())
 
     @property
     def assignment(self) -> dict:
