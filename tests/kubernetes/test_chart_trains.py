@@ -12,8 +12,8 @@ from orchestrator.backends.kubernetes.names import METRICS_PORT
 from tests.beds import debian
 from tests.beds.kubernetes import image
 from tests.beds.kubernetes.bed import Bed, BedError
-from tests.beds.kubernetes.building import build, program
-from tests.beds.kubernetes.runs import SHORT, SMALL, TINY, Orch, Run, check_rank_map
+from tests.beds.kubernetes.building import build
+from tests.beds.kubernetes.runs import SHORT, SMALL, TINY, Helm, Orch, Run, check_rank_map
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 CHART = str(Path(__file__).resolve().parents[2] / "charts" / "orch")
@@ -21,19 +21,10 @@ ASK = "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.a
 
 
 @pytest.fixture
-def helm(real_bed, orch):
+def helm(real_bed, orch) -> Helm:
     if reason := build(("helm",)):
         pytest.skip(reason)
-
-    def run(*argv: str, values: dict | None = None, timeout: float = 120) -> str:
-        more = ()
-        if values is not None:
-            (orch.home / "values.json").write_text(json.dumps(values))
-            more = ("--values", str(orch.home / "values.json"))
-        flags = ("--namespace", orch.namespace)
-        return real_bed.run(str(program("helm")), *flags, *argv, *more, timeout=timeout).stdout
-
-    return run
+    return Helm(real_bed, orch.namespace)
 
 
 def values() -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.beds.kubernetes import addons
 from tests.beds.kubernetes.bed import Bed, Shape
-from tests.beds.kubernetes.building import program
+from tests.beds.kubernetes.runs import Helm
 
 from .conftest import bring_up
 from .test_chart import FULL
@@ -22,17 +21,7 @@ SPACE = "llm"
 OTHERS = {"events", "events.events.k8s.io", "leases.coordination.k8s.io", "componentstatuses"}
 
 
-class Release:
-    def __init__(self, bed: Bed, folder: Path):
-        self.bed, self.values = bed, folder / "values.json"
-
-    def __call__(self, *argv: str, values: dict | None = None) -> str:
-        more = ()
-        if values is not None:
-            self.values.write_text(json.dumps(values))
-            more = ("--values", str(self.values))
-        return self.bed.run(str(program("helm")), "--namespace", SPACE, *argv, *more, timeout=120).stdout
-
+class Release(Helm):
     def names(self, kind: str) -> list[str]:
         found = self.bed.get(kind, "-n", SPACE, "-l", "app.kubernetes.io/instance=my-run")["items"]
         return sorted(body["metadata"]["name"] for body in found)
@@ -57,8 +46,8 @@ def control_plane(tmp_path_factory) -> Iterator[Bed]:
 
 
 @pytest.fixture
-def helm(control_plane, tmp_path) -> Release:
-    return Release(control_plane, tmp_path)
+def helm(control_plane) -> Release:
+    return Release(control_plane, SPACE)
 
 
 def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
@@ -67,11 +56,8 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
     helm("install", "my-run", CHART, values=full)
     first = helm.names("jobs")
     assert len(first) == 1
-    assert {"podmonitors", "prometheusrules", "clusterqueues", "localqueues", "topologies", "resourceflavors"} == {
-        kind
-        for kind in ("podmonitors", "prometheusrules", "clusterqueues", "localqueues", "topologies", "resourceflavors")
-        if helm.names(kind)
-    }
+    asked_for = ("podmonitors", "prometheusrules", "clusterqueues", "localqueues", "topologies", "resourceflavors")
+    assert all(helm.names(kind) for kind in asked_for)
     helm("upgrade", "my-run", CHART, values={**full, "parallel": "dp64_zero1"})
     second = helm.names("jobs")
     assert len(second) == 1
@@ -101,9 +87,7 @@ def test_another_launcher_for_the_same_run_is_an_upgrade_too(helm):
 
 def test_a_value_that_no_schema_knows_is_refused_before_anything_is_made(helm):
     before = helm.everything()
-    helm.values.write_text(json.dumps({**FULL, "options": {"que": "a"}}))
-    argv = [str(program("helm")), "--namespace", SPACE, "install", "my-run", CHART, "--values", str(helm.values)]
-    done = helm.bed.run(*argv, check=False)
+    done = helm("install", "my-run", CHART, values={**FULL, "options": {"que": "a"}}, check=False)
     assert done.returncode != 0
     assert "'que'" in done.stderr or '"que"' in done.stderr, done.stderr
     assert helm.everything() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,18 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 
 
+def request_of(words: list[str], run_id: str, command: Sequence[str] = (), code: Code | None = None):
+    """(bundle, plan) of `orch submit backend=kubernetes` with these words."""
+    config = load([*words, "backend=kubernetes", f"run.name={run_id.rpartition('-')[0]}"], None)
+    plan = build_plan(config)
+    site = Site(run_id=run_id, home="/h", runs_dir="/h/runs", python="/py", environment_names=["NCCL_DEBUG", "HOME"],
+                cwd="/w", code=code or Code(kind="none"))  # fmt: skip
+    return make_request(config, plan, site, command), plan
+
+
 @pytest.fixture(scope="module")
 def main_line():
-    """+cluster=h100x64 parallel=tp8_pp4_zero1, as a request."""
-    config = load(["cluster=h100x64", "model=llama3_8b", "backend=kubernetes", "run.name=main"], None)
-    plan = build_plan(config)
-    site = Site(run_id="main-1", home="/h", runs_dir="/h/runs", python="/py", environment_names=["NCCL_DEBUG", "HOME"],
-                cwd="/w", code=Code(kind="none"))  # fmt: skip
-    return make_request(config, plan, site), plan
+    return request_of(["cluster=h100x64", "model=llama3_8b"], "main-1")
 
 
 def manifest(main_line, options: dict, **changes: object) -> Manifest:
@@ -103,12 +108,9 @@ def test_only_index_0_has_a_service(main_line):
 
 def test_sixteen_thousand_ranks_fit():
     """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a second time."""
-    config = load(["cluster=h100x16384", "model=llama3_405b", "backend=kubernetes", "run.name=big"], None)
-    plan = build_plan(config)
+    bundle, plan = request_of(["cluster=h100x16384", "model=llama3_405b"], "big-1")
     assert len(plan.ranks) == 16384
-    site = Site(run_id="big-1", home="/h", runs_dir="/h", python="/py", environment_names=[], cwd="/",
-                code=Code(kind="none"))  # fmt: skip
-    objects = render(manifest((make_request(config, plan, site), plan), {}))
+    objects = render(manifest((bundle, plan), {}))
     assert max(len(json.dumps(body)) for body in objects) < 262_144
     assert unpack_plan(pack_plan(plan)) == plan
 
@@ -242,11 +244,7 @@ def test_names_that_would_be_too_long_are_refused_early():
         names.object_name("a" * 61, 8, "jobset")
 
 
-def test_a_program_in_a_folder_is_refused(main_line):
-    config = load(["cluster=h100x64", "model=llama3_8b", "backend=kubernetes", "run.name=main"], None)
-    plan = main_line[1]
-    site = Site(run_id="own-1", home="/h", runs_dir="/h", python="/py", environment_names=[], cwd="/w",
-                code=Code(kind="folder", root="/w"))  # fmt: skip
-    own = make_request(config, plan, site, ["python", "train.py"])
+def test_a_program_in_a_folder_is_refused():
+    words, code = ["cluster=h100x64", "model=llama3_8b"], Code(kind="folder", root="/w")
     with pytest.raises(OrchError, match="--in-place"):
-        render(manifest((own, plan), {}))
+        render(manifest(request_of(words, "own-1", ["python", "train.py"], code), {}))

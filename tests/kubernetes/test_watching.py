@@ -13,13 +13,11 @@ from orchestrator.backends.base import write_record
 from orchestrator.backends.kubernetes.api.api_errors import api_error, unreachable
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.cluster_view import check_queue
-from orchestrator.backends.kubernetes.names import RUN, SUBMISSION
 from orchestrator.backends.kubernetes.objects.node_affinity import choose, in_whole_units, node_affinity
 from orchestrator.backends.kubernetes.observer import force_delete_stuck_pods
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.phases import ObservedRun, nodes_of, status_of
 from orchestrator.backends.kubernetes.record import KubernetesRecord, verdict
-from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -95,11 +93,9 @@ def test_a_job_that_ends_is_not_over_before_its_pods_are():
     ],
 )
 def test_why_it_does_not_start_is_said(pods, events, says):
-    waiting = []
-    for index, reason in enumerate(pods):
-        body = pod(index, "Pending")
+    waiting = [pod(index, "Pending") for index in range(len(pods))]
+    for body, reason in zip(waiting, pods, strict=True):
         body["status"]["containerStatuses"][0]["state"] = {"waiting": reason}
-        waiting.append(body)
     found = status_of(seen(job(), waiting, events=events), NOW)
     assert found.phase == "pending"
     assert says in found.text
@@ -108,9 +104,8 @@ def test_why_it_does_not_start_is_said(pods, events, says):
 def test_no_room_and_the_queue_s_own_words_are_said():
     body = pod(1, "Pending")
     message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-    body["status"]["conditions"] = [
-        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-    ]
+    why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    body["status"]["conditions"] = [why]
     told = status_of(seen(job(), [pod(0), body]), NOW).text
     assert "Insufficient nvidia.com/gpu" in told
     assert told.endswith("wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)")
@@ -165,9 +160,8 @@ def test_a_pod_that_hangs_is_let_go_where_its_node_is_gone_and_the_user_may():
     assert not force_delete_stuck_pods(Nodes(), run, NOW)  # nodes cannot be read: nothing is known of them
     assert not force_delete_stuck_pods(Nodes(may=False, n0="True", n1="False"), run, NOW)
     alone = seen(job(), [pod(0, **at)])
-    assert not force_delete_stuck_pods(
-        Nodes(n1="True", n0="False"), alone, NOW
-    )  # no peer would stop it, should it still run
+    # no peer would stop it, should it still run
+    assert not force_delete_stuck_pods(Nodes(n1="True", n0="False"), alone, NOW)
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")
     assert not force_delete_stuck_pods(Nodes(n0="True", n1="False"), seen(job(), [pod(0), just_now]), NOW)
 
@@ -206,14 +200,9 @@ def test_a_run_whose_job_is_gone_is_stopped(tmp_path, monkeypatch):
     ("status", "message", "says", "exit"),
     [
         (401, "Unauthorized", "log in again", Exit.SECURITY),
-        (
-            403,
-            'jobs.batch is forbidden: User "ann" cannot create resource "jobs" in API group "batch" '
-            'in the namespace "x"',
-            'ann may not create jobs in namespace x; the rule to add: {apiGroups: ["batch"], resources: [jobs], '
-            "verbs: [create]}",
-            Exit.SECURITY,
-        ),
+        (403, 'jobs.batch is forbidden: User "ann" cannot create resource "jobs" in API group "batch" in the namespace '
+         '"x"', 'ann may not create jobs in namespace x; the rule to add: {apiGroups: ["batch"], resources: [jobs], '
+         "verbs: [create]}", Exit.SECURITY),
         (403, 'pods "r" is forbidden: exceeded quota: gpus, requested: 8', "larger quota", Exit.CAPACITY),
         (403, 'pods "r" is forbidden: violates PodSecurity "x"', "backend.options.security", Exit.SECURITY),
         (404, "the server could not find the requested resource", "Kueue or JobSet installed", Exit.CONFIG),
@@ -237,62 +226,6 @@ def test_no_answer_is_one_line():
     assert "0x7f" not in error.message
 
 
-# ------------------------------------------------------------------------------------------ all or nothing
-
-
-class Api:
-    """As much of an API server as `send` can tell from one: objects by kind, owners of fields, refusals on request."""
-
-    namespace = "default"
-
-    def __init__(self, refuse: str = ""):
-        self.objects: dict[str, dict] = {}
-        self.refuse = refuse
-
-    def get(self, kind: str, name: str) -> dict | None:
-        return self.objects.get(kind)
-
-    def apply(self, body: dict, manager: str) -> dict:
-        if body["kind"] == self.refuse:
-            raise api_error(403, '{"message": "exceeded quota"}')
-        self.objects[body["kind"]] = {**body, "metadata": {**body["metadata"], "uid": "u"}}
-        return self.objects[body["kind"]]
-
-    def merge(self, kind: str, name: str, change: dict, manager: str) -> None:
-        self.objects[kind]["metadata"] |= change["metadata"]
-
-    def delete(self, kind: str, name: str) -> bool:
-        return self.objects.pop(kind, None) is not None
-
-
-def bodies(submission: str) -> list[dict]:
-    meta = {"name": "r", "labels": {RUN: "r"}, "annotations": {SUBMISSION: submission}}
-    return [{"apiVersion": "v1", "kind": kind, "metadata": dict(meta)} for kind in ("Secret", "Service", "Job")]
-
-
-def put(api: Any, objects: list[dict], submission: str) -> None:
-    """Send them as `submit_objects` does."""
-    if not is_sent(api, objects, submission):
-        set_owner(api, objects, apply_all(api, objects, objects[0]["metadata"]["name"], submission), submission)
-
-
-def test_a_refused_job_leaves_nothing_behind():
-    api = Api(refuse="Job")
-    with pytest.raises(OrchError):
-        put(api, bodies("a"), "a")
-    assert api.objects == {}
-
-
-def test_a_repeated_submission_is_one_run_and_a_second_submitter_none():
-    api = Api()
-    put(api, bodies("a"), "a")
-    put(api, bodies("a"), "a")
-    with pytest.raises(OrchError, match="exists already"):
-        put(api, bodies("b"), "b")
-    assert {body["metadata"]["annotations"][SUBMISSION] for body in api.objects.values()} == {"a"}
-    assert api.objects["Secret"]["metadata"]["ownerReferences"][0]["kind"] == "Job"
-
-
 # ------------------------------------------------------------------------------------------ nodes without a queue
 
 LEAVES = {f"l{i}": tuple(f"n{i * 5 + j}" for j in range(5)) for i in range(4)}
@@ -304,7 +237,7 @@ CLUSTER = Topology("tree", (Tier("leaf", LEAVES),), machines=MACHINES)
 
 def test_whole_pipelines_are_chosen_from_what_is_free():
     plan = make_plan(tp=2, pp=2, dp=3, nodes=6)
-    chosen = choose(plan, CLUSTER, {"leaf": "example.org/leaf"}).nodes
+    chosen = choose(plan, CLUSTER, LEAF).nodes
     assert len(chosen) == 6
     assert not BUSY & set(chosen)
     for members in LEAVES.values():
@@ -328,7 +261,7 @@ def test_pods_may_go_to_chosen_nodes_and_few_others():
 def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
     """Hundreds of names in each of hundreds of pods are most of what the cluster has to read and write."""
     plan = make_plan(tp=2, dp=12, nodes=12)
-    chosen = choose(plan, CLUSTER, {"leaf": "example.org/leaf"})
+    chosen = choose(plan, CLUSTER, LEAF)
     leaves = [name for name, members in LEAVES.items() if set(members) <= set(chosen.nodes)]
     assert chosen.whole == (("example.org/leaf", tuple(leaves)),)
     assert leaves
@@ -369,12 +302,8 @@ def test_spares_are_switches_like_the_chosen_ones_and_cost_one_word():
     affinity = node_affinity(chosen)["nodeAffinity"]
     (required,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert required["matchExpressions"][0]["values"] == [*chosen.whole[0][1], spare]
-    assert affinity["preferredDuringSchedulingIgnoredDuringExecution"] == [
-        {
-            "weight": 100,
-            "preference": {"matchExpressions": [{"key": LEAF["leaf"], "operator": "NotIn", "values": [spare]}]},
-        }
-    ]
+    elsewhere = {"matchExpressions": [{"key": LEAF["leaf"], "operator": "NotIn", "values": [spare]}]}
+    assert affinity["preferredDuringSchedulingIgnoredDuringExecution"] == [{"weight": 100, "preference": elsewhere}]
 
 
 def test_where_no_other_node_is_free_nothing_is_preferred():

@@ -13,26 +13,23 @@ from collections.abc import Callable
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.objects.render import Manifest, render
-from orchestrator.backends.kubernetes.options import read_options
-from orchestrator.config.compose import load
+from orchestrator.backends.kubernetes.objects.render import render
+from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.errors import OrchError
-from orchestrator.run.request import Code, Site, make_request
-from tests.kubernetes.test_render import CASES, IMAGE
-from tests.kubernetes.test_watching import put
-from tests.planner.configs import build_plan
+from tests.kubernetes.test_render import CASES, manifest, request_of
 
 SMALL_KINDS = ("Secret", "ConfigMap", "Service")
 
 
 def objects(name: str, submission: str = "", **options: object) -> list[dict]:
-    config = load(["cluster=h100x64", "model=llama3_8b", "backend=kubernetes", f"run.name={name}"], None)
-    plan = build_plan(config)
-    site = Site(run_id=name, home="/h", runs_dir="/h", python="/py", environment_names=[], cwd="/w",
-                code=Code(kind="none"))  # fmt: skip
-    given = read_options({**IMAGE, **options})
-    run = Manifest(request=make_request(config, plan, site).request, plan=plan, options=given, config=b"x: 1\n")
-    return render(structs.replace(run, namespace="default", key="ab" * 32, submission=submission))
+    words = ["cluster=h100x64", "model=llama3_8b"]
+    return render(structs.replace(manifest(request_of(words, name), options), submission=submission))
+
+
+def put(cluster: Cluster, bodies: list[dict], submission: str) -> None:
+    """Send them as `submit_objects` does."""
+    if not is_sent(cluster, bodies, submission):
+        set_owner(cluster, bodies, apply_all(cluster, bodies, bodies[0]["metadata"]["name"], submission), submission)
 
 
 def dry_run(kind: str) -> dict[str, list[str]]:
@@ -45,6 +42,14 @@ def dry_run(kind: str) -> dict[str, list[str]]:
     return found
 
 
+def complaint(deed: Callable[[], object]) -> str:
+    try:
+        deed()
+    except OrchError as error:
+        return error.message
+    return ""
+
+
 def twice() -> dict[str, object]:
     """One submission that is repeated, and one of somebody else."""
     cluster = Cluster()
@@ -52,11 +57,7 @@ def twice() -> dict[str, object]:
     first = cluster.get("Job", "twice-1")["metadata"]
     put(cluster, objects("twice-1", "mine"), "mine")
     again = cluster.get("Job", "twice-1")["metadata"]
-    try:
-        put(cluster, objects("twice-1", "theirs"), "theirs")
-        other = ""
-    except OrchError as error:
-        other = error.message
+    other = complaint(lambda: put(cluster, objects("twice-1", "theirs"), "theirs"))
     owners = [cluster.get(kind, "twice-1")["metadata"]["ownerReferences"][0]["uid"] for kind in SMALL_KINDS]
     return {"same": first["uid"] == again["uid"], "other": other, "owned": set(owners) == {first["uid"]}}
 
@@ -64,11 +65,7 @@ def twice() -> dict[str, object]:
 def refused() -> dict[str, object]:
     cluster, bodies = Cluster(), objects("refused-1", "mine")
     bodies[-1]["spec"]["backoffLimit"] = -1
-    try:
-        put(cluster, bodies, "mine")
-        said = ""
-    except OrchError as error:
-        said = error.message
+    said = complaint(lambda: put(cluster, bodies, "mine"))
     return {"said": said, "left": [kind for kind in (*SMALL_KINDS, "Job") if cluster.get(kind, "refused-1")]}
 
 

@@ -17,6 +17,7 @@ from tests.beds.bundles import reports
 
 from . import image, nodes
 from .bed import Bed
+from .building import program
 
 _NUMBER = itertools.count()
 USER = 10001
@@ -123,6 +124,20 @@ class Run(base.Run):
             texts = [f"--- {n}\n{bed.kubectl('logs', '-n', space, n, '--tail=15', check=False)[-3000:]}" for n in names]
             return "\n".join([*texts, bed.kubectl("get", "events", "-n", space, check=False)[-3000:]])
         return "no logs"
+
+
+class Helm:
+    """`helm` in one namespace of a bed."""
+
+    def __init__(self, bed: Bed, namespace: str):
+        self.bed, self.namespace = bed, namespace
+
+    def __call__(
+        self, *argv: str, values: dict | None = None, timeout: float = 120, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        more = () if values is None else ("--values", "-")
+        argv = (str(program("helm")), "--namespace", self.namespace, *argv, *more)
+        return self.bed.run(*argv, input=json.dumps(values), timeout=timeout, check=check)
 
 
 def check_rank_map(orch: Orch, run: Run) -> None:
