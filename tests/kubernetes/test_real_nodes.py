@@ -10,10 +10,6 @@ from tests.beds.kubernetes.runs import SHORT, TINY
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
 
 
-def test_training_in_four_pods_on_two_nodes(undisturbed):
-    assert undisturbed[60] < undisturbed[1]
-
-
 def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed):
     run = orch.submit(*TINY, *SHORT)
     run.step(5)

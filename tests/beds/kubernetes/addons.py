@@ -42,13 +42,13 @@ def kueue(bed: Bed) -> None:
     bed.run("mount", "-t", "overlay", "overlay", "-o", layers, "/etc")  # of the bed alone
     copy = f"mkdir -p /etc/kueue/metrics/certs && cp {bed.home}/kueue-certs/* /etc/kueue/metrics/certs/"
     bed.run("sh", "-c", copy)
-    crds = _kueue_crds()
+    crds = _crds("kueue")
     for crd in crds:
         if crd["spec"]["names"]["plural"] in _CONVERTED:
             hook = {"clientConfig": _client(bed, "kueue", 9443, "/convert"), "conversionReviewVersions": ["v1"]}
             crd["spec"]["conversion"] = {"strategy": "Webhook", "webhook": hook}
     if not bed.shape.jobset:
-        crds += _jobset_crd()
+        crds += _crds("jobset")
     _make_crds(bed, crds)
     bed.kubectl("create", "namespace", "kueue-system", check=False)
     start_kueue(bed)
@@ -57,31 +57,23 @@ def kueue(bed: Bed) -> None:
 
 def start_kueue(bed: Bed, own_rates: bool = False) -> None:
     """Its process. `own_rates`: it asks the API server as often as in the configuration that it is shipped with."""
-    settings = {
-        "apiVersion": "config.kueue.x-k8s.io/v1beta2",
-        "kind": "Configuration",
-        "namespace": "kueue-system",
-        "health": {"healthProbeBindAddress": "127.0.0.1:8081"},
-        "metrics": {"bindAddress": "0"},
-        "webhook": {"port": 9443, "certDir": f"{bed.home}/kueue-certs"},
-        "leaderElection": {"leaderElect": False},
-        "clientConnection": {"qps": 50, "burst": 100} if own_rates else {"qps": 500, "burst": 1000},
-        "internalCertManagement": {"enable": False},
-        "integrations": {"frameworks": ["batch/job", "jobset.x-k8s.io/jobset"]},
-    }
-    (bed.home / "kueue.yaml").write_text(json.dumps(settings))
-    flags = [f"--config={bed.home}/kueue.yaml", "--feature-gates=VisibilityOnDemand=false", "--zap-log-level=1"]
+    path = _write_configuration(
+        bed, "kueue", "kueue.x-k8s.io/v1beta2", 9443, 8081, namespace="kueue-system",
+        clientConnection={"qps": 50, "burst": 100} if own_rates else {"qps": 500, "burst": 1000},
+        integrations={"frameworks": ["batch/job", "jobset.x-k8s.io/jobset"]},
+    )  # fmt: skip
+    flags = [f"--config={path}", "--feature-gates=VisibilityOnDemand=false", "--zap-log-level=1"]
     bed.daemon("kueue", program("kueue"), *flags)
     _await_port(bed, 9443, "kueue")
 
 
 def kueue_kinds(bed: Bed) -> None:
     """Kueue's kinds, without Kueue."""
-    _make_crds(bed, _kueue_crds())
+    _make_crds(bed, _crds("kueue"))
 
 
-def _kueue_crds() -> list[dict[str, Any]]:
-    bases = module_folder("kueue", "sigs.k8s.io/kueue") / "config" / "components" / "crd" / "bases"
+def _crds(tool: str) -> list[dict[str, Any]]:
+    bases = module_folder(tool, f"sigs.k8s.io/{tool}") / "config" / "components" / "crd" / "bases"
     return list(_documents(bases.glob("*.yaml")))
 
 
@@ -89,41 +81,22 @@ def any_kind(group: str, version: str, kind: str) -> dict[str, Any]:
     """A kind whose objects may hold anything."""
     plural = f"{kind.lower()}s"
     anything = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
-            "versions": [{"name": version, "served": True, "storage": True, "schema": anything}],
-        },
-    }
+    names = {"kind": kind, "plural": plural, "singular": kind.lower()}
+    versions = [{"name": version, "served": True, "storage": True, "schema": anything}]
+    spec = {"group": group, "scope": "Namespaced", "names": names, "versions": versions}
+    about = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+    return {**about, "metadata": {"name": f"{plural}.{group}"}, "spec": spec}
 
 
 def jobset(bed: Bed) -> None:
     config = module_folder("jobset", "sigs.k8s.io/jobset") / "config" / "components"
     certificate(bed, "jobset")
-    _make_crds(bed, _jobset_crd())
-    settings = {
-        "apiVersion": "config.jobset.x-k8s.io/v1alpha1",
-        "kind": "Configuration",
-        "leaderElection": {"leaderElect": False},
-        "internalCertManagement": {"enable": False},
-        "webhook": {"port": 9543, "certDir": f"{bed.home}/jobset-certs"},
-        "health": {"healthProbeBindAddress": "127.0.0.1:8082"},
-        "metrics": {"bindAddress": "0", "certDir": f"{bed.home}/jobset-certs"},
-    }
-    (bed.home / "jobset.yaml").write_text(json.dumps(settings))
-    bed.daemon("jobset", program("jobset"), f"--config={bed.home}/jobset.yaml")
+    _make_crds(bed, _crds("jobset"))
+    metrics = {"bindAddress": "0", "certDir": f"{bed.home}/jobset-certs"}
+    path = _write_configuration(bed, "jobset", "jobset.x-k8s.io/v1alpha1", 9543, 8082, metrics=metrics)
+    bed.daemon("jobset", program("jobset"), f"--config={path}")
     _await_port(bed, 9543, "jobset")
     _hooks(bed, "jobset", 9543, config / "webhook" / "manifests.yaml", {"jobsets"})
-
-
-def _jobset_crd() -> list[dict[str, Any]]:
-    bases = module_folder("jobset", "sigs.k8s.io/jobset") / "config" / "components" / "crd" / "bases"
-    return list(_documents(bases.glob("*.yaml")))
 
 
 # ------------------------------------------------------------------------------------------ parts
@@ -140,6 +113,21 @@ def certificate(bed: Bed, name: str) -> None:
 def _client(bed: Bed, name: str, port: int, path: str) -> dict[str, str]:
     bundle = base64.b64encode((bed.home / f"{name}-certs" / "tls.crt").read_bytes()).decode()
     return {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
+
+
+def _write_configuration(bed: Bed, tool: str, api: str, port: int, health: int, **more: object) -> Path:
+    """Of a controller with webhooks on `port`."""
+    settings = {
+        "apiVersion": f"config.{api}",
+        "kind": "Configuration",
+        "health": {"healthProbeBindAddress": f"127.0.0.1:{health}"},
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+        "webhook": {"port": port, "certDir": f"{bed.home}/{tool}-certs"},
+        "metrics": {"bindAddress": "0"},
+    }
+    (bed.home / f"{tool}.yaml").write_text(json.dumps(settings | more))
+    return bed.home / f"{tool}.yaml"
 
 
 def _documents(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:

@@ -17,17 +17,16 @@ def tokens_csv() -> str:
 
 def kubeconfig(user: str = "admin", namespace: str = "default", server: str = API) -> str:
     """JSON, which is YAML. The server's certificate is its own."""
-    return json.dumps(
-        {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "bed",
-            "clusters": [{"name": "bed", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
-            "users": [{"name": user, "user": {"token": TOKENS.get(user, user)}}],
-            "contexts": [{"name": "bed", "context": {"cluster": "bed", "user": user, "namespace": namespace}}],
-        },
-        indent=1,
-    )
+    context = {"cluster": "bed", "user": user, "namespace": namespace}
+    return _config(
+        "v1", "Config", contexts=[{"name": "bed", "context": context}], **{"current-context": "bed"},
+        clusters=[{"name": "bed", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
+        users=[{"name": user, "user": {"token": TOKENS.get(user, user)}}],
+    )  # fmt: skip
+
+
+def _config(version: str, kind: str, **fields: object) -> str:
+    return json.dumps({"apiVersion": version, "kind": kind, **fields}, indent=1)
 
 
 def node_folder(home: Path, index: int) -> Path:
@@ -75,38 +74,17 @@ def cni_conflist(node: Path, index: int) -> str:
 
 
 def kubelet_yaml(node: Path, index: int) -> str:
-    return json.dumps(
-        {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "address": HOST,
-            "port": 10250 + index,
-            "healthzPort": 0,
-            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
-            "authorization": {"mode": "AlwaysAllow"},
-            "cgroupDriver": "cgroupfs",
-            "cgroupsPerQOS": False,
-            "enforceNodeAllocatable": [],
-            "failCgroupV1": False,
-            "failSwapOn": False,
-            "makeIPTablesUtilChains": False,
-            "localStorageCapacityIsolation": False,
-            "evictionHard": {"memory.available": "50Mi"},
-            "imageGCHighThresholdPercent": 99,
-            "imageGCLowThresholdPercent": 98,
-            "clusterDNS": [HOST],
-            "clusterDomain": DNS_DOMAIN,
-            "resolvConf": str(node.parent / "resolv.conf"),
-            "podLogsDir": str(node / "pod-logs"),
-            "containerRuntimeEndpoint": f"unix://{node}/containerd.sock",
-            "nodeStatusUpdateFrequency": "4s",
-            "nodeStatusReportFrequency": "20s",
-            "syncFrequency": "10s",
-            "registerWithTaints": [],
-            "maxPods": 50,
-        },
-        indent=1,
-    )
+    return _config(
+        "kubelet.config.k8s.io/v1beta1", "KubeletConfiguration", address=HOST, port=10250 + index, healthzPort=0,
+        authentication={"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+        authorization={"mode": "AlwaysAllow"}, cgroupDriver="cgroupfs", cgroupsPerQOS=False, failCgroupV1=False,
+        enforceNodeAllocatable=[], failSwapOn=False, makeIPTablesUtilChains=False, registerWithTaints=[], maxPods=50,
+        localStorageCapacityIsolation=False, evictionHard={"memory.available": "50Mi"},
+        imageGCHighThresholdPercent=99, imageGCLowThresholdPercent=98, clusterDNS=[HOST], clusterDomain=DNS_DOMAIN,
+        resolvConf=str(node.parent / "resolv.conf"), podLogsDir=str(node / "pod-logs"),
+        containerRuntimeEndpoint=f"unix://{node}/containerd.sock",
+        nodeStatusUpdateFrequency="4s", nodeStatusReportFrequency="20s", syncFrequency="10s",
+    )  # fmt: skip
 
 
 def corefile(home: Path) -> str:
@@ -122,69 +100,41 @@ def corefile(home: Path) -> str:
 
 
 def proxy_yaml(home: Path) -> str:
-    return json.dumps(
-        {
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-            "kind": "KubeProxyConfiguration",
-            "mode": "iptables",
-            "clusterCIDR": PODS,
-            "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig"},
-            "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
-            "hostnameOverride": "node-0",
-            "healthzBindAddress": "",
-            "metricsBindAddress": "127.0.0.1:10249",
-        },
-        indent=1,
-    )
+    return _config(
+        "kubeproxy.config.k8s.io/v1alpha1", "KubeProxyConfiguration", mode="iptables", clusterCIDR=PODS,
+        clientConnection={"kubeconfig": f"{home}/admin.kubeconfig"}, hostnameOverride="node-0",
+        conntrack={"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+        healthzBindAddress="", metricsBindAddress="127.0.0.1:10249",
+    )  # fmt: skip
 
 
 def apiserver_flags(home: Path) -> list[str]:
     pki = home / "pki"
     return [
-        "--etcd-servers=http://127.0.0.1:2379",
-        f"--cert-dir={pki}",
-        f"--bind-address={HOST}",
-        f"--advertise-address={HOST}",
-        "--secure-port=6443",
-        f"--service-cluster-ip-range={SERVICES}",
-        f"--service-account-key-file={pki}/sa.pub",
-        f"--service-account-signing-key-file={pki}/sa.key",
-        "--service-account-issuer=https://kubernetes.default.svc",
-        f"--token-auth-file={home}/tokens.csv",
-        "--authorization-mode=Node,RBAC",
-        "--allow-privileged=true",
+        "--etcd-servers=http://127.0.0.1:2379", f"--cert-dir={pki}", f"--bind-address={HOST}", "--secure-port=6443",
+        f"--advertise-address={HOST}", f"--service-cluster-ip-range={SERVICES}", "--watch-cache=true", "--v=1",
+        f"--service-account-key-file={pki}/sa.pub", f"--service-account-signing-key-file={pki}/sa.key",
+        "--service-account-issuer=https://kubernetes.default.svc", f"--token-auth-file={home}/tokens.csv",
+        "--authorization-mode=Node,RBAC", "--allow-privileged=true", "--max-requests-inflight=800",
         "--kubelet-preferred-address-types=InternalIP",
-        "--watch-cache=true",
-        "--max-requests-inflight=800",
-        "--v=1",
-    ]
+    ]  # fmt: skip
 
 
 def manager_flags(home: Path, nodes_have_kubelets: bool = True, own_rates: bool = False) -> list[str]:
     """`own_rates`: requests a second as where nobody has raised Kubernetes' own limit, 20 for each controller."""
     silence = "50s" if nodes_have_kubelets else "24h"  # after which a node is given up; busy ones are late
     return [
-        f"--kubeconfig={home}/admin.kubeconfig",
-        f"--service-account-private-key-file={home}/pki/sa.key",
-        f"--root-ca-file={home}/pki/apiserver.crt",
-        "--controllers=*,-nodeipam,-cloud-node-lifecycle",
-        "--leader-elect=false",
-        *(() if own_rates else ("--kube-api-qps=500", "--kube-api-burst=1000")),
-        f"--node-monitor-grace-period={silence}",
-        "--node-monitor-period=2s",
-        "--secure-port=0",
-    ]
+        f"--kubeconfig={home}/admin.kubeconfig", f"--service-account-private-key-file={home}/pki/sa.key",
+        f"--root-ca-file={home}/pki/apiserver.crt", "--controllers=*,-nodeipam,-cloud-node-lifecycle",
+        *(() if own_rates else ("--kube-api-qps=500", "--kube-api-burst=1000")), "--leader-elect=false",
+        f"--node-monitor-grace-period={silence}", "--node-monitor-period=2s", "--secure-port=0",
+    ]  # fmt: skip
 
 
 def scheduler_yaml(home: Path, own_rates: bool = False) -> str:
     """`own_rates`: as where nobody has raised Kubernetes' own limit, 50."""
     rates = {} if own_rates else {"qps": 500, "burst": 1000}
-    return json.dumps(
-        {
-            "apiVersion": "kubescheduler.config.k8s.io/v1",
-            "kind": "KubeSchedulerConfiguration",
-            "leaderElection": {"leaderElect": False},
-            "clientConnection": {"kubeconfig": f"{home}/admin.kubeconfig", **rates},
-        },
-        indent=1,
-    )
+    return _config(
+        "kubescheduler.config.k8s.io/v1", "KubeSchedulerConfiguration", leaderElection={"leaderElect": False},
+        clientConnection={"kubeconfig": f"{home}/admin.kubeconfig", **rates},
+    )  # fmt: skip

@@ -81,12 +81,8 @@ def _without_caches(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 def _archive(target: Path, name: str, layers: Sequence[Path], config: dict) -> None:
     digests = [_digest(layer) for layer in layers]
-    image = {
-        "architecture": "amd64",
-        "os": "linux",
-        "config": config,
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]},
-    }
+    files = {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]}
+    image = {"architecture": "amd64", "os": "linux", "config": config, "rootfs": files}
     raw = json.dumps(image).encode()
     config_name = f"{hashlib.sha256(raw).hexdigest()}.json"
     names = [f"{digest}/layer.tar" for digest in digests]

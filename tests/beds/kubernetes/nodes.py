@@ -41,17 +41,10 @@ def start(bed: Bed, index: int, again: bool = False) -> None:
         _load(bed, node)
     _weigh()
     given = ",".join(f"{key}={value}" for key, value in labels(index).items())
-    bed.daemon(
-        f"kubelet-{index}",
-        program("kubelet"),
-        f"--config={node}/kubelet.yaml",
-        f"--kubeconfig={bed.home}/admin.kubeconfig",
-        f"--root-dir={node}/kubelet",
-        f"--cert-dir={node}/kubelet/pki",
-        f"--hostname-override=node-{index}",
-        f"--node-ip={conf.HOST}",
-        f"--node-labels={given}",
-    )
+    kubelet = node / "kubelet"
+    flags = [f"--config={node}/kubelet.yaml", f"--kubeconfig={bed.home}/admin.kubeconfig", f"--root-dir={kubelet}"]
+    flags += [f"--cert-dir={kubelet}/pki", f"--hostname-override=node-{index}", f"--node-ip={conf.HOST}"]
+    bed.daemon(f"kubelet-{index}", program("kubelet"), *flags, f"--node-labels={given}")
 
 
 def _weigh() -> None:
@@ -65,9 +58,8 @@ def _weigh() -> None:
 
 def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 300) -> None:
     def found() -> bool:
-        text = bed.kubectl(
-            "get", "node", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}', check=False
-        )
+        path = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
+        text = bed.kubectl("get", "node", name, "-o", path, check=False)
         return (text == "True") == ready and text != ""
 
     bed.wait(found, seconds, f"{'ready' if ready else 'dead'} node {name}", f"kubelet-{name.removeprefix('node-')}")
@@ -103,25 +95,12 @@ def _ctr(bed: Bed, node: Path, *argv: str, check: bool = True) -> bool:
 def volume(bed: Bed, name: str, path: Path, read_only: bool, namespace: str = "default") -> None:
     """A claim `name` bound to a folder of this machine, which all nodes share."""
     mode = "ReadOnlyMany" if read_only else "ReadWriteMany"
-    common = {"accessModes": [mode], "storageClassName": ""}
-    size = {"storage": "10Gi"}
+    common, size = {"accessModes": [mode], "storageClassName": ""}, {"storage": "10Gi"}
+    about, whole = {"namespace": namespace, "name": name}, f"{namespace}-{name}"
     bed.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": f"{namespace}-{name}"},
-            "spec": {
-                **common,
-                "capacity": size,
-                "hostPath": {"path": str(path)},
-                "claimRef": {"namespace": namespace, "name": name},
-                "persistentVolumeReclaimPolicy": "Retain",
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {**common, "resources": {"requests": size}, "volumeName": f"{namespace}-{name}"},
-        },
-    )
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": whole},
+         "spec": {**common, "capacity": size, "hostPath": {"path": str(path)}, "claimRef": about,
+                  "persistentVolumeReclaimPolicy": "Retain"}},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": about,
+         "spec": {**common, "resources": {"requests": size}, "volumeName": whole}},
+    )  # fmt: skip

@@ -35,28 +35,15 @@ def node(index: int, count: int) -> dict[str, Any]:
     leaf = index // NODES_PER_LEAF
     name = f"sim-{index}"
     amounts = {"cpu": "128", "memory": "2Ti", "ephemeral-storage": "4Ti", "pods": "110", "nvidia.com/gpu": "8"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {
-            "name": name,
-            "labels": {
-                "kubernetes.io/hostname": name,
-                "kubernetes.io/os": "linux",
-                "kubernetes.io/arch": "amd64",
-                "orch.test/kind": "simulated",
-                "orch.test/pool": "small" if index >= count - POOL else "large",
-                LEVELS["leaf"]: f"leaf-{leaf}",
-                LEVELS["spine"]: f"spine-{leaf // LEAVES_PER_SPINE}",
-                "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
-            },
-        },
-        "status": {
-            "capacity": amounts,
-            "allocatable": amounts,
-            "conditions": [{"type": "Ready", "status": "True", "reason": "Simulated"}],
-        },
+    pool = "small" if index >= count - POOL else "large"
+    labels = {
+        **{"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"},
+        **{"orch.test/kind": "simulated", "orch.test/pool": pool, "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
+        **{LEVELS["leaf"]: f"leaf-{leaf}", LEVELS["spine"]: f"spine-{leaf // LEAVES_PER_SPINE}"},
     }
+    ready = {"type": "Ready", "status": "True", "reason": "Simulated"}
+    status = {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}, "status": status}
 
 
 def make(cluster: Cluster, count: int) -> None:
