@@ -90,6 +90,13 @@ def kubeconfig(path: Path, server: str, *contexts: str, current: str = "", clust
     return path
 
 
+@pytest.fixture
+def configured(tmp_path, plain, monkeypatch) -> Server:
+    """Told by KUBECONFIG."""
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
+    return plain
+
+
 def test_the_first_file_that_names_a_thing_counts(tmp_path, plain, monkeypatch):
     one = kubeconfig(tmp_path / "one", plain.address, "a", "b", current="b")
     two = kubeconfig(tmp_path / "two", "http://127.0.0.1:1", "b", "z", current="z")
@@ -138,11 +145,8 @@ def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch)
 
 
 def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
-    for name, text in {
-        "token": "first\n",
-        "namespace": "llm",
-        "ca.crt": (certificates / "tls.crt").read_text(),
-    }.items():
+    certificate = (certificates / "tls.crt").read_text()
+    for name, text in {"token": "first\n", "namespace": "llm", "ca.crt": certificate}.items():
         (tmp_path / name).write_text(text)
     environ = {"KUBECONFIG": str(tmp_path / "none"), "KUBERNETES_SERVICE_HOST": "::1", "KUBERNETES_SERVICE_PORT": "443"}
     found = access(None, environ, tmp_path)
@@ -154,12 +158,11 @@ def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
     assert found.headers() == {"authorization": "Bearer second"}
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(tmp_path, plain, monkeypatch):
+def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
     """And is one line when it goes on; a body that stopped half-way ended the command with a traceback."""
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
-    plain.broken = 1
+    configured.broken = 1
     assert Cluster().version() == "v1.99.0"
-    plain.broken = 1 << 30
+    configured.broken = 1 << 30
     monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._AGAIN_S", (0.0,))
     with pytest.raises(OrchError, match="no answer from the cluster") as caught:
         Cluster().version()
@@ -179,9 +182,8 @@ def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, p
 
 
 @pytest.mark.process
-def test_tokens_do_without_the_kubernetes_package(tmp_path, plain, monkeypatch):
+def test_tokens_do_without_the_kubernetes_package(configured, monkeypatch):
     """It takes longer to import than a job takes to plan. Nor is the planner there for who only looks at runs."""
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
     code = (
         "import sys\nfrom orchestrator.backends.kubernetes.backend import Cluster\nCluster().version()\n"
         "sys.exit(bool({'kubernetes', 'yaml', 'numpy'} & set(sys.modules)))"
@@ -199,24 +201,22 @@ def test_through_a_proxy(tmp_path, plain, monkeypatch):
     assert plain.asked == ["Bearer a"] * 3
 
 
-def test_connections_are_used_again_until_the_server_has_closed_them(tmp_path, plain, monkeypatch):
+def test_connections_are_used_again_until_the_server_has_closed_them(configured, monkeypatch):
     """One that was closed meanwhile is not asked: a POST on it could not be sent again."""
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
-    plain.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
+    configured.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
     cluster = Cluster()
     monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._AGAIN_S", ())
     assert [cluster.version() for _ in range(3)] == ["v1.99.0"] * 3
-    assert len(set(plain.clients)) == 1
+    assert len(set(configured.clients)) == 1
     for _ in range(3):
-        plain.last.shutdown(socket.SHUT_RDWR)
+        configured.last.shutdown(socket.SHUT_RDWR)
         assert cluster.version() == "v1.99.0"
-    assert len(set(plain.clients)) == 4
+    assert len(set(configured.clients)) == 4
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_log_is_read_as_it_is_written(tmp_path, plain, monkeypatch, whole):
+def test_a_log_is_read_as_it_is_written(configured, monkeypatch, whole):
     """In chunks that do not end where lines end; a connection that breaks off ends it."""
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a")))
     seen = threading.Event()
 
     def do_GET(self):
@@ -228,8 +228,8 @@ def test_a_log_is_read_as_it_is_written(tmp_path, plain, monkeypatch, whole):
         self.wfile.write(b"4\r\no\nth\r\n" + (b"3\r\nree\r\n0\r\n\r\n" if whole else b"9\r\nree"))
         self.close_connection = not whole
 
-    plain.http.RequestHandlerClass.do_GET = do_GET
-    plain.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
+    configured.http.RequestHandlerClass.do_GET = do_GET
+    configured.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
     lines = Cluster().log("p", follow=True)
     assert next(lines) == "one"
     seen.set()

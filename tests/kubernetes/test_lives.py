@@ -15,19 +15,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec import structs
 
 from orchestrator.backends.kubernetes.objects.payload import pack_plan
 from orchestrator.backends.kubernetes.pod.status_lines import parse_status_line
-from orchestrator.plan import Exit, Plan
-from orchestrator.run.request import AgentCommand, Code, Environment, LaunchRequest, Policy, Worker, to_bytes
-from tests.beds.bundles import reports
+from orchestrator.plan import Exit, Plan, seal
+from orchestrator.run.request import to_bytes
+from tests.beds.bundles import make_bundle, reports
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = [sys.executable, str(ROOT / "tests" / "beds" / "worker.py")]
 #: Paths and the name of pod 0 are what differs from a pod.
 POD = """
 import sys
@@ -52,28 +51,12 @@ class Pods:
         self.folder, self.count, self.ports = folder, count, ports
         self.run = folder / "claim" / "tiny"
         self.run.parent.mkdir(parents=True)
-        values = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
-        request = LaunchRequest(
-            schema="orch.request/1",
-            run_id="tiny",
-            handle="kubernetes://tiny",
-            backend="kubernetes",
-            backend_options={"gather_timeout_s": 60.0},
-            run_dir=str(self.run),
-            discovery_dir=str(self.run / "sd"),
-            plan_hash=plan.hash,
-            cluster="test",
-            device="cpu",
-            nodes=count,
-            gpus_per_node=plan.cluster.gpus_per_node,
-            summary={"steps": 4},
-            agents=[AgentCommand(node=name, argv=[]) for name in plan.cluster.node_names],
-            worker=Worker(argv=STAND_IN, cwd=str(self.run), bundled=False),
-            environment=Environment(names=[], values=values, path_first=[], python_path_first=[]),
-            policy=Policy(max_restarts=0, grace_s=10.0, heartbeat_timeout_s=5.0, join_timeout_s=30.0),
-            code=Code(kind="none"),
-            files=[],
-        )
+        backend = {"name": "kubernetes", "options": {"rendezvous_timeout_s": 60.0}, "max_restarts": 0, "grace_s": 10.0}
+        env = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
+        backend |= {"heartbeat_timeout_s": 5.0}
+        request = make_bundle(plan, self.run.parent, run_id="tiny", backend=backend, env=env, names=()).request
+        # the image has the program; here it runs in the run folder
+        request = structs.replace(request, worker=structs.replace(request.worker, cwd=str(self.run)), device="cpu")
         (folder / "request.json").write_bytes(to_bytes(request))
         (folder / "plan.bin").write_bytes(pack_plan(plan))
         (folder / "config.yaml").write_text("run: tiny\n")
@@ -121,11 +104,9 @@ def pods(tmp_path, request):
     def make(**wishes: object) -> Pods:
         offset = os.getpid() % 500 * 4 + len(made) * 2
         plan = make_plan(tp=2, dp=2, nodes=2)
-        data = msgspec.structs.replace(plan.job.data, cache_dir=str(tmp_path / "data"))
-        job = msgspec.structs.replace(plan.job, data=data)
-        from orchestrator.plan import seal
-
-        plan = seal(msgspec.structs.replace(plan, job=job, hash=""))
+        data = structs.replace(plan.job.data, cache_dir=str(tmp_path / "data"))
+        job = structs.replace(plan.job, data=data)
+        plan = seal(structs.replace(plan, job=job, hash=""))
         made.append(Pods(tmp_path / f"run{len(made)}", plan, 2, (21000 + offset, 21001 + offset), **wishes))
         return made[-1]
 

@@ -54,9 +54,8 @@ def test_an_attempt_takes_the_largest_size_that_its_nodes_hold(folder):
     sizes = {2: load_plan(folder.sized_plan(2))}
     assert set(sizes[2].cluster.node_names) == {"a1", "a2", "b1"}
     again = next_plan(load_plan(folder.plan), sizes, ["a1", "b1"])
-    assert used_nodes(again) == ["a1", "b1"] and len(again.cluster.levels[0].switches) == 2, (
-        "the spare's switch is known"
-    )
+    known = len(again.cluster.levels[0].switches)
+    assert used_nodes(again) == ["a1", "b1"] and known == 2, "the spare's switch is known"
 
     assignment, request = attempt(folder, 1, "c1", "c2", "d1", "d2")
     assert request.sizes == [4, 2] and assignment.nodes == ["c1", "c2", "d1", "d2"]
@@ -162,10 +161,8 @@ def takeover(folder):
         (FakeSlurm(), 0),
         (FakeSlurm(end="2026-11-21T12:09:00"), 1),  # no script receives the notice
         (FakeSlurm(end="Unknown"), 0),
-        (
-            FakeSlurm(nodes="n[1-4]", end="2026-11-21T12:09:00"),
-            0,
-        ),  # Slurm has not given the node up: the script may live
+        # Slurm has not given the node up: the script may live
+        (FakeSlurm(nodes="n[1-4]", end="2026-11-21T12:09:00"), 0),
     ],
 )
 def test_the_notice_before_the_time_limit_is_sent_once(takeover, slurm, signals):

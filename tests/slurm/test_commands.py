@@ -17,6 +17,7 @@ from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from tests.beds.base import ROOT
 from tests.beds.slurm.cluster import Cluster, reap_stale
 from tests.beds.slurm.cluster_conf import Shape
 from tests.beds.slurm.runs import CONF, Orch
@@ -135,15 +136,12 @@ def test_a_full_queue_is_told_at_once(tmp_path):
 def test_a_cluster_whose_owner_was_killed_is_reaped():
     bring_up(Shape(nodes=2, gpus=2, leaves=1))
     code = "import os\nfrom tests.beds.slurm.cluster import Cluster, Shape\n"
-    code += "c = Cluster(Shape(nodes=1, gpus=1, leaves=1))\n"
-    code += "c.start()\nprint(c.home, flush=True)\nos.kill(os.getpid(), 9)"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
-    home = Path(done.stdout.strip())
-    orphan = Cluster(home=home)
+    code += "print(Cluster(Shape(nodes=1, gpus=1, leaves=1)).__enter__().home, flush=True)\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    orphan = Cluster(home=Path(done.stdout.strip()))
     assert done.returncode == -9 and orphan.processes()
     reap_stale()
-    assert orphan.processes() == [] and not home.exists()
+    assert orphan.processes() == [] and not orphan.home.exists()
 
 
 def test_without_slurm_on_this_machine():
@@ -170,8 +168,6 @@ def test_first_complaint(text, line):
 
 
 def test_the_users_own_formats_do_not_reach_us():
-    kept = Slurm(
-        {"SQUEUE_FORMAT": "%i", "SLURM_CONF": "/x", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p", "A": "b"}
-    ).environ
-    assert kept["SLURM_CONF"] == "/x" and kept["A"] == "b"
-    assert not {"SQUEUE_FORMAT", "SLURM_JOB_ID", "SBATCH_PARTITION"} & set(kept)
+    ours, theirs = {"SLURM_CONF": "/x", "A": "b"}, {"SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p"}
+    kept = Slurm({**theirs, **ours}).environ
+    assert kept.items() >= ours.items() and not set(theirs) & set(kept)

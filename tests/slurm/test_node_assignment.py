@@ -97,8 +97,10 @@ def test_choosing_more_than_is_free_is_no_capacity():
 
 
 def test_five_thousand_nodes_read_chosen_and_placed():
+    """benchmarks/slurm_scale.py has the seconds."""
     text, network = big.scontrol_nodes(5000), big.scontrol_topology(5000)
     nodes, topology = parse_nodes(text), parse_topology(network)
+    assert len(nodes) == 5000 and [len(tier.switches) for tier in topology.tiers] == [157, 20, 1]
     chosen = choose_nodes([n.name for n in nodes if n.free], topology, 8)
     plan = replan(PLAN, with_nodes(PLAN.cluster, chosen, topology))
     leaves = next(tier for tier in topology.tiers if tier.name == "leaf").switches

@@ -179,8 +179,6 @@ def test_dependencies_that_cannot_be(options, found, text):
 
 
 def test_a_resumed_run_waits_for_nobody():
-    assert without_dependency({"dependency": "afterok:7,singleton", "qos": "x"}) == {
-        "qos": "x",
-        "dependency": "singleton",
-    }
+    left = {"qos": "x", "dependency": "singleton"}
+    assert without_dependency({"dependency": "afterok:7,singleton", "qos": "x"}) == left
     assert without_dependency({"dependency": "afterany:7"}) == without_dependency({}) == {}

@@ -68,13 +68,6 @@ def test_recorded_output_of_slurm_24_11():
     assert topology.tiers[0].switches["leaf1"] == ("n4", "n5", "n6", "n7")
 
 
-def test_five_thousand_nodes():
-    """benchmarks/slurm_scale.py has the seconds."""
-    assert len(parse_nodes(big.scontrol_nodes(5000))) == 5000
-    tiers = parse_topology(big.scontrol_topology(5000)).tiers
-    assert [len(tier.switches) for tier in tiers] == [157, 20, 1]
-
-
 @pytest.mark.parametrize(
     ("text", "want", "free"),
     [

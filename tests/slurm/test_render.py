@@ -88,11 +88,10 @@ def test_a_command_comes_back_word_for_word(word):
     assert done.stdout == word.encode()
 
 
-@given(
-    st.text(max_size=30),
-    st.sampled_from(["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\v"]),
-    st.text(max_size=30),
-)
+CONTROL = ["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\v"]
+
+
+@given(st.text(max_size=30), st.sampled_from(CONTROL), st.text(max_size=30))
 def test_no_control_character_reaches_a_directive(before, control, after):
     with pytest.raises(OrchError) as refused:
         directive("comment", before + control + after)
@@ -144,20 +143,14 @@ def test_flags_follow_the_plan():
 
 def test_cpus_are_repeated_on_srun():
     options = SlurmOptions(cpus_per_node=64)
-    assert (
-        job_flags(MAIN_LINE, options, "r", "/r", [])["cpus-per-task"]
-        == 64
-        == step_flags(MAIN_LINE, options)["cpus-per-task"]
-    )
+    both = job_flags(MAIN_LINE, options, "r", "/r", []), step_flags(MAIN_LINE, options)
+    assert [flags["cpus-per-task"] for flags in both] == [64, 64]
 
 
 def two_leaves(plan, size):
     nodes = len(plan.cluster.node_names)
-    level = structs.replace(
-        plan.cluster.levels[0],
-        name="leaf",
-        switches=[list(range(i, min(i + size, nodes))) for i in range(0, nodes, size)],
-    )
+    switches = [list(range(i, min(i + size, nodes))) for i in range(0, nodes, size)]
+    level = structs.replace(plan.cluster.levels[0], name="leaf", switches=switches)
     top = structs.replace(level, name="spine", switches=[list(range(nodes))])
     return structs.replace(plan, cluster=structs.replace(plan.cluster, levels=[level, top]))
 

@@ -16,14 +16,13 @@ from tests.beds.slurm.runs import CONF, Orch
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 
 
-WIDE = "cluster.levels=[{name: leaf, nodes_per_switch: 16, gbit_per_s: 8, latency_us: 100, source: test}]"
+def levels(**nodes: int) -> str:
+    """A network of which each level's switch joins that many nodes."""
+    rest = "gbit_per_s: 8, latency_us: 100, source: test"
+    return f"cluster.levels=[{', '.join(f'{{name: {n}, nodes_per_switch: {k}, {rest}}}' for n, k in nodes.items())}]"
 
 
-#: Two nodes of each leaf.
-HALF = (
-    "cluster.levels=[{name: leaf, nodes_per_switch: 2, gbit_per_s: 8, latency_us: 100, source: test},"
-    " {name: spine, nodes_per_switch: 4, gbit_per_s: 8, latency_us: 100, source: test}]"
-)
+WIDE, HALF = levels(leaf=16), levels(leaf=2, spine=4)  # HALF: two nodes of each leaf
 
 
 def granted(orch: Orch, job: str) -> set[str]:
@@ -31,8 +30,7 @@ def granted(orch: Orch, job: str) -> set[str]:
 
 
 def two_nodes(*words: str) -> list[str]:
-    leaf = "{name: leaf, nodes_per_switch: 2, gbit_per_s: 8, latency_us: 100, source: test}"
-    return ["cluster=testbed", "cluster.nodes=2", f"cluster.levels=[{leaf}]", "parallel=tp2_zero1", *words]
+    return ["cluster=testbed", "cluster.nodes=2", levels(leaf=2), "parallel=tp2_zero1", *words]
 
 
 def test_submit_returns_at_once_and_the_run_is_done(orch):
@@ -43,8 +41,7 @@ def test_submit_returns_at_once_and_the_run_is_done(orch):
     state = run.wait("done")
     assert state.exit_code == 0 and state.backend == "slurm" and state.epoch == 0
     assert set(state.nodes) == granted(orch, run.job) == set(run.assignment["nodes"])
-    report = json.loads((run.folder / "report.json").read_text())
-    assert report
+    assert json.loads((run.folder / "report.json").read_text())
     assert (run.folder.stat().st_mode & 0o777, (run.folder / "slurm").stat().st_mode & 0o777) == (0o700, 0o700)
     loose = [p for p in run.folder.rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
     assert not loose, "files of the run are private"
@@ -75,8 +72,7 @@ def test_nodes_taken_by_others_and_the_difference_from_the_plan(orch):
     for name in ("n1", "n6"):
         orch.cluster.run("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
     words = ("cluster=testbed", "cluster.nodes=4", "parallel=tp2_pp4", "backend.options.exclude=[n0]")
-    leaf = "{name: leaf, nodes_per_switch: 4, gbit_per_s: 8, latency_us: 100, source: test}"
-    run = orch.submit(*words, f"cluster.levels=[{leaf}]", "backend.options.topology=none", program=("/bin/true",))
+    run = orch.submit(*words, levels(leaf=4), "backend.options.topology=none", program=("/bin/true",))
     run.wait("done")
     assert not granted(orch, run.job) & {"n0", "n1", "n6"}
     assert "pp crosses spine instead of leaf" in run.assignment["summary"]

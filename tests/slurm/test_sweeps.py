@@ -7,19 +7,15 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
-from tests.beds.slurm.runs import CONF, FAKE_WORKER, LONG, Orch, Run
+from tests.beds.slurm.runs import CONF, LONG, Orch, Run
 
 from .test_runs import WIDE, two_nodes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 
 
-def sweep(orch: Orch, *words: str, worker: dict | None = None, code: int = 0) -> list[Run]:
-    environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
-    passed = [word for name in environ for word in ("--env", name)]
-    argv = ["submit", "--multirun", "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
-    done = orch(*argv, "--", *FAKE_WORKER, env=environ, code=code)
-    return [Run(orch, found["run_dir"]) for found in json.loads(done.stdout)]
+def sweep(orch: Orch, *words: str, worker: dict) -> list[Run]:
+    return [Run(orch, found["run_dir"]) for found in orch.sent("--multirun", *words, worker=worker)]
 
 
 def jobs(orch: Orch) -> list[str]:
@@ -68,9 +64,8 @@ def test_runs_that_ask_for_different_things_are_one_job_each(orch):
     ],
 )
 def test_all_or_none(orch, words, code, text):
-    done = orch(
-        "submit", "--multirun", "--config-dir", str(CONF), "cluster=testbed", *words, "--", "/bin/true", code=code
-    )
+    argv = ("submit", "--multirun", "--config-dir", str(CONF), "cluster=testbed", *words, "--", "/bin/true")
+    done = orch(*argv, code=code)
     assert done.returncode and text in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert jobs(orch) == [] and orch("list").stdout.strip() == "no runs"
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestrator.run.state import RunState
 from tests.beds import base
@@ -53,21 +54,24 @@ class Orch:
             cls._server = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return cls._server
 
-    def submit(
+    def submit(self, *words: str, **how: Any) -> Run:
+        """A run. `how`: as of `sent`."""
+        said = self.sent(*words, **how)
+        return Run(self, said["run_dir"], said.get("script", ""))
+
+    def sent(
         self,
         *words: str,
         verb: str = "submit",
         program: Sequence[str] | None = FAKE_WORKER,
         worker: Mapping[str, object] | None = None,
         code: int = 0,
-    ) -> Run:
-        """A run of `program`; None: the bundled trainer. `worker`: ORCH_TEST_ variables of the fake worker."""
+    ) -> Any:
+        """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`: ORCH_TEST_ variables."""
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
         passed = [word for name in environ for word in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
-        done = self(*argv, *(["--", *program] if program else []), env=environ, code=code)
-        said = json.loads(done.stdout)
-        return Run(self, said["run_dir"], said.get("script", ""))
+        return json.loads(self(*argv, *(["--", *program] if program else []), env=environ, code=code).stdout)
 
 
 class Run(base.Run):
