@@ -14,7 +14,7 @@ import trainer.parallel.apply as apply
 import trainer.parallel.data.buckets as buckets
 import trainer.parallel.data.zero2 as zero2
 import trainer.parallel.recompute as recompute
-import trainer.verify.compare as compare
+import trainer.verify.samples as samples
 from trainer.comm.collectives import Handle
 from trainer.data.batch import IGNORED, MicroBatch
 from trainer.optim.adamw import ShardedAdamW
@@ -68,8 +68,8 @@ def _(patch):
 
 @DATA("replicas read the same samples", dp=2)
 def _(patch):
-    original = compare.samples_of_step
-    patch.setattr(compare, "samples_of_step", lambda par, coord, consumed: original(par, first(coord), consumed))
+    original = samples.samples_of_step
+    patch.setattr(samples, "samples_of_step", lambda par, coord, *rest: original(par, first(coord), *rest))
 
     def first(coord):
         return msgspec.structs.replace(coord, dp=0)

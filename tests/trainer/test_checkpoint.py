@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.trainer.states import PLAN, checkpoints, equal, resume, saved, state
+from tests.trainer.states import PLAN, checkpoints, equal, flip_bit, opened, resume, saved, state
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.files import sha256, write_tensors
 from trainer.checkpoint.format import MANIFEST, StatePiece, rank_file, step_name
@@ -25,8 +25,7 @@ def test_an_empty_folder_is_a_fresh_start(tmp_path):
 
 
 def test_state_comes_back_to_the_bit_with_step_samples_scalars_and_random_state(tmp_path):
-    manager = checkpoints(tmp_path)
-    manager.resume(lambda: [])
+    manager = opened(tmp_path)
     torch.manual_seed(5)
     random_state = torch.get_rng_state()
     manager.save(state(7), step=7, samples=70, scalars={"loss_scale": 1024.0})
@@ -39,8 +38,7 @@ def test_state_comes_back_to_the_bit_with_step_samples_scalars_and_random_state(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_files_are_plain_safetensors_under_full_names(tmp_path, dtype):
-    manager = checkpoints(tmp_path)
-    manager.resume(lambda: [])
+    manager = opened(tmp_path)
     manager.save(state(3, dtype), step=3, samples=0)
     tensors = load_file(tmp_path / step_name(3) / rank_file(0))
     for piece in state(3, dtype):
@@ -77,8 +75,7 @@ def vocabulary(rank: int) -> ParamInfo:
 
 def test_padding_rows_are_not_stored_and_stay_as_they_are(tmp_path):
     pieces = [StatePiece("master", vocabulary(rank), 0, torch.arange(129 * 4.0) + rank) for rank in (0, 1)]
-    manager = checkpoints(tmp_path)
-    manager.resume(lambda: [])
+    manager = opened(tmp_path)
     manager.save(pieces, step=1, samples=0)
     stored = load_file(tmp_path / step_name(1) / rank_file(0))
     assert stored["master/embed.weight[0:129:257]@0"].numel() == 128 * 4
@@ -95,8 +92,7 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
         for rank, (start, stop) in enumerate(rows)
     ]
     pieces = [StatePiece("master", info, 0, torch.ones(8)) for info in infos]
-    manager = checkpoints(tmp_path)
-    manager.resume(lambda: [])
+    manager = opened(tmp_path)
     manager.save(pieces, step=1, samples=0)
     assert len(load_file(tmp_path / step_name(1) / rank_file(0))) == 3 + 1, "three slices and the random state"
     live = [StatePiece("master", info, 0, torch.zeros(8)) for info in infos]
@@ -115,8 +111,7 @@ def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, 
         StatePiece("master", embed.info, 1056, embed.data[1056:]),
     ]
     pieces = [halves[1]] if wrong == "dropped" else [*halves, StatePiece("master", embed.info, 1, embed.data[1:1057])]
-    manager = checkpoints(tmp_path)
-    manager.resume(lambda: [])
+    manager = opened(tmp_path)
     with pytest.raises(SaveError, match=f"master of embed.weight: {found}"):
         manager.save(pieces, step=1, samples=0)
     assert committed(tmp_path) == [] and not list(tmp_path.glob(".tmp-*"))
@@ -141,8 +136,7 @@ def sharded(rank: int, world: int, seed: int) -> list[StatePiece]:
 @pytest.mark.parametrize(("writers", "readers"), [(4, 4), (4, 2), (1, 3)])
 def test_ranks_write_their_shards_and_any_number_of_ranks_reads_them(tmp_path, writers, readers):
     def write(rank: int) -> None:
-        manager = checkpoints(tmp_path, rank=rank)
-        manager.resume(lambda: [])
+        manager = opened(tmp_path, rank=rank)
         manager.save(sharded(rank, writers, seed=5), step=5, samples=50)
 
     def read(rank: int) -> list:
@@ -158,15 +152,12 @@ def test_ranks_write_their_shards_and_any_number_of_ranks_reads_them(tmp_path, w
 @pytest.mark.process
 def test_all_ranks_walk_back_together_when_one_file_is_bad(tmp_path):
     def write(rank: int) -> None:
-        manager = checkpoints(tmp_path, rank=rank)
-        manager.resume(lambda: [])
+        manager = opened(tmp_path, rank=rank)
         for step in (1, 2):
             manager.save(sharded(rank, 4, seed=step), step=step, samples=0)
 
     run_ranks(write, 4)
-    raw = bytearray((tmp_path / step_name(2) / rank_file(2)).read_bytes())
-    raw[-1] ^= 0x80
-    (tmp_path / step_name(2) / rank_file(2)).write_bytes(raw)
+    flip_bit(tmp_path / step_name(2) / rank_file(2))
 
     def read(rank: int) -> list:
         live, manager = sharded(rank, 4, seed=0), checkpoints(tmp_path, 1, rank)
@@ -181,8 +172,7 @@ def test_all_ranks_walk_back_together_when_one_file_is_bad(tmp_path):
 @pytest.mark.process
 def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path):
     def write(rank: int) -> list:
-        manager = checkpoints(tmp_path, rank=rank)
-        manager.resume(lambda: [])
+        manager = opened(tmp_path, rank=rank)
         if rank == 2:
             save_module.write_tensors = lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
         try:
@@ -203,7 +193,7 @@ def test_a_stale_epoch_is_told_on_every_rank(tmp_path):
 
     def write(rank: int) -> str:
         try:
-            checkpoints(tmp_path, 4, rank).resume(lambda: [])
+            opened(tmp_path, 4, rank)
         except Fenced as error:
             return str(int(error.exit))
         return ""

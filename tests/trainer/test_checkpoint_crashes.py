@@ -21,7 +21,7 @@ import pytest
 
 import trainer.checkpoint
 import trainer.durable
-from tests.trainer.states import Recorder, checkpoints, equal, resume, saved, state
+from tests.trainer.states import Recorder, equal, opened, resume, saved, state
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.retention import committed
@@ -192,9 +192,7 @@ def test_a_power_cut_at_any_moment_of_a_save(tmp_path, monkeypatch, way):
 def test_the_first_save_of_a_new_folder_survives_a_power_cut(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         disk = Disk(tmp_path, patched)
-        manager = checkpoints(tmp_path / "new" / "folder")
-        manager.resume(lambda: [])
-        save_now(manager)
+        save_now(opened(tmp_path / "new" / "folder"))
     lay_out(disk.tree(), tmp_path / "after")
     assert loads(tmp_path / "after" / "new" / "folder") == NEW
 
@@ -330,8 +328,7 @@ def on_a_small_file_system(folder: Path) -> int:
 
 
 def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
-    manager = checkpoints(folder, epoch=1, rank=rank)
-    manager.resume(lambda: [])
+    manager = opened(folder, epoch=1, rank=rank)
     pieces = halves(rank, NEW)
 
     def follow() -> None:

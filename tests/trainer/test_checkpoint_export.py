@@ -14,7 +14,7 @@ from orchestrator.cli.main import main as orch
 from orchestrator.plan import Exit, to_json
 from tests.beds.plans import make_plan
 from tests.reference.assemble import assemble
-from tests.trainer.states import checkpoints, saved, shapes
+from tests.trainer.states import opened, saved, shapes
 from trainer.checkpoint.files import sha256
 from trainer.checkpoint.format import rank_file, step_name
 from trainer.comm.mesh import Mesh
@@ -39,8 +39,7 @@ def refused(capsys, *words: object) -> tuple[int, str]:
 def save_some(rank: int, plan: object, folder: object) -> None:
     torch.manual_seed(rank)
     engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
-    manager = checkpoints(folder, rank=rank, plan=plan)
-    manager.resume(lambda: [])
+    manager = opened(folder, rank=rank, plan=plan)
     manager.save(list(engine.pieces(own=True)), 3, 12, engine.scalars())
 
 

@@ -11,10 +11,8 @@ import torch
 from orchestrator.plan import Plan, seal
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
-from tests.trainer.states import Recorder
-from trainer.checkpoint.fence import Fence
+from tests.trainer.states import checkpoints, opened
 from trainer.checkpoint.format import MANIFEST, decode, step_name
-from trainer.checkpoint.manager import Checkpoints
 from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
@@ -66,21 +64,15 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
 def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> list[str]:
     """Names of what differs after: step, save, step; against: resume into other weights, step."""
     mesh, use = Mesh.from_plan(plan, rank), recipe(plan.job.train)
-
-    def checkpoints(epoch: int) -> Checkpoints:
-        return Checkpoints(folder, plan, Fence("run", epoch), rank, Recorder())
-
     whole = Engine(plan, mesh, torch.device("cpu"), use)
     advance(whole, plan, 1)
-    writer = checkpoints(0)
-    writer.resume(lambda: [])
-    writer.save(list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples)
+    opened(folder, 0, rank, plan).save(list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples)
     saved = state(whole)
     advance(whole, plan, 2)
 
     resumed = Engine(other, mesh, torch.device("cpu"), use)
     fresh = state(resumed)
-    found = checkpoints(1).resume(lambda: list(resumed.pieces(own=False)))
+    found = checkpoints(folder, 1, rank, plan).resume(lambda: list(resumed.pieces(own=False)))
     resumed.resumed(found.step)
     loaded = state(resumed)
     assert any(not torch.equal(fresh[key], loaded[key]) for key in fresh), "the other seed starts elsewhere"
@@ -110,15 +102,10 @@ def test_another_precision_starts_from_the_same_master_weights(tmp_path, saved, 
         plan = make_plan(precision=precision, seed=seed)
         return Engine(plan, Mesh.alone(plan), torch.device("cpu"), recipe(plan.job.train))
 
-    def checkpoints(epoch: int) -> Checkpoints:
-        return Checkpoints(tmp_path, make_plan(), Fence("run", epoch), 0, Recorder())
-
     first, second = engine(saved, 1), engine(resumed, 2)
     advance(first, first.plan, 1)
-    writer = checkpoints(0)
-    writer.resume(lambda: [])
-    writer.save(list(first.pieces(own=True)), 1, 2, first.scalars())
-    found = checkpoints(1).resume(lambda: list(second.pieces(own=False)))
+    opened(tmp_path, plan=make_plan()).save(list(first.pieces(own=True)), 1, 2, first.scalars())
+    found = checkpoints(tmp_path, 1, plan=make_plan()).resume(lambda: list(second.pieces(own=False)))
     second.resumed(found.step, found.scalars)
     pieces = zip(first.pieces(own=False), second.pieces(own=False), strict=True)
     assert all(torch.equal(one.data, other.data) for one, other in pieces)

@@ -13,17 +13,14 @@ from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.reference.assemble import assemble
 from tests.trainer.samples import GPT
-from tests.trainer.states import Recorder
-from trainer.checkpoint.fence import Fence
+from tests.trainer.states import checkpoints, opened
 from trainer.checkpoint.format import StatePiece, step_name
-from trainer.checkpoint.manager import Checkpoints
 from trainer.comm.mesh import Mesh
-from trainer.data.batch import IGNORED
-from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.optim.lr import learning_rate
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import step_batches
 
 pytestmark = pytest.mark.process
 
@@ -62,26 +59,19 @@ class Trained:
         self.plan, self.rank = plan, rank
         self.engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
 
-    def checkpoints(self, folder: Path, epoch: int) -> Checkpoints:
-        return Checkpoints(folder, self.plan, Fence("run", epoch), self.rank, Recorder())
-
     def advance(self, step: int) -> float | None:
         """The mean loss of step number `step`, where the last stage is."""
-        indices = range((step - 1) * BATCH, step * BATCH)
-        tokens = int((single.micro_batch(self.plan, list(indices)).targets != IGNORED).sum())
-        mine = samples_of_step(self.plan.parallel, self.engine.mesh.coord, indices[0])
-        lr = learning_rate(step, self.plan.job.optim, STEPS)
-        loss_sum, norm = self.engine.gradients([single.micro_batch(self.plan, one) for one in mine], tokens)
-        self.engine.update(norm, lr)
+        batches, tokens = step_batches(self.plan, self.engine.mesh.coord, (step - 1) * BATCH)
+        loss_sum, norm = self.engine.gradients(batches, tokens)
+        self.engine.update(norm, learning_rate(step, self.plan.job.optim, STEPS))
         return self.engine.mean_loss(loss_sum, tokens)
 
     def save(self, folder: Path, epoch: int = 0) -> None:
-        manager = self.checkpoints(folder, epoch)
-        manager.resume(lambda: [])
+        manager = opened(folder, epoch, self.rank, self.plan)
         manager.save(list(self.engine.pieces(own=True)), SAVED, SAVED * BATCH, self.engine.scalars())
 
     def resume(self, folder: Path, epoch: int) -> None:
-        found = self.checkpoints(folder, epoch).resume(lambda: list(self.engine.pieces(own=False)))
+        found = checkpoints(folder, epoch, self.rank, self.plan).resume(lambda: list(self.engine.pieces(own=False)))
         assert (found.step, found.samples) == (SAVED, SAVED * BATCH)
         self.engine.resumed(found.step, found.scalars)
 

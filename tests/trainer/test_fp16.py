@@ -11,13 +11,11 @@ from tests.beds.plans import make_plan
 from tests.reference import adamw as naive
 from tests.reference import single
 from trainer.comm.mesh import Mesh
-from trainer.data.batch import IGNORED
-from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.optim.loss_scale import LOWEST, LossScale
 from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
-from trainer.verify.samples import micro_batch
+from trainer.verify.samples import step_batches
 
 
 def test_the_scale_halves_grows_and_stops_at_the_bottom():
@@ -50,13 +48,11 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
     if engine.scaler is not None:
         engine.scaler.scale = initial
     record = []
-    size = plan.parallel.global_batch_samples
     for step in range(count):
         before = {info.name: weight.clone() for info, weight in engine.buckets.full_params()}
-        valid = int((micro_batch(plan, list(range(step * size, (step + 1) * size))).targets != IGNORED).sum())
-        indices = samples_of_step(plan.parallel, mesh.coord, step * size)
+        batches, valid = step_batches(plan, mesh.coord, step * plan.parallel.global_batch_samples)
         scale = engine.loss_scale
-        _, norm = engine.gradients([micro_batch(plan, one) for one in indices], valid)
+        _, norm = engine.gradients(batches, valid)
         grads = {name: grad / scale for name, grad in engine.buckets.full_grads().items()}
         applied = engine.update(norm, 1e-3)
         engine.buckets.wait_params()

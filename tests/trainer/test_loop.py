@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.flops import model_flops_per_token
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.states import flip_bit
 from tests.trainer.workers import Workers, free_port, running, worker_env
 from trainer.checkpoint.format import rank_file, step_name
 
@@ -171,10 +172,7 @@ def test_a_finished_run_that_is_started_again_is_done_at_once(cache, tmp_path):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(cache, tmp_path):
     plan = job(cache, steps=4, every=2, dp=2)
     finish(plan, tmp_path)
-    file = tmp_path / "checkpoints" / step_name(4) / rank_file(0)
-    raw = bytearray(file.read_bytes())
-    raw[-9] ^= 4
-    file.write_bytes(raw)
+    flip_bit(tmp_path / "checkpoints" / step_name(4) / rank_file(0))
     codes, again = finish(plan, tmp_path, epoch=1)
     assert codes == [0, 0]
     assert rank_file(0) in again.events("checkpoint_rejected")[0].fields["problem"]

@@ -17,9 +17,8 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import SwitchLevel
 from orchestrator.plan.worker import replica_dir
 from tests.beds.plans import make_plan
-from tests.trainer.states import Recorder, state
+from tests.trainer.states import Recorder, checkpoints, flip_bit, no_room, state
 from tests.trainer.test_checkpoint_crashes import lines
-from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import StatePiece, rank_file, step_name
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.replicas import replicate as replicate_module
@@ -125,7 +124,14 @@ def folder_of(home: Path, node: str) -> Path:
 
 def manager(home: Path, plan: Plan, rank: int, epoch: int) -> Checkpoints:
     memory = folder_of(home, plan.ranks[rank].node)
-    return Checkpoints(home / "disk", plan, Fence("run", epoch), rank, Recorder(), memory=memory)
+    return checkpoints(home / "disk", epoch, rank, plan, memory=memory)
+
+
+def go_on(rank: int, home: Path, epoch: int, step: int) -> None:
+    """Resume, and save a later step."""
+    mine = manager(home, FOUR, rank, epoch)
+    mine.resume(lambda: shard(rank, 4, 99))
+    mine.save(shard(rank, 4, step), step, 10 * step)
 
 
 def replicate(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)) -> None:
@@ -181,10 +187,7 @@ def test_a_damaged_replica_is_read_from_its_peer_and_two_damaged_ones_are_not_us
     run_ranks(replicate, 4, tmp_path, FOUR, 3)
 
     def damage(node: int, file: int) -> None:
-        path = folder_of(tmp_path, f"node{node}") / replica_name(6, 0) / rank_file(file)
-        raw = bytearray(path.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        path.write_bytes(raw)
+        flip_bit(folder_of(tmp_path, f"node{node}") / replica_name(6, 0) / rank_file(file))
 
     damage(1, 1)
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
@@ -212,13 +215,7 @@ def test_a_replica_is_better_than_a_damaged_checkpoint(tmp_path, older):
     run_ranks(save_and_replicate, 4)
     os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
-
-    def go_on(rank: int) -> None:
-        mine = manager(tmp_path, FOUR, rank, 2)
-        mine.resume(lambda: shard(rank, 4, 99))
-        mine.save(shard(rank, 4, 7), 7, 70)
-
-    run_ranks(go_on, 4)
+    run_ranks(go_on, 4, tmp_path, 2, 7)
     assert one_answer(run_ranks(restored, 4, tmp_path, FOUR, 3)) == (7, "disk"), "step 7 was made and saved again"
 
 
@@ -228,13 +225,7 @@ def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_replicas_it_could
     run_ranks(replicate, 4, tmp_path, FOUR, 3)
     for node in ("node1", "node2"):
         folder_of(tmp_path, node).rename(tmp_path / node)
-
-    def go_on(rank: int) -> None:
-        mine = manager(tmp_path, FOUR, rank, 1)
-        mine.resume(lambda: shard(rank, 4, 99))
-        mine.save(shard(rank, 4, 4), 4, 40)
-
-    run_ranks(go_on, 4)
+    run_ranks(go_on, 4, tmp_path, 1, 4)
     for node in ("node1", "node2"):
         shutil.rmtree(folder_of(tmp_path, node))
         (tmp_path / node).rename(folder_of(tmp_path, node))
@@ -248,17 +239,13 @@ def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_st
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
         assert mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
-
-        def full(*args: object, **options: object) -> None:
-            raise OSError(28, "No space left on device")
-
         if rank == 2:
             if where == "write":
-                replicate_module.write = full
+                replicate_module.write = no_room
             elif where == "receive":
-                os.posix_fallocate = full
+                os.posix_fallocate = no_room
             else:
-                replicate_module.encode = full
+                replicate_module.encode = no_room
         assert not mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
         return [event.fields["error"] for event in mine.reporter.named("replica_failed")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.beds.plans import make_plan
-from tests.trainer.states import Recorder
+from tests.trainer.states import Recorder, no_room
 from tests.trainer.test_replicas import FOUR, folder_of, one_answer, replicate, restored
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import step_name
@@ -34,10 +34,6 @@ def final_checkpoint(rank: int, home: Path, nodes: list[str], epoch: int = 1, fu
     except TrainerError as problem:
         step, error = None, f"{type(problem).__name__}: {problem}"
     return [step, error, [[event.name, event.step, event.fields["source"]] for event in reporter.events]]
-
-
-def no_room(_: int) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def steps(home: Path) -> list[int]:

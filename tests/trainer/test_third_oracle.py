@@ -16,8 +16,7 @@ from orchestrator.plan.schedules import schedule_of
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.together import run_together
 from trainer.comm.mesh import Mesh
-from trainer.data.batch import IGNORED, MicroBatch
-from trainer.data.order import samples_of_step
+from trainer.data.batch import MicroBatch
 from trainer.engine import Engine
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
@@ -25,20 +24,11 @@ from trainer.model.stage import Stage
 from trainer.optim.lr import learning_rate
 from trainer.pipeline.runtime import stage_indices
 from trainer.precision import FP64
-from trainer.verify.samples import micro_batch
+from trainer.verify.samples import step_batches
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 STEPS, LIMIT = 2, 1e-10
 TIED = tiny_model(tied_embeddings=True)
-
-
-def whole_batches(plan: Plan, step: int, rank: int) -> tuple[list[MicroBatch], int]:
-    """This rank's micro-batches of a step, and the global number of valid tokens."""
-    size = plan.parallel.global_batch_samples
-    consumed = step * size
-    valid = int((micro_batch(plan, list(range(consumed, consumed + size))).targets != IGNORED).sum())
-    indices = samples_of_step(plan.parallel, plan.ranks[rank].coord, consumed)
-    return [micro_batch(plan, one) for one in indices], valid
 
 
 def new_stage(plan: Plan, index: int, count: int) -> Stage:
@@ -93,7 +83,7 @@ def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
         theirs = nn.parallel.DistributedDataParallel(model)
     optimizer, compared = adamw(plan, list(model.parameters())), Compared()
     for step in range(STEPS):
-        batches, valid = whole_batches(plan, step, rank)
+        batches, valid = step_batches(plan, plan.ranks[rank].coord, step * plan.parallel.global_batch_samples)
         loss_sum, norm = engine.gradients(batches, valid)
         optimizer.zero_grad()
         losses = torch.zeros((), dtype=torch.float64)
@@ -156,7 +146,7 @@ def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
     make, compared = getattr(torchs, schedule), Compared()
     several = issubclass(make, torchs.PipelineScheduleMulti)
     for step in range(STEPS):  # weights are compared elsewhere: an optimizer knows nothing of pipelines
-        batches, valid = whole_batches(plan, step, rank)
+        batches, valid = step_batches(plan, plan.ranks[rank].coord, step * plan.parallel.global_batch_samples)
         loss_sum, _ = engine.gradients(batches, valid)
         for stage in stages.values():
             stage.zero_grad()

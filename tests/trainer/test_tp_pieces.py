@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -124,11 +123,6 @@ def test_lookups_of_all_shards_sum_to_the_lookup(tp, vocabulary):
 
 
 # ------------------------------------------------------------------------------------------------ refusals
-
-
-def with_train(plan, **changes):
-    job = msgspec.structs.replace(plan.job, train=msgspec.structs.replace(plan.job.train, **changes))
-    return msgspec.structs.replace(plan, job=job)
 
 
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)

@@ -18,14 +18,12 @@ from torch import Tensor
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.parity import LIMITS
 from trainer.comm.mesh import Mesh
-from trainer.data.batch import IGNORED
-from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.optim.lr import learning_rate
 from trainer.precision import FP64, Recipe
 
 from .oracle import Outcome
-from .samples import micro_batch
+from .samples import step_batches
 
 STEPS = 2
 FP32 = Recipe(torch.float32, torch.float32, torch.float32)
@@ -57,11 +55,9 @@ def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], pa
         worst[what] = max(worst.get(what, 0.0), error if error == error else float("inf"))
 
     for step, outcome in enumerate(expected, start=1):
-        consumed, size = (step - 1) * plan.parallel.global_batch_samples, plan.parallel.global_batch_samples
-        indices = samples_of_step(plan.parallel, mesh.coord, consumed)
-        whole = micro_batch(plan, list(range(consumed, consumed + size)))
-        valid_tokens = int((whole.targets != IGNORED).sum())
-        loss_sum, norm = engine.gradients([micro_batch(plan, one, packed) for one in indices], valid_tokens)
+        consumed = (step - 1) * plan.parallel.global_batch_samples
+        batches, valid_tokens = step_batches(plan, mesh.coord, consumed, packed)
+        loss_sum, norm = engine.gradients(batches, valid_tokens)
         loss = engine.mean_loss(loss_sum, valid_tokens)
         if loss is not None:
             compare("loss", torch.tensor(loss, dtype=torch.float64), torch.tensor(outcome.loss, dtype=torch.float64))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
+from orchestrator.plan.document import Coord
 from trainer.data.batch import IGNORED, MicroBatch, with_serials
+from trainer.data.order import micro_batches_at, samples_at, samples_of_step
 
 
 def sample(plan: Plan, index: int) -> tuple[Tensor, Tensor]:
@@ -34,3 +36,11 @@ def micro_batch(plan: Plan, indices: list[int], packed: bool = False) -> MicroBa
     documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
     starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
     return with_serials(MicroBatch(tokens, targets, positions - starts, documents), indices)
+
+
+def step_batches(plan: Plan, coord: Coord, consumed: int, packed: bool = False) -> tuple[list[MicroBatch], int]:
+    """The micro-batches of one rank in the step after `consumed` samples, and the valid tokens of all ranks' ones."""
+    par, ramp = plan.parallel, plan.job.train.batch_ramp
+    everything = list(range(consumed, consumed + samples_at(par, ramp, consumed)))
+    mine = samples_of_step(par, coord, consumed, micro_batches_at(par, ramp, consumed))
+    return [micro_batch(plan, one, packed) for one in mine], micro_batch(plan, everything).valid_tokens

@@ -67,10 +67,3 @@ def visible(method: str, local_len: int, index: int, source: int) -> Visible | N
     if source < index:
         return Visible(ALL, slice(0, half), False)
     return Visible(slice(half, None), ALL, False)
-
-
-def causal_pairs(method: str, seq_len: int, size: int) -> list[int]:
-    """(query, key) pairs that each rank computes: attention FLOPs are 4 * head_dim * heads times this, forward."""
-    if method == "ulysses":  # every rank holds the whole sequence for its heads
-        return [seq_len * (seq_len + 1) // 2 // size] * size
-    return [sum(position + 1 for position in positions(method, seq_len, size, index)) for index in range(size)]
