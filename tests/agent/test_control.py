@@ -49,19 +49,16 @@ async def pair(key=KEY, run="run", server_key=KEY, server_run="run") -> Pair:
         server.close()
 
 
-def test_messages_pass_both_ways_in_order():
-    async def main():
-        both = await pair()
-        for port in range(3):
-            both.agent.send(4, Ready(port=port))
-        both.server.send(5, Done(code=0, reason="ü\n\"'"))
-        assert [await both.server.receive() for _ in range(3)] == [(4, Ready(port=port)) for port in range(3)]
-        assert await both.agent.receive() == (5, Done(code=0, reason="ü\n\"'"))
-        assert both.server.peer == "node0"
-        await both.agent.close()
-        assert await both.server.receive() is None
-
-    asyncio.run(main())
+async def test_messages_pass_both_ways_in_order():
+    both = await pair()
+    for port in range(3):
+        both.agent.send(4, Ready(port=port))
+    both.server.send(5, Done(code=0, reason="ü\n\"'"))
+    assert [await both.server.receive() for _ in range(3)] == [(4, Ready(port=port)) for port in range(3)]
+    assert await both.agent.receive() == (5, Done(code=0, reason="ü\n\"'"))
+    assert both.server.peer == "node0"
+    await both.agent.close()
+    assert await both.server.receive() is None
 
 
 def test_an_agent_without_the_key_is_refused_and_knows_why():
@@ -69,21 +66,18 @@ def test_an_agent_without_the_key_is_refused_and_knows_why():
         asyncio.run(pair(key=OTHER))
 
 
-def test_a_coordinator_without_the_key_is_not_believed():
+async def test_a_coordinator_without_the_key_is_not_believed():
     """It lets anybody in; the agent notices that its answer proves nothing."""
 
-    async def main():
-        async def impostor(reader, writer):
-            control._write(writer, control._Hello(protocol=control.PROTOCOL, run="run", nonce="n" * 32))
-            await reader.readline()
-            control._write(writer, control._Answer(mac="0" * 64))
+    async def impostor(reader, writer):
+        control._write(writer, control._Hello(protocol=control.PROTOCOL, run="run", nonce="n" * 32))
+        await reader.readline()
+        control._write(writer, control._Answer(mac="0" * 64))
 
-        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-        with pytest.raises(WrongKey, match="coordinator does not hold"):
-            await connect("127.0.0.1", server.sockets[0].getsockname()[1], "run", "node0", KEY, FromCoordinator)
-        server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    with pytest.raises(WrongKey, match="coordinator does not hold"):
+        await connect("127.0.0.1", server.sockets[0].getsockname()[1], "run", "node0", KEY, FromCoordinator)
+    server.close()
 
 
 def test_another_run_is_another_coordinator():
@@ -107,30 +101,24 @@ async def _record() -> tuple[Pair, bytes]:
     ("where", "why"),
     [("replayed", "line 1 where 2 was due"), ("another connection", "wrong mac"), ("reflected", "wrong mac")],
 )
-def test_a_line_that_was_sent_once_is_refused_anywhere_else(where, why):
-    async def main():
-        both, line = await _record()
-        fresh = await pair() if where == "another connection" else both
-        writer, reader = (both.server._writer, both.agent) if where == "reflected" else (fresh.raw, fresh.server)
-        writer.write(line)
-        with pytest.raises(Refused, match=why):
-            await reader.receive()
-
-    asyncio.run(main())
+async def test_a_line_that_was_sent_once_is_refused_anywhere_else(where, why):
+    both, line = await _record()
+    fresh = await pair() if where == "another connection" else both
+    writer, reader = (both.server._writer, both.agent) if where == "reflected" else (fresh.raw, fresh.server)
+    writer.write(line)
+    with pytest.raises(Refused, match=why):
+        await reader.receive()
 
 
-def test_a_dropped_line_is_noticed():
-    async def main():
-        both = await pair()
-        write = both.raw.write
-        both.raw.write = lambda data: None
-        both.agent.send(1, AgentAlive(step=1))
-        both.raw.write = write
-        both.agent.send(1, AgentAlive(step=2))
-        with pytest.raises(Refused, match="line 2 where 1 was due"):
-            await both.server.receive()
-
-    asyncio.run(main())
+async def test_a_dropped_line_is_noticed():
+    both = await pair()
+    write = both.raw.write
+    both.raw.write = lambda data: None
+    both.agent.send(1, AgentAlive(step=1))
+    both.raw.write = write
+    both.agent.send(1, AgentAlive(step=2))
+    with pytest.raises(Refused, match="line 2 where 1 was due"):
+        await both.server.receive()
 
 
 @pytest.mark.parametrize(
@@ -146,78 +134,61 @@ def test_a_dropped_line_is_noticed():
         b"[" * 5000 + b"\n",
     ],
 )
-def test_garbage_is_refused(line):
-    async def main():
-        both = await pair()
-        both.raw.write(line)
-        with pytest.raises(Refused):
-            await both.server.receive()
-
-    asyncio.run(main())
+async def test_garbage_is_refused(line):
+    both = await pair()
+    both.raw.write(line)
+    with pytest.raises(Refused):
+        await both.server.receive()
 
 
-def test_a_line_without_end_is_refused_not_stored():
-    async def main():
-        both = await pair()
-        both.raw.write(b"x" * (LONGEST_LINE + 2))
-        with pytest.raises(Refused, match="longer than"):
-            await both.server.receive()
-
-    asyncio.run(main())
+async def test_a_line_without_end_is_refused_not_stored():
+    both = await pair()
+    both.raw.write(b"x" * (LONGEST_LINE + 2))
+    with pytest.raises(Refused, match="longer than"):
+        await both.server.receive()
 
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"x" * 10_000 + b"\n", b'{"node":"n"}\n'])
-def test_a_stranger_gets_no_further_than_the_greeting(greeting):
-    async def main():
-        problem = asyncio.get_running_loop().create_future()
+async def test_a_stranger_gets_no_further_than_the_greeting(greeting):
+    problem = asyncio.get_running_loop().create_future()
 
-        async def serve(reader, writer):
-            try:
-                await accept(reader, writer, "run", KEY, FromAgent)
-            except Refused as error:
-                problem.set_result(error)
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LONGEST_LINE)
-        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(greeting)
-        assert isinstance(await asyncio.wait_for(problem, 60), Refused)
-        server.close()
-
-    asyncio.run(main())
-
-
-def test_a_silent_stranger_is_shown_the_door(monkeypatch):
-    monkeypatch.setattr(control, "_GREETING_S", 0.1)
-
-    async def main():
-        problem = asyncio.get_running_loop().create_future()
-
-        async def serve(reader, writer):
-            with pytest.raises(Refused, match="no greeting"):
-                await accept(reader, writer, "run", KEY, FromAgent)
-            problem.set_result(None)
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        await asyncio.wait_for(problem, 60)
+    async def serve(reader, writer):
+        try:
+            await accept(reader, writer, "run", KEY, FromAgent)
+        except Refused as error:
+            problem.set_result(error)
         writer.close()
-        server.close()
 
-    asyncio.run(main())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LONGEST_LINE)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(greeting)
+    assert isinstance(await asyncio.wait_for(problem, 60), Refused)
+    server.close()
 
 
-def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
+async def test_a_silent_stranger_is_shown_the_door(monkeypatch):
+    monkeypatch.setattr(control, "_GREETING_S", 0.1)
+    problem = asyncio.get_running_loop().create_future()
+
+    async def serve(reader, writer):
+        with pytest.raises(Refused, match="no greeting"):
+            await accept(reader, writer, "run", KEY, FromAgent)
+        problem.set_result(None)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    await asyncio.wait_for(problem, 60)
+    writer.close()
+    server.close()
+
+
+async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
     monkeypatch.setattr(control, "_MOST_UNSENT", 1 << 16)
-
-    async def main():
-        both = await pair()
-        for _ in range(2000):
-            both.server.send(1, Done(code=0, reason="x" * 10_000))
-        assert both.server._writer.is_closing()
-
-    asyncio.run(main())
+    both = await pair()
+    for _ in range(2000):
+        both.server.send(1, Done(code=0, reason="x" * 10_000))
+    assert both.server._writer.is_closing()
 
 
 @given(st.binary(max_size=300))

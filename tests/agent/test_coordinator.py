@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -12,238 +11,104 @@ import sys
 import msgspec
 import pytest
 
-from orchestrator.agent.leader.context import Context
-from orchestrator.agent.leader.coordinator import Coordinator
-from orchestrator.agent.leader.elasticity import WorldSizes
-from orchestrator.agent.leader.state_writer import StateWriter
-from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol import messages
-from orchestrator.agent.protocol.channel import Refused, connect
+from orchestrator.agent.protocol.channel import Refused
 from orchestrator.plan import to_json
 from orchestrator.run.folder import RunFolder, read_secret, write_private
-from orchestrator.run.registry import Discovery
-from orchestrator.run.request import Policy, to_bytes
-from orchestrator.run.state import SCHEMA, RunState, read_state, write_state
+from orchestrator.run.request import to_bytes
+from tests.agent.conftest import options
 from tests.beds.bundles import make_bundle
+from tests.beds.coordinated import PLAN
 from tests.beds.plans import make_plan
 
-PLAN = make_plan(dp=4, nodes=2)
-KEY = bytes(range(32))
+
+async def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(w):
+    a, b = await w.join("node0"), await w.join("node1")
+    assert await a.hear() == (0, messages.Prepare())
+    assert w.state().epoch == 0  # durable before anybody heard of it
+    a.epoch = 0
+    a.say(messages.Ready(port=4711))
+    assert await b.hear() == (0, messages.Prepare())
+    b.epoch = 0
+    b.say(messages.Ready(port=4712))
+    for agent, index in ((a, 0), (b, 1)):
+        assign = (await agent.hear())[1]
+        assert [(one.rank, one.gpu) for one in assign.ranks] == [(2 * index, 0), (2 * index + 1, 1)]
+        assert (assign.node_rank, assign.world_size, assign.master_port) == (index, 4, 4711)
+        agent.say(messages.Started())
+    for agent in (a, b):
+        agent.workers_end(0, 0)
+    for agent in (a, b):
+        assert await agent.hear() == (0, messages.Done(code=0, reason="all workers are done"))
+        await agent.channel.close()
+    assert (await w.end()).code == 0
+    assert w.state().state == "done"
 
 
-class FakeAgent:
-    """An agent in the test's hands."""
-
-    def __init__(self, channel, node):
-        self.channel, self.node, self.epoch = channel, node, -1
-
-    async def hear(self):
-        """The next message that is no heartbeat: (epoch, message), None at the end."""
-        while True:
-            heard = await asyncio.wait_for(self.channel.receive(), 60)
-            if heard is None or not isinstance(heard[1], messages.CoordinatorAlive):
-                return heard
-
-    def say(self, message, epoch=None):
-        self.channel.send(self.epoch if epoch is None else epoch, message)
-
-    async def follow(self, epoch=0):
-        """Through Prepare, Ready, Assign, Started."""
-        assert await self.hear() == (epoch, messages.Prepare())
-        self.epoch = epoch
-        self.say(messages.Ready(port=1234))
-        assigned = (await self.hear())[1]
-        assert isinstance(assigned, messages.Assign)
-        self.say(messages.Started())
-        return assigned
-
-    def workers_end(self, *codes: int, asked=False):
-        ranks = [rank.rank for rank in PLAN.ranks if rank.node == self.node]
-        for rank, code in zip(ranks, codes, strict=True):
-            self.say(messages.WorkerExit(rank=rank, code=code, asked=asked, step=None, tail=[]))
-        self.say(messages.Stopped())
+@options(max_restarts=1)
+async def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(w):
+    a, b = await w.started()
+    b.say(messages.WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
+    for agent in (a, b):
+        stop = (await agent.hear())[1]
+        assert isinstance(stop, messages.Stop) and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
+    a.workers_end(75, 75, asked=True)
+    b.say(messages.WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
+    b.say(messages.Stopped())
+    await asyncio.gather(a.follow(1), b.follow(1))
+    state = w.state()
+    assert state.epoch == 1 and state.restarts == 1
+    assert (state.epochs[0].cause.rank, state.epochs[0].cause.tail) == (3, ["last words"])
 
 
-class World:
-    """A coordinator that runs, and a way to join it."""
-
-    def __init__(self, folder: RunFolder, task: asyncio.Task):
-        self.folder, self.task = folder, task
-
-    async def join(self, node, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None, warm=True) -> FakeAgent:
-        where = json.loads(self.folder.coordinator.read_text())
-        arguments = self.folder.run_id, node, key, messages.FromCoordinator
-        agent = FakeAgent(await connect(where["host"], where["port"], *arguments), node)
-        join = messages.Join(
-            **{"node": name or node, "host": "h", "address": "127.0.0.1", "pid": 1, "gpus": gpus, "nics": 0},
-            **{"plan_hash": plan_hash, "metrics": "127.0.0.1:1", "warm": warm},
-        )
-        agent.say(join, epoch)
-        return agent
-
-    async def started(self, epoch=0) -> tuple[FakeAgent, FakeAgent]:
-        """Both nodes, whose workers run in that epoch."""
-        a, b = await self.join("node0"), await self.join("node1")
-        await asyncio.gather(a.follow(epoch), b.follow(epoch))
-        return a, b
-
-    async def end(self):
-        return await asyncio.wait_for(self.task, 60)
-
-    def state(self) -> RunState:
-        return read_state(self.folder)
-
-    def events(self, name: str) -> list[dict]:
-        lines = map(json.loads, self.folder.events("node0").read_text().splitlines())
-        return [line for line in lines if line["name"] == name]
-
-
-def make_folder(tmp_path, **fields) -> RunFolder:
-    folder = RunFolder(tmp_path / "runs" / "test-run")
-    folder.create()
-    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "state": "pending", **fields}
-    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", backend="local", plan_hash=PLAN.hash, **fields))
-    return folder
-
-
-@contextlib.asynccontextmanager
-async def coordinating(folder: RunFolder, coordinator: Coordinator, recorder: Recorder):
-    """The world of a coordinator that can be joined; it ends with the block."""
-    task = asyncio.create_task(coordinator.run("127.0.0.1"))
-    while not folder.coordinator.exists():
-        await asyncio.sleep(0.01)
-    try:
-        yield World(folder, task)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        recorder.close()
-
-
-@contextlib.asynccontextmanager
-async def world(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1):
-    folder = make_folder(tmp_path, epoch=epoch)
-    rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
-    recorder = Recorder(folder, "node0", PLAN)
-    record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "metrics.sd")))
-    context = Context(folder, PLAN, rules, KEY, "node0", recorder, record, elastic=False)
-    async with coordinating(folder, Coordinator(context, WorldSizes.fixed(PLAN)), recorder) as found:
-        yield found
-
-
-def run(scenario, tmp_path, **options):
-    async def main():
-        async with world(tmp_path, **options) as w:
-            await scenario(w)
-
-    asyncio.run(main())
-
-
-def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(tmp_path):
-    async def scenario(w):
-        a, b = await w.join("node0"), await w.join("node1")
-        assert await a.hear() == (0, messages.Prepare())
-        assert w.state().epoch == 0  # durable before anybody heard of it
-        a.epoch = 0
-        a.say(messages.Ready(port=4711))
-        assert await b.hear() == (0, messages.Prepare())
-        b.epoch = 0
-        b.say(messages.Ready(port=4712))
-        for agent, index in ((a, 0), (b, 1)):
-            assign = (await agent.hear())[1]
-            assert [(one.rank, one.gpu) for one in assign.ranks] == [(2 * index, 0), (2 * index + 1, 1)]
-            assert (assign.node_rank, assign.world_size, assign.master_port) == (index, 4, 4711)
-            agent.say(messages.Started())
-        for agent in (a, b):
-            agent.workers_end(0, 0)
-        for agent in (a, b):
-            assert await agent.hear() == (0, messages.Done(code=0, reason="all workers are done"))
-            await agent.channel.close()
-        assert (await w.end()).code == 0
-        assert w.state().state == "done"
-
-    run(scenario, tmp_path)
-
-
-def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
-        b.say(messages.WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
-        for agent in (a, b):
-            stop = (await agent.hear())[1]
-            assert isinstance(stop, messages.Stop) and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
-        a.workers_end(75, 75, asked=True)
-        b.say(messages.WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
-        b.say(messages.Stopped())
-        await asyncio.gather(a.follow(1), b.follow(1))
-        state = w.state()
-        assert state.epoch == 1 and state.restarts == 1
-        assert (state.epochs[0].cause.rank, state.epochs[0].cause.tail) == (3, ["last words"])
-
-    run(scenario, tmp_path, max_restarts=1)
-
-
-def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(tmp_path):
+@options(max_restarts=1)
+async def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(w):
     """Found with a killed worker supervisor: Stopped came twice, and the second one ended the next epoch at once."""
-
-    async def scenario(w):
-        a, b = await w.started()
-        a.workers_end(1, 1)
-        a.say(messages.Stopped())
-        a.say(messages.Stopped())
-        b.workers_end(75, 75, asked=True)
-        b.say(messages.Stopped())
-        for agent in (a, b):
-            assert isinstance((await agent.hear())[1], messages.Stop)
-        await asyncio.gather(a.follow(1), b.follow(1))
-        a.workers_end(0, 0), b.workers_end(0, 0)
-        assert (await a.hear())[1] == messages.Done(code=0, reason="all workers are done")
-
-    run(scenario, tmp_path, max_restarts=1)
+    a, b = await w.started()
+    a.workers_end(1, 1)
+    a.say(messages.Stopped())
+    a.say(messages.Stopped())
+    b.workers_end(75, 75, asked=True)
+    b.say(messages.Stopped())
+    for agent in (a, b):
+        assert isinstance((await agent.hear())[1], messages.Stop)
+    await asyncio.gather(a.follow(1), b.follow(1))
+    a.workers_end(0, 0), b.workers_end(0, 0)
+    assert (await a.hear())[1] == messages.Done(code=0, reason="all workers are done")
 
 
-def test_epochs_go_on_where_an_earlier_attempt_ended(tmp_path):
-    async def scenario(w):
-        _kept = await w.started(5)
-
-    run(scenario, tmp_path, epoch=4)
+@options(epoch=4)
+async def test_epochs_go_on_where_an_earlier_attempt_ended(w):
+    _kept = await w.started(5)
 
 
-def test_an_agent_of_an_old_epoch_is_fenced(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
-        late = await w.join("node1", epoch=0)  # the same node again, back from a partition
-        epoch, message = await late.hear()
-        assert epoch == 0 and isinstance(message, messages.Fenced)
-        assert await late.hear() is None
-        a.workers_end(0, 0), b.workers_end(0, 0)  # the run does not notice
-        assert (await a.hear())[1] == messages.Done(code=0, reason="all workers are done")
-        assert w.events("join_fenced")
-
-    run(scenario, tmp_path)
+async def test_an_agent_of_an_old_epoch_is_fenced(w):
+    a, b = await w.started()
+    late = await w.join("node1", epoch=0)  # the same node again, back from a partition
+    epoch, message = await late.hear()
+    assert epoch == 0 and isinstance(message, messages.Fenced)
+    assert await late.hear() is None
+    a.workers_end(0, 0), b.workers_end(0, 0)  # the run does not notice
+    assert (await a.hear())[1] == messages.Done(code=0, reason="all workers are done")
+    assert w.events("join_fenced")
 
 
-def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(tmp_path):
-    async def scenario(w):
-        a, b = await w.started(6)
-        b.say(messages.AgentAlive(step=3), epoch=5)
-        assert isinstance((await b.hear())[1], messages.Fenced)
-        assert isinstance((await a.hear())[1], messages.Stop)
-        a.workers_end(75, 75, asked=True)
-        done = (await a.hear())[1]
-        assert done.code == 76 and "spoke for epoch 5" in done.reason
-
-    run(scenario, tmp_path, epoch=5)
+@options(epoch=5)
+async def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(w):
+    a, b = await w.started(6)
+    b.say(messages.AgentAlive(step=3), epoch=5)
+    assert isinstance((await b.hear())[1], messages.Fenced)
+    assert isinstance((await a.hear())[1], messages.Stop)
+    a.workers_end(75, 75, asked=True)
+    done = (await a.hear())[1]
+    assert done.code == 76 and "spoke for epoch 5" in done.reason
 
 
-def test_an_epoch_that_was_never_issued_is_refused(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
-        b.say(messages.AgentAlive(step=3), epoch=9)
-        assert await b.hear() is None
-        assert isinstance((await a.hear())[1], messages.Stop)
-
-    run(scenario, tmp_path)
+async def test_an_epoch_that_was_never_issued_is_refused(w):
+    a, b = await w.started()
+    b.say(messages.AgentAlive(step=3), epoch=9)
+    assert await b.hear() is None
+    assert isinstance((await a.hear())[1], messages.Stop)
 
 
 @pytest.mark.parametrize(
@@ -254,139 +119,111 @@ def test_an_epoch_that_was_never_issued_is_refused(tmp_path):
         ({"node": "node1", "gpus": 1}, 74, "has 1 of 2 GPUs"),
     ],
 )
-def test_a_node_that_does_not_fit_is_told_why(tmp_path, fields, code, text):
-    async def scenario(w):
-        agent = await w.join(**fields)
-        done = (await agent.hear())[1]
-        assert isinstance(done, messages.Done) and done.code == code and text in done.reason
-
-    run(scenario, tmp_path)
+async def test_a_node_that_does_not_fit_is_told_why(w, fields, code, text):
+    agent = await w.join(**fields)
+    done = (await agent.hear())[1]
+    assert isinstance(done, messages.Done) and done.code == code and text in done.reason
 
 
-def test_an_unfit_node_of_the_plan_ends_the_run_but_a_stranger_does_not(tmp_path):
-    async def scenario(w):
-        kept = await w.join("stranger"), await w.join("node1", gpus=1)
-        decision = await w.end()
-        assert len(kept) == 2
-        assert (decision.state, decision.code, decision.cause.node) == ("failed", 74, "node1")
-
-    run(scenario, tmp_path)
+async def test_an_unfit_node_of_the_plan_ends_the_run_but_a_stranger_does_not(w):
+    kept = await w.join("stranger"), await w.join("node1", gpus=1)
+    decision = await w.end()
+    assert len(kept) == 2
+    assert (decision.state, decision.code, decision.cause.node) == ("failed", 74, "node1")
 
 
-def test_nobody_joins_under_another_name_than_it_proved(tmp_path):
-    async def scenario(w):
-        agent = await w.join("node1", name="node0")
-        assert await agent.hear() is None
-        assert "joined as 'node0'" in w.events("connection_refused")[0]["reason"]
-
-    run(scenario, tmp_path)
+async def test_nobody_joins_under_another_name_than_it_proved(w):
+    agent = await w.join("node1", name="node0")
+    assert await agent.hear() is None
+    assert "joined as 'node0'" in w.events("connection_refused")[0]["reason"]
 
 
-def test_noise_on_the_port_is_noted_and_changes_nothing(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
-        where = json.loads(w.folder.coordinator.read_text())
-        _, writer = await asyncio.open_connection(where["host"], where["port"])
-        writer.write(b"\x16\x03\x01 hello\n")
-        with pytest.raises(Refused):
-            await w.join("node1", key=b"x" * 32)
-        a.workers_end(0, 0), b.workers_end(0, 0)
-        assert (await b.hear())[1].code == 0
-        assert len(w.events("connection_refused")) == 2
-        writer.close()
-
-    run(scenario, tmp_path)
+async def test_noise_on_the_port_is_noted_and_changes_nothing(w):
+    a, b = await w.started()
+    where = json.loads(w.folder.coordinator.read_text())
+    _, writer = await asyncio.open_connection(where["host"], where["port"])
+    writer.write(b"\x16\x03\x01 hello\n")
+    with pytest.raises(Refused):
+        await w.join("node1", key=b"x" * 32)
+    a.workers_end(0, 0), b.workers_end(0, 0)
+    assert (await b.hear())[1].code == 0
+    assert len(w.events("connection_refused")) == 2
+    writer.close()
 
 
-def test_a_lost_connection_is_a_lost_node(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
-        b.channel.abort()
-        stop = (await a.hear())[1]
-        assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
-        a.workers_end(75, 75, asked=True)
-        assert (await a.hear())[1].code == 76
-        await a.channel.close()
-        await w.end()
-        assert w.state().nodes["node1"].state == "lost"
-        assert w.state().cause.kind == "node_lost"
-
-    run(scenario, tmp_path)
+async def test_a_lost_connection_is_a_lost_node(w):
+    a, b = await w.started()
+    b.channel.abort()
+    stop = (await a.hear())[1]
+    assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
+    a.workers_end(75, 75, asked=True)
+    assert (await a.hear())[1].code == 76
+    await a.channel.close()
+    await w.end()
+    assert w.state().nodes["node1"].state == "lost"
+    assert w.state().cause.kind == "node_lost"
 
 
-def test_silence_is_a_lost_node_and_a_late_riser_is_fenced(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
+@options(heartbeat_s=2.0)
+async def test_silence_is_a_lost_node_and_a_late_riser_is_fenced(w):
+    a, b = await w.started()
 
-        async def alive():
-            while True:
-                a.say(messages.AgentAlive(step=None))
-                await asyncio.sleep(0.2)
+    async def alive():
+        while True:
+            a.say(messages.AgentAlive(step=None))
+            await asyncio.sleep(0.2)
 
-        task = asyncio.create_task(alive())
-        stop = (await a.hear())[1]  # b says nothing
-        assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
-        assert isinstance((await b.hear())[1], messages.Fenced)  # waits in its socket until it wakes up
-        task.cancel()
-
-    run(scenario, tmp_path, heartbeat_s=2.0)
+    task = asyncio.create_task(alive())
+    stop = (await a.hear())[1]  # b says nothing
+    assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
+    assert isinstance((await b.hear())[1], messages.Fenced)  # waits in its socket until it wakes up
+    task.cancel()
 
 
-def test_missing_nodes_are_named(tmp_path):
-    async def scenario(w):
-        kept = await w.join("node0")  # or it is collected, and its connection closes
-        decision = await w.end()
-        assert kept and (decision.code, decision.reason) == (76, "node1 did not join within 0.3 s")
-
-    run(scenario, tmp_path, join_s=0.3)
+@options(join_s=0.3)
+async def test_missing_nodes_are_named(w):
+    kept = await w.join("node0")  # or it is collected, and its connection closes
+    decision = await w.end()
+    assert kept and (decision.code, decision.reason) == (76, "node1 did not join within 0.3 s")
 
 
-def test_a_notice_before_the_start_ends_the_run(tmp_path):
-    async def scenario(w):
-        agent = await w.join("node0")
-        agent.say(messages.TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
-        assert (await agent.hear())[1].code == 75
-        assert w.state().state == "stopped"
-
-    run(scenario, tmp_path)
+async def test_a_notice_before_the_start_ends_the_run(w):
+    agent = await w.join("node0")
+    agent.say(messages.TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
+    assert (await agent.hear())[1].code == 75
+    assert w.state().state == "stopped"
 
 
-def test_discovery_names_every_endpoint_while_the_run_lives(tmp_path):
-    async def scenario(w):
-        a, b = await w.started()
-        found = json.loads(w.folder.discovery.read_text())
-        shared = w.folder.path.parents[1] / "metrics.sd" / "test-run.json"
-        assert shared.read_bytes() == w.folder.discovery.read_bytes()
-        assert [entry["labels"]["node"] for entry in found] == ["node0", "node1"]
-        assert all(entry["targets"] == ["127.0.0.1:1"] for entry in found)
-        a.workers_end(0, 0), b.workers_end(0, 0)
-        await a.hear()
-        assert not w.folder.discovery.exists() and not shared.exists()
-
-    run(scenario, tmp_path)
+async def test_discovery_names_every_endpoint_while_the_run_lives(w):
+    a, b = await w.started()
+    found = json.loads(w.folder.discovery.read_text())
+    shared = w.folder.path.parents[1] / "metrics.sd" / "test-run.json"
+    assert shared.read_bytes() == w.folder.discovery.read_bytes()
+    assert [entry["labels"]["node"] for entry in found] == ["node0", "node1"]
+    assert all(entry["targets"] == ["127.0.0.1:1"] for entry in found)
+    a.workers_end(0, 0), b.workers_end(0, 0)
+    await a.hear()
+    assert not w.folder.discovery.exists() and not shared.exists()
 
 
 @pytest.mark.process
-def test_an_agent_with_the_wrong_key_leaves_with_78(tmp_path):
+@options(join_s=20.0)
+async def test_an_agent_with_the_wrong_key_leaves_with_78(w, tmp_path):
     """A real agent process, pointed at a live coordinator of the same run with another key."""
-
-    async def scenario(w):
-        bundle = make_bundle(PLAN, tmp_path / "elsewhere")
-        other = RunFolder(tmp_path / "elsewhere" / "test-run")
-        other.create()
-        request = msgspec.structs.replace(bundle.request, plan_hash=PLAN.hash)
-        write_private(other.request, to_bytes(request))
-        write_private(other.plan, to_json(PLAN))
-        write_private(other.key, b"ff" * 32)
-        write_private(other.coordinator, w.folder.coordinator.read_bytes())
-        argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(other.path), "--node", "node1"]
-        agent = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, env=dict(os.environ))
-        _, said = await asyncio.wait_for(agent.communicate(), 60)
-        assert agent.returncode == 78
-        assert b"security: the coordinator refused this node: wrong key" in said
-        assert "does not hold this run's key" in w.events("connection_refused")[0]["reason"]
-
-    run(scenario, tmp_path, join_s=20.0)
+    bundle = make_bundle(PLAN, tmp_path / "elsewhere")
+    other = RunFolder(tmp_path / "elsewhere" / "test-run")
+    other.create()
+    request = msgspec.structs.replace(bundle.request, plan_hash=PLAN.hash)
+    write_private(other.request, to_bytes(request))
+    write_private(other.plan, to_json(PLAN))
+    write_private(other.key, b"ff" * 32)
+    write_private(other.coordinator, w.folder.coordinator.read_bytes())
+    argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(other.path), "--node", "node1"]
+    agent = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, env=dict(os.environ))
+    _, said = await asyncio.wait_for(agent.communicate(), 60)
+    assert agent.returncode == 78
+    assert b"security: the coordinator refused this node: wrong key" in said
+    assert "does not hold this run's key" in w.events("connection_refused")[0]["reason"]
 
 
 @pytest.mark.process

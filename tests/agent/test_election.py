@@ -16,7 +16,7 @@ from orchestrator.plan import Exit
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
-from tests.agent.test_coordinator import make_folder
+from tests.beds.coordinated import make_folder
 
 TIMEOUT = 12
 

@@ -10,12 +10,8 @@ import pytest
 from msgspec import structs
 
 from orchestrator.agent.faults.policy import Budget, Decision
-from orchestrator.agent.leader.context import Context
-from orchestrator.agent.leader.coordinator import Coordinator
 from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.final_checkpoint import is_due
-from orchestrator.agent.leader.state_writer import StateWriter
-from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import (
     Assign,
     Done,
@@ -28,11 +24,10 @@ from orchestrator.agent.protocol.messages import (
 )
 from orchestrator.plan import Exit
 from orchestrator.run.folder import write_private
-from orchestrator.run.registry import Discovery
 from orchestrator.run.request import Policy, to_bytes
 from orchestrator.run.state import Cause
-from tests.agent.test_coordinator import KEY, coordinating, make_folder
 from tests.beds.bundles import make_bundle
+from tests.beds.coordinated import coordinating, make_folder
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(dp=3, nodes=3, copy_every_steps=1)
@@ -49,10 +44,7 @@ async def two_left(tmp_path, grace_s=30.0):
     """A run of three nodes that has lost the third: the world, and the agents of the others."""
     folder = prepared(tmp_path)
     rules = Policy(max_restarts=0, grace_s=grace_s, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
-    recorder = Recorder(folder, "node0", PLAN)
-    record = StateWriter(folder, PLAN, "node0", Discovery(folder, str(tmp_path / "sd")))
-    context = Context(folder, PLAN, rules, KEY, "node0", recorder, record, elastic=False)
-    async with coordinating(folder, Coordinator(context, WorldSizes.fixed(PLAN)), recorder) as world:
+    async with coordinating(folder, PLAN, rules, WorldSizes.fixed(PLAN)) as world:
         agents = [await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)]
         await asyncio.gather(*(agent.follow() for agent in agents))
         *left, lost = agents
@@ -90,73 +82,60 @@ async def released(world, *agents):
     return await world.end()
 
 
-def test_the_state_in_memory_is_saved_before_the_nodes_are_released(tmp_path):
-    async def main():
-        async with two_left(tmp_path) as (world, (a, b)):
-            await assigned((a, b), 1)
-            assert world.state().state == "stopping", "not over yet"
-            says(a, 0, 0, step=7)
-            says(b, 1, 0)
-            over = await released(world, a, b)
-            assert over.code == Exit.CAPACITY and over.cause.kind == "node_lost"
-            assert over.reason.endswith("; the state after step 7 was saved from the nodes' memories")
-            lost, flush = world.state().epochs
-            assert (lost.cause.kind, flush.cause, flush.outcome) == ("node_lost", None, "saved") and flush.ended_at
-            assert world.state().reason == over.reason and world.events("flush_ended")[0]["step"] == 7
-
-    asyncio.run(main())
+async def test_the_state_in_memory_is_saved_before_the_nodes_are_released(tmp_path):
+    async with two_left(tmp_path) as (world, (a, b)):
+        await assigned((a, b), 1)
+        assert world.state().state == "stopping", "not over yet"
+        says(a, 0, 0, step=7)
+        says(b, 1, 0)
+        over = await released(world, a, b)
+        assert over.code == Exit.CAPACITY and over.cause.kind == "node_lost"
+        assert over.reason.endswith("; the state after step 7 was saved from the nodes' memories")
+        lost, flush = world.state().epochs
+        assert (lost.cause.kind, flush.cause, flush.outcome) == ("node_lost", None, "saved") and flush.ended_at
+        assert world.state().reason == over.reason and world.events("flush_ended")[0]["step"] == 7
 
 
-def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_what_they_lack(tmp_path):
-    async def main():
-        async with two_left(tmp_path) as (world, (a, b)):
-            await assigned((a, b), 1)
-            b.channel.abort()
-            says(a, 0, int(Exit.RESTART), error="a peer is gone or silent")
-            await assigned((a,), 2)
-            says(a, 0, 1, error="replica of step 7: 1 of 3 files were lost with their nodes")
-            over = await released(world, a)
-            assert over.code == Exit.CAPACITY
-            assert over.reason.endswith(
-                "; what the nodes' memories hold was not saved:"
-                " replica of step 7: 1 of 3 files were lost with their nodes"
-            )
-            assert [epoch.outcome for epoch in world.state().epochs] == ["failed", "not saved", "not saved"]
-
-    asyncio.run(main())
+async def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_what_they_lack(tmp_path):
+    async with two_left(tmp_path) as (world, (a, b)):
+        await assigned((a, b), 1)
+        b.channel.abort()
+        says(a, 0, int(Exit.RESTART), error="a peer is gone or silent")
+        await assigned((a,), 2)
+        says(a, 0, 1, error="replica of step 7: 1 of 3 files were lost with their nodes")
+        over = await released(world, a)
+        assert over.code == Exit.CAPACITY
+        assert over.reason.endswith(
+            "; what the nodes' memories hold was not saved: replica of step 7: 1 of 3 files were lost with their nodes"
+        )
+        assert [epoch.outcome for epoch in world.state().epochs] == ["failed", "not saved", "not saved"]
 
 
-def test_nothing_to_save_is_no_word_in_the_reason(tmp_path):
-    async def main():
-        async with two_left(tmp_path) as (world, (a, b)):
-            await assigned((a, b), 1)
-            says(a, 0, 0)
-            says(b, 1, 0)
-            over = await released(world, a, b)
-            assert "memories" not in over.reason and world.state().epochs[1].outcome == "nothing to save"
-
-    asyncio.run(main())
+async def test_nothing_to_save_is_no_word_in_the_reason(tmp_path):
+    async with two_left(tmp_path) as (world, (a, b)):
+        await assigned((a, b), 1)
+        says(a, 0, 0)
+        says(b, 1, 0)
+        over = await released(world, a, b)
+        assert "memories" not in over.reason and world.state().epochs[1].outcome == "nothing to save"
 
 
 @pytest.mark.parametrize("hurry", [False, True], ids=["grace", "forced"])
-def test_saving_is_bounded_by_the_grace_and_by_whoever_will_not_wait(tmp_path, hurry):
-    async def main():
-        async with two_left(tmp_path, grace_s=60.0 if hurry else 0.5) as (world, (a, b)):
-            if hurry:
-                await assigned((a, b), 1)
-                b.say(TerminationSignal(reason="out", signal="SIGTERM", force=True))
-            else:  # they do not even answer
-                for agent in (a, b):
-                    assert await agent.hear() == (1, Prepare())
-                    agent.epoch = 1
-            if hurry:
-                for agent in (a, b):
-                    assert (await agent.hear())[1].signal == "SIGKILL"
-                    agent.say(Stopped())
-            over = await released(world, a, b)
-            assert "was not saved" in over.reason
-
-    asyncio.run(main())
+async def test_saving_is_bounded_by_the_grace_and_by_whoever_will_not_wait(tmp_path, hurry):
+    async with two_left(tmp_path, grace_s=60.0 if hurry else 0.5) as (world, (a, b)):
+        if hurry:
+            await assigned((a, b), 1)
+            b.say(TerminationSignal(reason="out", signal="SIGTERM", force=True))
+        else:  # they do not even answer
+            for agent in (a, b):
+                assert await agent.hear() == (1, Prepare())
+                agent.epoch = 1
+        if hurry:
+            for agent in (a, b):
+                assert (await agent.hear())[1].signal == "SIGKILL"
+                agent.say(Stopped())
+        over = await released(world, a, b)
+        assert "was not saved" in over.reason
 
 
 def test_it_is_due_where_the_newest_state_may_be_in_memory_alone(tmp_path):

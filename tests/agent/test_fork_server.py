@@ -28,151 +28,125 @@ print(getattr(loaded, 'PRELOADED_BY', None), os.environ.get('FORKED'), os.enviro
 """
 
 
-def run(scenario, tmp_path, monkeypatch, **environment):
-    for name, value in {"PYTHONPATH": ROOT, **environment}.items():
-        monkeypatch.setenv(name, str(value))
-
-    async def main():
-        harness = Harness(tmp_path, forked=True)
-        try:
-            await scenario(harness)
-        finally:
-            harness.workers.close()
-
-    asyncio.run(main())
+@pytest.fixture
+def h(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return Harness(tmp_path, forked=True)
 
 
-def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(tmp_path, monkeypatch):
-    async def scenario(h):
-        fork_server_pids = set()
-        for life in range(2):
-            for rank in (0, 1):
-                h.start(WHO + "import time; time.sleep(0.5)", rank, {"MINE": f"{life}-{rank}"})
-            while not all(h.workers.pids.values()):
-                await asyncio.sleep(0.01)
-            for rank, pid in h.workers.pids.items():
-                await h.until_logged(f"{life}-{rank}", rank)
-                assert Path(f"/proc/{pid}/comm").read_text() == f"orch-rank-{rank}\n"
-                assert f"\nPPid:\t{h.workers.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
-            await h.until_empty()
-            for rank in (0, 1):
-                by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
-                assert (forked, mine, cwd) == ("yes", f"{life}-{rank}", str(tmp_path))
-                fork_server_pids.add(by)
-            assert h.ended == {0: (0, False), 1: (0, False)}
-            h.ended.clear()
-        assert len(fork_server_pids) == 1 and h.workers.warm
-        assert descendants(h.workers.supervisor_pid) == [int(fork_server_pids.pop())]
+@pytest.fixture
+def waits(tmp_path, monkeypatch):
+    """While this file exists, the fork server does not get ready."""
+    monkeypatch.setenv("PRELOAD_WAITS", str(tmp_path / "waits"))
+    return tmp_path / "waits"
 
-    run(scenario, tmp_path, monkeypatch)
+
+async def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(h, tmp_path):
+    fork_server_pids = set()
+    for life in range(2):
+        for rank in (0, 1):
+            h.start(WHO + "import time; time.sleep(0.5)", rank, {"MINE": f"{life}-{rank}"})
+        while not all(h.workers.pids.values()):
+            await asyncio.sleep(0.01)
+        for rank, pid in h.workers.pids.items():
+            await h.until_logged(f"{life}-{rank}", rank)
+            assert Path(f"/proc/{pid}/comm").read_text() == f"orch-rank-{rank}\n"
+            assert f"\nPPid:\t{h.workers.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
+        await h.until_empty()
+        for rank in (0, 1):
+            by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
+            assert (forked, mine, cwd) == ("yes", f"{life}-{rank}", str(tmp_path))
+            fork_server_pids.add(by)
+        assert h.ended == {0: (0, False), 1: (0, False)}
+        h.ended.clear()
+    assert len(fork_server_pids) == 1 and h.workers.warm
+    assert descendants(h.workers.supervisor_pid) == [int(fork_server_pids.pop())]
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_without_a_fork_server_workers_start_the_plain_way(tmp_path, monkeypatch, when):
+async def test_without_a_fork_server_workers_start_the_plain_way(h, waits, tmp_path, when):
     """It cannot import the program, or somebody killed it: before a worker was asked of it, or while one waits."""
-    waits = tmp_path / "waits"
     if when == "between":
         waits.touch()
-
-    async def scenario(h):
-        h.workers.open()
-        while not (fork_server_pid := descendants(h.workers.supervisor_pid)):
+    h.workers.open()
+    while not (fork_server_pid := descendants(h.workers.supervisor_pid)):
+        await asyncio.sleep(0.01)
+    if when == "between":
+        h.start(WHO, 0, {"MINE": "x", "PRELOAD_WAITS": ""})
+        await asyncio.sleep(0.2)
+        os.kill(fork_server_pid[0], signal.SIGKILL)
+    else:
+        os.kill(fork_server_pid[0], signal.SIGKILL)
+        while descendants(h.workers.supervisor_pid):
             await asyncio.sleep(0.01)
-        if when == "between":
-            h.start(WHO, 0, {"MINE": "x", "PRELOAD_WAITS": ""})
-            await asyncio.sleep(0.2)
-            os.kill(fork_server_pid[0], signal.SIGKILL)
-        else:
-            os.kill(fork_server_pid[0], signal.SIGKILL)
-            while descendants(h.workers.supervisor_pid):
-                await asyncio.sleep(0.01)
-            h.start(WHO, 0, {"MINE": "x"})
-        await h.until_empty()
-        assert h.log().read_text().split() == ["None", "None", "x", str(tmp_path)]
-        assert h.ended == {0: (0, False)}
-
-    run(scenario, tmp_path, monkeypatch, PRELOAD_WAITS=waits)
+        h.start(WHO, 0, {"MINE": "x"})
+    await h.until_empty()
+    assert h.log().read_text().split() == ["None", "None", "x", str(tmp_path)]
+    assert h.ended == {0: (0, False)}
 
 
-def test_a_worker_is_prepared_before_it_is_forked(tmp_path, monkeypatch):
-    async def scenario(h):
-        h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
-        await h.until_empty()
-        (fork_server_pid,) = descendants(h.workers.supervisor_pid)
-        where, prepared_by, own = h.log().read_text().split()
-        assert (where, prepared_by) == ("in", str(fork_server_pid)) and own != prepared_by
-
-    run(scenario, tmp_path, monkeypatch)
+async def test_a_worker_is_prepared_before_it_is_forked(h):
+    h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
+    await h.until_empty()
+    (fork_server_pid,) = descendants(h.workers.supervisor_pid)
+    where, prepared_by, own = h.log().read_text().split()
+    assert (where, prepared_by) == ("in", str(fork_server_pid)) and own != prepared_by
 
 
-def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(tmp_path, monkeypatch):
+async def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(h, tmp_path, monkeypatch):
     """The plain start fails as it would have without a fork server, with the program's own words."""
     (tmp_path / "broken").touch()
-
-    async def scenario(h):
-        h.start("import tests.agent.preloadable.preload", 0)
-        await h.until_empty()
-        assert "RuntimeError: cannot be imported" in h.log().read_text()
-        assert h.ended == {0: (1, False)}
-
-    run(scenario, tmp_path, monkeypatch, PRELOAD_BROKEN=tmp_path / "broken")
+    monkeypatch.setenv("PRELOAD_BROKEN", str(tmp_path / "broken"))
+    h.start("import tests.agent.preloadable.preload", 0)
+    await h.until_empty()
+    assert "RuntimeError: cannot be imported" in h.log().read_text()
+    assert h.ended == {0: (1, False)}
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_a_worker_told_to_end_before_it_is_born_has_ended(tmp_path, monkeypatch, end):
-    waits = tmp_path / "waits"
+async def test_a_worker_told_to_end_before_it_is_born_has_ended(h, waits, end):
     waits.touch()
-
-    async def scenario(h):
-        h.start("print('ran')", 0)
-        h.start("print('ran')", 1)
-        if end == "stop":
-            h.workers.stop(signal.SIGTERM, 5.0)
-        else:
-            h.workers.kill()
-        await h.until_empty()
-        code = -15 if end == "stop" else -9
-        assert h.ended == {0: (code, True), 1: (code, True)}
-        assert not h.workers.warm
-        waits.unlink()
-        h.ended.clear()
-        h.start("print('next life')", 0)  # from the same fork server, which has meanwhile borne two that nobody wants
-        await h.until_empty()
-        assert h.ended == {0: (0, False)}
-        assert h.log(0).read_text() == "next life\n" and h.log(1).read_text() == ""
-
-    run(scenario, tmp_path, monkeypatch, PRELOAD_WAITS=waits)
+    h.start("print('ran')", 0)
+    h.start("print('ran')", 1)
+    if end == "stop":
+        h.workers.stop(signal.SIGTERM, 5.0)
+    else:
+        h.workers.kill()
+    await h.until_empty()
+    code = -15 if end == "stop" else -9
+    assert h.ended == {0: (code, True), 1: (code, True)}
+    assert not h.workers.warm
+    waits.unlink()
+    h.ended.clear()
+    h.start("print('next life')", 0)  # from the same fork server, which has meanwhile borne two that nobody wants
+    await h.until_empty()
+    assert h.ended == {0: (0, False)}
+    assert h.log(0).read_text() == "next life\n" and h.log(1).read_text() == ""
 
 
 @pytest.mark.parametrize("victim", ["worker supervisor", "fork server"])
-def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(tmp_path, monkeypatch, victim):
-    async def scenario(h):
-        h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'fork server' else 600})")
-        await h.until_logged("up")
-        worker = h.workers.pids[0]
-        (fork_server_pid,) = [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker]
-        seen = [identity(worker), identity(fork_server_pid)]
-        os.kill(h.workers.supervisor_pid if victim == "worker supervisor" else fork_server_pid, signal.SIGKILL)
-        await h.until_empty()
-        if victim == "worker supervisor":
-            assert h.ended == {0: (-9, False)}
-        else:
-            assert h.ended == {0: (0, False)}
-        assert not any(is_alive(one) for one in seen)
-
-    run(scenario, tmp_path, monkeypatch)
+async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(h, victim):
+    h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'fork server' else 600})")
+    await h.until_logged("up")
+    worker = h.workers.pids[0]
+    (fork_server_pid,) = [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker]
+    seen = [identity(worker), identity(fork_server_pid)]
+    os.kill(h.workers.supervisor_pid if victim == "worker supervisor" else fork_server_pid, signal.SIGKILL)
+    await h.until_empty()
+    if victim == "worker supervisor":
+        assert h.ended == {0: (-9, False)}
+    else:
+        assert h.ended == {0: (0, False)}
+    assert not any(is_alive(one) for one in seen)
 
 
-def test_a_traceback_and_an_exit_code_are_the_programs_own(tmp_path, monkeypatch):
-    async def scenario(h):
-        h.start("raise ValueError('mine')", 0)
-        h.start("import sys; sys.exit('words')", 1)
-        await h.until_empty()
-        assert h.ended == {0: (1, False), 1: (1, False)}
-        assert h.log(0).read_text().endswith("ValueError: mine\n")
-        assert h.log(1).read_text() == "words\n"
-
-    run(scenario, tmp_path, monkeypatch)
+async def test_a_traceback_and_an_exit_code_are_the_programs_own(h):
+    h.start("raise ValueError('mine')", 0)
+    h.start("import sys; sys.exit('words')", 1)
+    await h.until_empty()
+    assert h.ended == {0: (1, False), 1: (1, False)}
+    assert h.log(0).read_text().endswith("ValueError: mine\n")
+    assert h.log(1).read_text() == "words\n"
 
 
 def test_a_worker_that_died_before_its_go_ahead_does_not_end_the_supervisor(tmp_path):

@@ -138,33 +138,27 @@ def test_nothing_but_get_metrics(path, method, code):
     assert refused.value.code == code
 
 
-def test_a_taken_port_is_not_the_end():
-    async def main():
-        first = await serve(node_metrics(), "127.0.0.1", 0)
-        port = first.sockets[0].getsockname()[1]
-        second = await serve(node_metrics(), "127.0.0.1", port)
-        assert second.sockets[0].getsockname()[1] != port
-        first.close()
-        second.close()
-
-    asyncio.run(main())
+async def test_a_taken_port_is_not_the_end():
+    first = await serve(node_metrics(), "127.0.0.1", 0)
+    port = first.sockets[0].getsockname()[1]
+    second = await serve(node_metrics(), "127.0.0.1", port)
+    assert second.sockets[0].getsockname()[1] != port
+    first.close()
+    second.close()
 
 
-def test_a_client_that_never_asks_holds_nothing_up():
-    async def main():
-        server = await serve(node_metrics(), "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        _, silent = await asyncio.open_connection(host, port)
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert b"200 OK" in await asyncio.wait_for(reader.read(), 60)
-        silent.close()
-        server.close()
-
-    asyncio.run(main())
+async def test_a_client_that_never_asks_holds_nothing_up():
+    server = await serve(node_metrics(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    _, silent = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert b"200 OK" in await asyncio.wait_for(reader.read(), 60)
+    silent.close()
+    server.close()
 
 
-def test_targets_are_those_of_the_coordinator_s_file(tmp_path):
+async def test_targets_are_those_of_the_coordinator_s_file(tmp_path):
     """What Prometheus's http_sd asks for; none before there are any, and after the run."""
 
     async def ask(port: int) -> bytes:
@@ -175,21 +169,18 @@ def test_targets_are_those_of_the_coordinator_s_file(tmp_path):
         assert b"200 OK" in head and b"Content-Type: application/json" in head
         return body
 
-    async def main():
-        folder = RunFolder(tmp_path)
-        server = await serve(node_metrics(), "127.0.0.1", 0, targets=folder.discovery)
-        port = server.sockets[0].getsockname()[1]
-        assert json.loads(await ask(port)) == []
-        found = Discovery(folder, str(tmp_path / "shared"))
-        found.publish({"node0": "10.0.0.1:9401", "node1": "10.0.0.2:9401"})
-        targets = json.loads(await ask(port))
-        assert [one["targets"] for one in targets] == [["10.0.0.1:9401"], ["10.0.0.2:9401"]]
-        assert [one["labels"]["node"] for one in targets] == ["node0", "node1"]
-        found.withdraw()
-        assert json.loads(await ask(port)) == []
-        server.close()
-
-    asyncio.run(main())
+    folder = RunFolder(tmp_path)
+    server = await serve(node_metrics(), "127.0.0.1", 0, targets=folder.discovery)
+    port = server.sockets[0].getsockname()[1]
+    assert json.loads(await ask(port)) == []
+    found = Discovery(folder, str(tmp_path / "shared"))
+    found.publish({"node0": "10.0.0.1:9401", "node1": "10.0.0.2:9401"})
+    targets = json.loads(await ask(port))
+    assert [one["targets"] for one in targets] == [["10.0.0.1:9401"], ["10.0.0.2:9401"]]
+    assert [one["labels"]["node"] for one in targets] == ["node0", "node1"]
+    found.withdraw()
+    assert json.loads(await ask(port)) == []
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -208,44 +199,40 @@ def test_promtool_finds_nothing_to_complain_about(prometheus):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_real_prometheus_discovers_and_scrapes(tmp_path, prometheus):
+async def test_a_real_prometheus_discovers_and_scrapes(tmp_path, prometheus):
     """Through the file_sd JSON that the coordinator writes, with honor_labels as docs/protocol.md says."""
-
-    async def main():
-        server = await serve(node_metrics(), "127.0.0.1", 0)
-        host, at = server.sockets[0].getsockname()
-        target = f"{host}:{at}"
-        folder = RunFolder(tmp_path / "runs" / "run-1")
-        folder.create()
-        Discovery(folder, str(tmp_path / "metrics.sd")).publish({"node1": target})
-        config = {
-            "job_name": "orch",
-            "honor_labels": True,
-            "file_sd_configs": [{"files": [f"{tmp_path}/metrics.sd/*.json"]}],
-        }
-        (tmp_path / "p.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [config]}))
-        port = 20_000 + time.time_ns() % 10_000
-        argv = ["prometheus", f"--config.file={tmp_path}/p.yml", f"--storage.tsdb.path={tmp_path}/db"]
-        process = await asyncio.create_subprocess_exec(
-            *argv, f"--web.listen-address=127.0.0.1:{port}", stderr=(tmp_path / "log").open("wb")
-        )
-        try:
-            url = f"http://127.0.0.1:{port}/api/v1/query?query=orch_tokens_total"
-            for _ in range(150):
-                await asyncio.sleep(0.2)
-                try:
-                    answer = await asyncio.to_thread(urllib.request.urlopen, url, None, 2)
-                except OSError:
-                    continue
-                if result := json.load(answer)["data"]["result"]:
-                    assert result[0]["metric"]["job"] == "run-1"
-                    assert float(result[0]["value"][1]) == 1000
-                    return
-            raise AssertionError((tmp_path / "log").read_text()[-2000:])
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await process.wait()
-            server.close()
-
-    asyncio.run(main())
+    server = await serve(node_metrics(), "127.0.0.1", 0)
+    host, at = server.sockets[0].getsockname()
+    target = f"{host}:{at}"
+    folder = RunFolder(tmp_path / "runs" / "run-1")
+    folder.create()
+    Discovery(folder, str(tmp_path / "metrics.sd")).publish({"node1": target})
+    config = {
+        "job_name": "orch",
+        "honor_labels": True,
+        "file_sd_configs": [{"files": [f"{tmp_path}/metrics.sd/*.json"]}],
+    }
+    (tmp_path / "p.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [config]}))
+    port = 20_000 + time.time_ns() % 10_000
+    argv = ["prometheus", f"--config.file={tmp_path}/p.yml", f"--storage.tsdb.path={tmp_path}/db"]
+    process = await asyncio.create_subprocess_exec(
+        *argv, f"--web.listen-address=127.0.0.1:{port}", stderr=(tmp_path / "log").open("wb")
+    )
+    try:
+        url = f"http://127.0.0.1:{port}/api/v1/query?query=orch_tokens_total"
+        for _ in range(150):
+            await asyncio.sleep(0.2)
+            try:
+                answer = await asyncio.to_thread(urllib.request.urlopen, url, None, 2)
+            except OSError:
+                continue
+            if result := json.load(answer)["data"]["result"]:
+                assert result[0]["metric"]["job"] == "run-1"
+                assert float(result[0]["value"][1]) == 1000
+                return
+        raise AssertionError((tmp_path / "log").read_text()[-2000:])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+        server.close()

@@ -11,7 +11,7 @@ from orchestrator.agent.protocol.messages import Join
 from orchestrator.run.epoch_lease import EpochLease, LeaseLost
 from orchestrator.run.registry import Discovery
 from orchestrator.run.state import NodeState, read_state, write_state
-from tests.agent.test_coordinator import PLAN, make_folder
+from tests.beds.coordinated import PLAN, make_folder
 
 
 @pytest.fixture

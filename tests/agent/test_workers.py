@@ -30,6 +30,12 @@ class Harness:
         program = PROGRAM if forked else ()
         self.workers = Workers(self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)), program)
 
+    async def __aenter__(self) -> Harness:
+        return self
+
+    async def __aexit__(self, *_):
+        self.workers.close()
+
     def _exit(self, rank, code, asked):
         assert rank not in self.ended, "told twice"
         self.ended[rank] = (code, asked)
@@ -54,53 +60,34 @@ class Harness:
 
 
 @pytest.fixture(params=["plain", "forked"])
-def run(request, monkeypatch):
-    """Runs a scenario with workers that are programs of their own, and with workers from a preloaded process."""
+def h(request, monkeypatch, tmp_path):
+    """Workers that are programs of their own, and workers from a preloaded process."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def run(scenario, tmp_path):
-        async def main():
-            harness = Harness(tmp_path, forked=request.param == "forked")
-            try:
-                await scenario(harness)
-            finally:
-                harness.workers.close()
-
-        asyncio.run(main())
-
-    return run
+    return Harness(tmp_path, forked=request.param == "forked")
 
 
-def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(run, tmp_path):
+async def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(h):
     code = """
 import os, signal, sys
 print(sorted(map(int, os.listdir('/proc/self/fd')))[:5], os.getsid(0) == os.getpid(), repr(sys.stdin.read()))
 print([s.name for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGPIPE) if s not in ()
        and int(next(l for l in open('/proc/self/status') if l.startswith('SigIgn')).split()[1], 16) >> (s - 1) & 1])
 """
-
-    async def scenario(h):
-        h.start(code)
-        await h.until_empty()
-        # descriptor 4 is the listing itself; Python ignores SIGPIPE by itself
-        assert h.log().read_text() == "[0, 1, 2, 3, 4] True ''\n['SIGPIPE']\n"
-        assert h.ended == {0: (0, False)}
-
-    run(scenario, tmp_path)
+    h.start(code)
+    await h.until_empty()
+    # descriptor 4 is the listing itself; Python ignores SIGPIPE by itself
+    assert h.log().read_text() == "[0, 1, 2, 3, 4] True ''\n['SIGPIPE']\n"
+    assert h.ended == {0: (0, False)}
 
 
-def test_reports_arrive_whole_and_the_last_ones_before_the_exit(run, tmp_path):
+async def test_reports_arrive_whole_and_the_last_ones_before_the_exit(h):
     code = "import os\nfor i in range(2000): os.write(3, b'line %d\\n' % i)\nos.write(3, b'no end')"
-
-    async def scenario(h):
-        h.start(code)
-        await h.until_empty()
-        assert h.lines == [(0, b"line %d" % i) for i in range(2000)]
-
-    run(scenario, tmp_path)
+    h.start(code)
+    await h.until_empty()
+    assert h.lines == [(0, b"line %d" % i) for i in range(2000)]
 
 
-def test_the_last_word_of_a_worker_that_said_much_is_heard(run, tmp_path):
+async def test_the_last_word_of_a_worker_that_said_much_is_heard(h):
     """The agent was busy: more lies in the pipe than is read at a time, and why the worker failed comes last."""
     code = """
 import os
@@ -108,21 +95,17 @@ for _ in range(40): os.write(3, (b'x' * 99 + b'\\n') * 160)
 os.write(3, b'why\\n')
 print('said', flush=True)
 """
-
-    async def scenario(h):
-        h.start(code)
-        for _ in range(1200):
-            time.sleep(0.05)
-            if h.log().exists() and "said" in h.log().read_text():
-                break
-        time.sleep(0.2)  # its end is to be there before its words are read
-        await h.until_empty()
-        assert len(h.lines) == 6401 and h.lines[-1] == (0, b"why")
-
-    run(scenario, tmp_path)
+    h.start(code)
+    for _ in range(1200):
+        time.sleep(0.05)
+        if h.log().exists() and "said" in h.log().read_text():
+            break
+    time.sleep(0.2)  # its end is to be there before its words are read
+    await h.until_empty()
+    assert len(h.lines) == 6401 and h.lines[-1] == (0, b"why")
 
 
-def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(run, tmp_path):
+async def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(h):
     """Nobody reads while the loop is stuck; the writes fail instead of waiting."""
     code = """
 import os, time
@@ -132,71 +115,57 @@ while time.monotonic() < until:
     except BlockingIOError: break
 print('full' if time.monotonic() < until else 'never full', flush=True)
 """
-
-    async def scenario(h):
-        h.start(code)
-        for _ in range(400):  # the agent is stuck: its loop does not run until the worker has been refused
-            time.sleep(0.05)
-            if h.log().exists() and "full\n" in h.log().read_text():
-                break
-        assert h.log().read_text() == "full\n"
-        await h.until_empty()
-
-    run(scenario, tmp_path)
+    h.start(code)
+    for _ in range(400):  # the agent is stuck: its loop does not run until the worker has been refused
+        time.sleep(0.05)
+        if h.log().exists() and "full\n" in h.log().read_text():
+            break
+    assert h.log().read_text() == "full\n"
+    await h.until_empty()
 
 
-def test_asked_and_unasked_ends_are_told_apart(run, tmp_path):
-    async def scenario(h):
-        h.start("import sys; sys.exit(7)", rank=0)
-        h.start("import time; print('up', flush=True); time.sleep(60)", rank=1)
-        await h.until_logged("up", 1)
-        while 0 not in h.ended:
-            await asyncio.sleep(0.01)
-        h.workers.stop(signal.SIGTERM, 5.0)
-        await h.until_empty()
-        assert h.ended == {0: (7, False), 1: (-15, True)}
-        h.ended.clear()
-        h.start("import sys; sys.exit(3)")  # the next life starts unasked
-        await h.until_empty()
-        assert h.ended == {0: (3, False)}
-
-    run(scenario, tmp_path)
+async def test_asked_and_unasked_ends_are_told_apart(h):
+    h.start("import sys; sys.exit(7)", rank=0)
+    h.start("import time; print('up', flush=True); time.sleep(60)", rank=1)
+    await h.until_logged("up", 1)
+    while 0 not in h.ended:
+        await asyncio.sleep(0.01)
+    h.workers.stop(signal.SIGTERM, 5.0)
+    await h.until_empty()
+    assert h.ended == {0: (7, False), 1: (-15, True)}
+    h.ended.clear()
+    h.start("import sys; sys.exit(3)")  # the next life starts unasked
+    await h.until_empty()
+    assert h.ended == {0: (3, False)}
 
 
-def test_a_kill_of_nothing_does_not_colour_the_next_life(run, tmp_path):
-    async def scenario(h):
-        h.workers.kill()
-        h.workers.stop(signal.SIGTERM, 0.0)
-        h.start("import sys; sys.exit(3)")
-        await h.until_empty()
-        assert h.ended == {0: (3, False)}
-
-    run(scenario, tmp_path)
+async def test_a_kill_of_nothing_does_not_colour_the_next_life(h):
+    h.workers.kill()
+    h.workers.stop(signal.SIGTERM, 0.0)
+    h.start("import sys; sys.exit(3)")
+    await h.until_empty()
+    assert h.ended == {0: (3, False)}
 
 
-def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(run, tmp_path):
+async def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(h):
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     polite = (
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
     )
-
-    async def scenario(h):
-        h.start(deaf, rank=0)
-        h.start(polite, rank=1)
-        for rank in (0, 1):
-            await h.until_logged("up", rank)
-        os.kill(h.workers.pids[1], signal.SIGSTOP)
-        begun = time.monotonic()
-        h.workers.stop(signal.SIGTERM, 0.5)
-        await h.until_empty()
-        assert h.ended == {0: (-9, True), 1: (75, True)}
-        assert time.monotonic() - begun >= 0.5
-
-    run(scenario, tmp_path)
+    h.start(deaf, rank=0)
+    h.start(polite, rank=1)
+    for rank in (0, 1):
+        await h.until_logged("up", rank)
+    os.kill(h.workers.pids[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    h.workers.stop(signal.SIGTERM, 0.5)
+    await h.until_empty()
+    assert h.ended == {0: (-9, True), 1: (75, True)}
+    assert time.monotonic() - begun >= 0.5
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
-def test_signals_reach_the_worker_and_not_what_it_started(run, tmp_path, signum):
+async def test_signals_reach_the_worker_and_not_what_it_started(h, signum):
     code = f"""
 import signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])
@@ -208,18 +177,14 @@ signal.signal({int(signum)}, heard)
 print('up', flush=True)
 time.sleep(60)
 """
-
-    async def scenario(h):
-        h.start(code)
-        await h.until_logged("up")
-        h.workers.signal(signum)
-        await h.until_empty()
-        assert f"heard {int(signum)} child None" in h.log().read_text()
-
-    run(scenario, tmp_path)
+    h.start(code)
+    await h.until_logged("up")
+    h.workers.signal(signum)
+    await h.until_empty()
+    assert f"heard {int(signum)} child None" in h.log().read_text()
 
 
-def test_what_a_worker_leaves_behind_is_gone_when_all_have_ended(run, tmp_path):
+async def test_what_a_worker_leaves_behind_is_gone_when_all_have_ended(h, tmp_path):
     """A double fork with setsid, as daemons do it: only a subreaper still finds it."""
     code = f"""
 import os, time
@@ -232,50 +197,36 @@ if os.fork() == 0:
 while not os.path.exists({str(tmp_path / "daemon")!r}) or not open({str(tmp_path / "daemon")!r}).read():
     time.sleep(0.01)
 """
-
-    async def scenario(h):
-        h.start(code)
-        while not (tmp_path / "daemon").exists() or not (tmp_path / "daemon").read_text():
-            await asyncio.sleep(0.005)
-        daemon = identity(int((tmp_path / "daemon").read_text()))
-        await h.until_empty()
-        assert h.ended == {0: (0, False)}
-        assert daemon is None or not is_alive(daemon)
-
-    run(scenario, tmp_path)
+    h.start(code)
+    while not (tmp_path / "daemon").exists() or not (tmp_path / "daemon").read_text():
+        await asyncio.sleep(0.005)
+    daemon = identity(int((tmp_path / "daemon").read_text()))
+    await h.until_empty()
+    assert h.ended == {0: (0, False)}
+    assert daemon is None or not is_alive(daemon)
 
 
 @pytest.mark.parametrize("argv", [["no-such-program"], ["/no/such/program"], ["./relative"]])
-def test_a_program_that_is_not_there_ends_with_64_and_a_line(run, tmp_path, argv):
-    async def scenario(h):
-        h.start("", rank=0, argv=argv)
-        h.start("print('fine')", rank=1)
-        await h.until_empty()
-        assert h.ended == {0: (64, False), 1: (0, False)}
-        assert "is not on PATH or not executable" in h.log(0).read_text()
-
-    run(scenario, tmp_path)
+async def test_a_program_that_is_not_there_ends_with_64_and_a_line(h, argv):
+    h.start("", rank=0, argv=argv)
+    h.start("print('fine')", rank=1)
+    await h.until_empty()
+    assert h.ended == {0: (64, False), 1: (0, False)}
+    assert "is not on PATH or not executable" in h.log(0).read_text()
 
 
-def test_words_and_values_arrive_byte_exact(run, tmp_path):
+async def test_words_and_values_arrive_byte_exact(h):
     words = ["a b", "new\nline", "quote'\"", "$(id)", "ü\udcff", ""]
     code = "import os, sys; os.write(1, repr((sys.argv[1:], os.environ['WORD'])).encode(errors='backslashreplace'))"
-
-    async def scenario(h):
-        h.start("", argv=[sys.executable, "-c", code, *words], environment={"WORD": words[-2]})
-        await h.until_empty()
-        assert h.log().read_text() == repr((words, words[-2])), h.log().read_text()
-
-    run(scenario, tmp_path)
+    h.start("", argv=[sys.executable, "-c", code, *words], environment={"WORD": words[-2]})
+    await h.until_empty()
+    assert h.log().read_text() == repr((words, words[-2])), h.log().read_text()
 
 
-def test_an_environment_that_is_too_large_is_an_error_not_a_hang(run, tmp_path):
-    async def scenario(h):
-        with pytest.raises(ValueError, match=r"take \d+ bytes, over"):
-            h.start("", environment={"X": "x" * 200_000})
-        assert h.workers.pids == {}
-
-    run(scenario, tmp_path)
+async def test_an_environment_that_is_too_large_is_an_error_not_a_hang(h):
+    with pytest.raises(ValueError, match=r"take \d+ bytes, over"):
+        h.start("", environment={"X": "x" * 200_000})
+    assert h.workers.pids == {}
 
 
 def test_an_agent_that_dies_without_listening_is_no_error_of_the_supervisor():

@@ -16,8 +16,8 @@ from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import TerminationSignal
 from orchestrator.plan import Exit
-from tests.agent.test_coordinator import PLAN, make_folder
 from tests.beds.bundles import make_bundle, wait_for
+from tests.beds.coordinated import PLAN, make_folder
 
 pytestmark = pytest.mark.process
 
