@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,10 +17,11 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import read_request
-from orchestrator.run.state import RunState, read_state
+from orchestrator.run.state import RunState
 from tests.beds.bundles import make_bundle, wait_for
+from tests.beds.contract import cancel_and_resume, refusals
 from tests.beds.plans import make_plan
+from tests.beds.slurm.runs import Orch
 
 HOLD = {"ORCH_TEST_STEPS": "9", "ORCH_TEST_SAVE": "1", "ORCH_TEST_HOLD": "1"}
 PLAN = make_plan(dp=2, nodes=2)
@@ -64,24 +68,28 @@ def running(backend: Backend, folder: RunFolder) -> None:
     wait_for(lambda: backend.state(folder).state == "running", what="a running run")
 
 
+class Here(Orch):
+    """Command lines on this machine, each a process that finds the other package."""
+
+    def __call__(self, *words, code=0, env=None, timeout=300):
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "ORCH_HOME": str(self.home)}
+        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+        env = {**os.environ, **paths, **(env or {})}
+        done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=self.home, timeout=timeout)
+        assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+
 @pytest.mark.process
-def test_a_run_is_cancelled_softly_resumed_and_done(backend, runs):
-    folder = start(backend, runs)
-    running(backend, folder)
-    assert backend.is_alive(folder) and read_state(folder).backend == backend.name
-    with pytest.raises(OrchError, match="is running") as refused:
-        backend.resume(folder, read_request(folder), os.environ)
-    assert refused.value.exit == Exit.USAGE
-    backend.cancel(folder, force=False)
-    state = ended(backend, folder)
-    assert (state.state, state.exit_code) == ("cancelled", Exit.RESTART) and state.ended_at and folder.report.exists()
-    with pytest.raises(OrchError, match="is not running") as refused:
-        backend.cancel(folder, force=False)
-    assert refused.value.exit == Exit.USAGE
-    (folder.path / "go").touch()
-    assert backend.resume(folder, read_request(folder), os.environ) == f"{backend.name}://test-run"
-    state = ended(backend, folder)
-    assert (state.state, state.exit_code, len(state.pauses)) == ("done", Exit.DONE, 1) and state.epoch > 0
+def test_a_run_is_refused_cancelled_resumed_and_done(backend, tmp_path):
+    """As on Slurm and on Kubernetes, in their tiers."""
+    words = [f"backend.name={backend.name}", "cluster=local", "parallel=dp2", "cluster.nodes=2"]
+    words.append("cluster.gpus_per_node=1")
+    orch = Here(SimpleNamespace(env={}), tmp_path)
+    refusals(orch, words)
+    run = orch.submit(*words, worker={"STEPS": 9, "SAVE": 1, "HOLD": 1})
+    cancel_and_resume(orch, run, run.release)
+    assert (run.folder / "report.json").exists()
 
 
 @pytest.mark.process

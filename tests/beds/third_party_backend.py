@@ -73,7 +73,8 @@ class SpawnBackend(Backend):
         lock = folder.take_lock()
         argv = [sys.executable, __file__, str(folder.path), str(lock)]
         env = compose_environment(request.environment, environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        child = subprocess.Popen(argv, env=env, pass_fds=[lock], start_new_session=True, stdin=subprocess.DEVNULL)
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        child = subprocess.Popen(argv, env=env, pass_fds=[lock], start_new_session=True, **quiet)
         write_record(folder, SpawnRecord((child.pid, identity(child.pid).started)))
         child.returncode = 0  # nobody's child from here on
         os.close(lock)

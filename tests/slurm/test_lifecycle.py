@@ -10,7 +10,8 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
-from tests.beds.slurm.runs import LONG, Orch
+from tests.beds.contract import cancel_and_resume, refusals
+from tests.beds.slurm.runs import CONF, LONG, Orch
 
 from .test_runs import two_nodes
 
@@ -79,18 +80,17 @@ def test_scancel_saves_and_stays_cancelled(orch: Orch):
     assert orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
 
 
-def test_cancel_saves_first(orch: Orch):
+def test_the_contract_of_every_backend(orch: Orch):
+    refusals(orch, ["backend=slurm", "--config-dir", str(CONF), *two_nodes()])
     run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
-    orch("cancel", run.id)
-    state = run.state()
-    assert (state.state, state.exit_code) == ("cancelled", Exit.RESTART)
-    assert min(run.saved()) >= 3 and orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
-    run.release()
-    orch("resume", run.id)
-    state = run.wait("done")
-    assert state.epoch == 1 and run.start_of(1) == run.saved()[0]
-    orch("cancel", run.id, code=Exit.USAGE)
+
+    def saved() -> None:
+        assert min(run.saved()) >= 3 and orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
+        run.release()
+
+    cancel_and_resume(orch, run, saved)
+    assert run.state().epoch == 1 and run.start_of(1) == run.saved()[0]
 
 
 def test_cancel_before_the_start_and_by_force(orch: Orch):
