@@ -45,12 +45,10 @@ def rows(level: str, latency: float, rate: float, stretch: dict[str, float] | No
     return found
 
 
-@given(
-    latency=st.floats(1e-6, 1e-2),
-    rate=st.floats(1e6, 1e11),
-    ranks=st.integers(2, 16),
-    factors=st.lists(st.floats(1.0, 3.0), min_size=5, max_size=5),
-)
+FACTORS = st.lists(st.floats(1.0, 3.0), min_size=5, max_size=5)
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11), st.integers(2, 16), FACTORS)
 def test_the_fit_finds_what_made_the_rows(latency, rate, ranks, factors):
     stretch = dict(zip(OPERATIONS, factors, strict=True))
     found = fit(rows("switch", latency, rate, stretch, ranks))["switch"]

@@ -54,15 +54,6 @@ def test_offers_the_users_files_and_runs(tmp_path, monkeypatch):
     assert complete("orch status t") == ["tiny-1"]
 
 
-def test_group_names_need_no_hydra():
-    code = (
-        "import sys; from orchestrator.cli.main import main; main(['completion', '--line', 'orch plan cluster=']);"
-        "print([m for m in ('hydra', 'omegaconf', 'msgspec', 'numpy') if m in sys.modules], file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr == "[]\n" and "cluster=h100x64" in done.stdout
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_is_a_script(capsys, tmp_path: Path, shell):
     assert main(["completion", shell]) == 0

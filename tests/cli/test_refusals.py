@@ -1,4 +1,4 @@
-"""Wrong command lines and wrong files, each with its one-line message and exit code."""
+"""Wrong command lines and wrong files, each with its one-line message and exit code; more in tests/golden."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ WRONG_LINES = [
     ("--jsn", U, "unknown verb '--jsn'"),
     ("plan --jsno", U, "no flag --jsno; did you mean '--json'?"),
     ("plan --out", U, "--out: expected one argument"),
-    ("plan --plot x.pdf", U, "the file must end in .png, .svg, .html"),
     ("plan --out /nonexistent/x.json", U, "--out /nonexistent/x.json: No such file or directory"),
-    ("plan --config-dir /nonexistent", U, "--config-dir '/nonexistent' does not exist"),
     ("plan --config-dir /dev/null", U, "is not a folder"),
     ("plan h100x64", U, "'h100x64' is not key=value"),
     ("plan submit", U, "did you mean the verb 'submit'?"),
-    ("plan -- python x.py", U, "runs no program"),
-    ("version cluster=local", U, "does not take 'cluster=local'"),
-    ("completion tcsh", U, "invalid choice: 'tcsh'"),
     ("completion", U, "name a shell: bash, fish, zsh"),
     ("config --choices clustr", U, "unknown group 'clustr'; did you mean 'cluster'?"),
     ("config --choices model train.steps=3", U, "takes no 'train.steps=3'"),
     # groups
-    ("plan cluster=h100x63", U, "no cluster 'h100x63'; did you mean 'h100x64'? choices: a100x64"),
     ("plan +cluster=", U, "cluster= needs the name of a file; choices: a100x64"),
     ("plan clustr=local", U, "unknown group or key 'clustr'; did you mean 'cluster'?"),
     ("plan model=llama3-70b", U, "did you mean 'llama3_70b'?"),
@@ -47,14 +41,8 @@ WRONG_LINES = [
     ("plan hydra.run.dir=/tmp", U, "Hydra's own settings are not used"),
     ("plan data=text", U, "data.paths must be given: data.paths=..."),
     # parallelism specs
-    ("plan parallel=tp8-pp4", U, "did you mean 'tp8_pp4'? (a spec is built from tpN"),
-    ("plan parallel=tp8_tp4", U, "tp is given twice"),
-    ("plan parallel=zero4", U, "zero is 0, 1, 2 or 3, not 4; did you mean 'zero3'?"),
-    ("plan parallel=tp0", U, "tp must be from 1 to 1,048,576, not 0"),
-    ("plan parallel=tp4_sp3", U, "sp0, sp1 or sp4, not sp3"),
     ("plan parallel=fsdpp", U, "did you mean 'fsdp'?"),
     # keys
-    ("plan train.stepz=3", U, "unknown key 'stepz' in train; did you mean 'steps'? choices: steps, seq_len"),
     ("plan train=5", U, "there is no train '5'"),
     ("plan run=5", U, "run holds keys of its own; set one, like run.name=..."),
     ("plan cluster.gpu=h100", U, "cluster.gpu holds keys of its own"),
@@ -68,7 +56,6 @@ WRONG_LINES = [
     ("plan choices.model=x", U, "unknown group or key 'choices'"),
     ("plan =3", U, "'=3' is not key=value"),
     # values
-    ("plan train.steps=many", U, "must be a whole number, not 'many'"),
     ("plan train.steps=2.5", U, "must be a whole number, not '2.5'"),
     ("plan train.steps=0", U, "must be a whole number >= 1, not 0"),
     ("plan train.steps=", U, "must be a whole number"),
@@ -94,14 +81,9 @@ WRONG_LINES = [
     ("plan data.tokenizer=${oc.env:HOME}", S, "the resolver 'oc.env' is not allowed"),
     ("plan data.tokenizer=${${run.name}:HOME}", S, "is not allowed"),
     ("plan data.tokenizer=${nothing}", U, "Interpolation key 'nothing' not found"),
-    # what the planner refuses
-    ("plan +cluster=h100x64 parallel=tp7", C, "tp"),
-    ("plan +cluster=h100x64 parallel=tp8_pp4_dp3", C, "dp"),
     # what the bundled trainer does not run
-    ("submit +cluster=local model=mixtral_8x7b parallel=ep2 --dry-run", C, NOT_RUN),
     ("submit +cluster=local model=mixtral_8x7b parallel=ep2 run.allow_oom=true", C, NOT_RUN),
     ("submit +cluster=local model=mixtral_8x7b parallel=ep2,ep4 --multirun --dry-run", C, f"parallel=ep2: {NOT_RUN}"),
-    ("render +cluster=local model=mixtral_8x7b parallel=ep2 backend=slurm", C, NOT_RUN),
     ("submit cluster=local parallel=auto model=mixtral_8x7b", C, "mixture of experts, which the trainer does not run"),
     ("plan +cluster=h100x64 parallel=auto model=mixtral_8x7b", C, "--any searches layouts for another program"),
     ("tune +cluster=h100x64 model=mixtral_8x7b", C, "--any searches layouts for another program"),
@@ -109,18 +91,16 @@ WRONG_LINES = [
 ]
 
 
-def said(capsys) -> tuple[str, str]:
-    out = capsys.readouterr()
-    return out.out, out.err
+def assert_one_line(err: str) -> None:
+    assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
 
 
 @pytest.mark.parametrize(("line", "code", "message"), WRONG_LINES, ids=[line for line, _, _ in WRONG_LINES])
 def test_wrong_command_line(capsys, line, code, message):
     assert main(line.split(" ")) == code
-    out, err = said(capsys)
-    assert message in err
-    assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
-    assert out == ""
+    out, err = capsys.readouterr()
+    assert message in err and out == ""
+    assert_one_line(err)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +116,7 @@ def test_wrong_command_line(capsys, line, code, message):
 def test_what_the_bundled_trainer_does_not_run_is_for_programs_of_ones_own(capsys, line):
     """Shown with a warning; sent, and searched, for another program."""
     assert main(line.split(" ")) == Exit.DONE
-    out, _ = said(capsys)
+    out, _ = capsys.readouterr()
     assert (NOT_RUN in " ".join(out.split())) == (not line.startswith("tune"))
 
 
@@ -145,14 +125,14 @@ def test_what_the_bundled_trainer_does_not_run_is_for_programs_of_ones_own(capsy
 )
 def test_errors_are_json_too(capsys, line):
     code = main([*line.split(" "), "--json"])
-    out, err = said(capsys)
+    out, err = capsys.readouterr()
     error = json.loads(out)["error"]
     assert error["exit"] == code and error["meaning"] == MEANING[Exit(code)]
     assert err == f"orch: error: {error['message']}\n"
 
 
 BASE = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
-H100 = "defaults:\n- h100x64\n- _self_\n"
+H100, OVERRIDE = "defaults:\n- h100x64\n- _self_\n", "defaults:\n- h100x64\n- override "
 
 WRONG_FILES = [
     ("train", BASE + "stepz: 3\n", C, r"train\.stepz: unknown key; did you mean 'steps'\?"),
@@ -186,20 +166,10 @@ WRONG_FILES = [
     ("cluster", H100 + "gpu: {peak_tflops: {fp64: 3}}\n", C, r"peak_tflops\.fp64: 'fp64' is not legal"),
     ("cluster", H100 + "nvlink: {source: ''}\n", C, r"cluster\.nvlink\.source: must be"),
     ("cluster", H100 + "nodes: 7\n", C, r"."),
-    (
-        "cluster",
-        "defaults:\n- h100x64\n- override /parallel@_global_.parallel: tp4_tp4\n",
-        C,
-        r"mine\.yaml: .*tp is given",
-    ),
-    ("cluster", "defaults:\n- h100x64\n- override /model@_global_.model: gpt5\n", C, r"there is no model 'gpt5'"),
+    ("cluster", OVERRIDE + "/parallel@_global_.parallel: tp4_tp4\n", C, r"mine\.yaml: .*tp is given"),
+    ("cluster", OVERRIDE + "/model@_global_.model: gpt5\n", C, r"there is no model 'gpt5'"),
     ("backend", "name: mine\noptions: {a: {_target_: os.system}}\n", S, r"backend\.options\.a: _target_ would run"),
-    (
-        "backend",
-        'name: mine\noptions: {a: [1, {b: "x\\ny"}]}\n',
-        C,
-        r"backend\.options\.a\.1\.b: holds the unprintable",
-    ),
+    ("backend", 'name: mine\noptions: {a: [1, {b: "x\\ny"}]}\n', C, r"backend\.options\.a\.1\.b: holds the unprint"),
     ("backend", "name: mine\nenv: {'A B': x}\n", C, r"backend\.env\.A B: must be a name of"),
     ("backend", "name: mine\nenv: {A: 3}\n", C, r"backend\.env\.A: must be text, not 3"),
     ("model", "defaults:\n- tiny\n- _self_\nkv_heads: 3\n", C, r"heads 8 is not a multiple of kv_heads 3"),
@@ -215,11 +185,7 @@ def test_wrong_file(capsys, tmp_path: Path, group, text, code, message):
     path.parent.mkdir()
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["plan", f"{group}=mine", "--config-dir", str(tmp_path)]) == code
-    _, err = said(capsys)
+    err = capsys.readouterr().err
     assert re.search(message, err), err
-    assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert_one_line(err)
     assert "mine.yaml" in err or message == "."
-
-
-def test_the_tables_are_as_long_as_promised():
-    assert len(WRONG_LINES) + len(WRONG_FILES) >= 40

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as xml
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from orchestrator.cluster.diff import diff
 from orchestrator.cluster.document import parse_document, to_document
@@ -47,21 +50,6 @@ def test_three_levels_and_a_cut_rail():
     assert found.machines["node3"].nics == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[1]\t"H-1"[1]', "line 1"),
-        ('Switch\t2 "S-1"\t# "a"\n[1]\tnonsense', "line 2"),
-        ('Switch\t2 "S-1"\t# "a"\n\nSwitch\t2 "S-1"\t# "a"', "line 3: S-1 stands there twice"),
-        ('Switch\t2 "S-1"\t# "a"\n[1]\t"S-2"[1]', "link to S-2"),
-    ],
-)
-def test_broken_fabric(text, said):
-    with pytest.raises(OrchError) as refused:
-        parse_ibnetdiscover(text)
-    assert said in refused.value.message and "\n" not in refused.value.message
-
-
 # ---------------------------------------------------------------------------------------- Kubernetes
 
 
@@ -76,9 +64,8 @@ def test_every_family_of_labels(name):
         labels[f"n{i}"] = {**dict(zip(keys, path, strict=True)), "kubernetes.io/hostname": f"n{i}"}
         labels[f"n{i}"] |= {"topology.kubernetes.io/zone": "z"} if name != "generic" else {}
     found = parse_nodes(samples.kubernetes(labels))
-    assert [tier.name for tier in found.tiers] == [
-        tier for depth, tier in reversed(list(enumerate(profile.levels))) if 2 ** (len(keys) - depth) > 1
-    ]
+    wanted = [tier for depth, tier in enumerate(profile.levels) if 2 ** (len(keys) - depth) > 1]
+    assert [tier.name for tier in found.tiers] == wanted[::-1]
     assert found.machines["n3"] == Machine(gpus=8, nics=8)
 
 
@@ -102,10 +89,9 @@ def test_nvlink_racks_and_slinky():
     found = parse_nodes(samples.kubernetes(labels))
     assert (found.kind, sorted(map(len, found.domains.values()))) == ("flat", [4, 4])
     note = "topology.slinky.slurm.net/spec"
-    extra = {
-        f"n{i}": {"metadata": {"name": f"n{i}", "annotations": {note: f"tree:top:leaf{i // 2}"}}} for i in range(4)
-    }
-    found = parse_nodes(samples.kubernetes({f"n{i}": {} for i in range(4)}, **extra))
+    notes = {f"n{i}": {"name": f"n{i}", "annotations": {note: f"tree:top:leaf{i // 2}"}} for i in range(4)}
+    extra = {name: {"metadata": metadata} for name, metadata in notes.items()}
+    found = parse_nodes(samples.kubernetes({name: {} for name in notes}, **extra))
     assert sizes(found) == [[2, 2], [4]]
 
 
@@ -115,41 +101,48 @@ def test_one_rack_name_in_two_zones_is_two_racks():
     assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [('{"kind": "List", "items": 3}', "items"), ('{"items": []}', "none"), ("{", "Kubernetes nodes"),
-     (samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadata": {"name": "a"}}, '), "items[1]")],
-)  # fmt: skip
-def test_broken_nodes(text, said):
-    with pytest.raises(OrchError) as refused:
-        parse_nodes(text)
-    assert said in refused.value.message
-
-
 def test_unknown_profile_has_a_suggestion():
     with pytest.raises(OrchError, match="coreweave"):
         parse_nodes(samples.kubernetes({"a": {}}), "coreweve")
 
 
-# ---------------------------------------------------------------------------------------- Slurm, hostile
+# ---------------------------------------------------------------------------------------- broken, hostile
+
+TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadata": {"name": "a"}}, ')
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("read", "text", "said"),
     [
-        ("SwitchName=a Nodes=n1\nSwitchName=a Nodes=n2", "line 2: SwitchName=a stands on line 1 already"),
-        ("# x\nSwitchName=a Nodes=n[1-", "line 2"),
-        ("SwitchName=l Nodes=n1\nSwitchName=a Switches=b\nSwitchName=b Switches=a", "own ancestor"),
-        ("BlockName=a Nodes=n1\nBlockName=b Nodes=n1\nBlockSizes=1", "node n1 is in two blocks, a and b"),
-        ("SwitchName=a Nodes=n1\n\nBlockName=b Nodes=n2", "line 3"),
-        ("BlockName=b Nodes=n2\nBlockSizes=0,1", "BlockSizes"),
-        ("- topology: t\n  tree:\n    switches: [{switch: a, nodes: [1]}]", "'nodes'"),
-        ("- topology: t\n  tree:\n    switches: [{nodes: n1}]", "switches[0]"),
+        (parse_ibnetdiscover, '[1]\t"H-1"[1]', "line 1"),
+        (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n[1]\tnonsense', "line 2"),
+        (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n\nSwitch\t2 "S-1"\t# "a"', "line 3: S-1 stands there twice"),
+        (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n[1]\t"S-2"[1]', "link to S-2"),
+        (parse_nodes, '{"kind": "List", "items": 3}', "items"),
+        (parse_nodes, '{"items": []}', "none"),
+        (parse_nodes, "{", "Kubernetes nodes"),
+        (parse_nodes, TWICE, "items[1]"),
+        (
+            parse_topology,
+            "SwitchName=a Nodes=n1\nSwitchName=a Nodes=n2",
+            "line 2: SwitchName=a stands on line 1 already",
+        ),
+        (parse_topology, "# x\nSwitchName=a Nodes=n[1-", "line 2"),
+        (parse_topology, "SwitchName=l Nodes=n1\nSwitchName=a Switches=b\nSwitchName=b Switches=a", "own ancestor"),
+        (
+            parse_topology,
+            "BlockName=a Nodes=n1\nBlockName=b Nodes=n1\nBlockSizes=1",
+            "node n1 is in two blocks, a and b",
+        ),
+        (parse_topology, "SwitchName=a Nodes=n1\n\nBlockName=b Nodes=n2", "line 3"),
+        (parse_topology, "BlockName=b Nodes=n2\nBlockSizes=0,1", "BlockSizes"),
+        (parse_topology, "- topology: t\n  tree:\n    switches: [{switch: a, nodes: [1]}]", "'nodes'"),
+        (parse_topology, "- topology: t\n  tree:\n    switches: [{nodes: n1}]", "switches[0]"),
     ],
 )
-def test_slurm_refusals_name_the_place(text, said):
+def test_refusals_name_the_place(read, text, said):
     with pytest.raises(OrchError) as refused:
-        parse_topology(text)
+        read(text)
     assert said in refused.value.message and "\n" not in refused.value.message
 
 
@@ -186,10 +179,9 @@ def topologies(draw):
             switches.setdefault(f"{name}{leaf // width}", []).append(f"n{node}")
         made.append(Tier(name, {k: tuple(v) for k, v in switches.items()}))
     out = draw(st.sets(st.integers(0, len(owner) - 1)))
-    machines = {
-        f"n{i}": Machine(gpus=8, free=i not in out, reason="bad" if i in out else "") for i in range(len(owner))
-    }
-    return Topology("tree", tuple(made), name="c", machines=machines)
+    machines = [Machine(gpus=8, free=i not in out, reason="bad" if i in out else "") for i in range(len(owner))]
+    named = {f"n{i}": machine for i, machine in enumerate(machines)}
+    return Topology("tree", tuple(made), name="c", machines=named)
 
 
 def members(topology: Topology) -> list[set[frozenset[str]]]:
@@ -206,10 +198,7 @@ def test_exports_read_back(topology):
     assert diff(topology, parse_document(to_document([topology]))) == []
     blocks = parse_topology(slurm_block(topology))
     assert {frozenset(n) for n in blocks.tiers[0].switches.values()} == members(topology)[0]
-    picture = export(topology, "svg")
-    import xml.etree.ElementTree as xml
-
-    drawn = [e for e in xml.fromstring(picture).iter() if e.tag.endswith("rect")]
+    drawn = [e for e in xml.fromstring(export(topology, "svg")).iter() if e.tag.endswith("rect")]
     assert len(drawn) == len(topology.nodes) + sum(len(tier.switches) for tier in topology.tiers)
 
 
@@ -224,8 +213,6 @@ def test_diff_in_words():
 
 def test_several_clusters_in_one_file():
     one, two = parse_topology("SwitchName=a Nodes=n[0-3]"), parse_topology("SwitchName=b Nodes=m[0-1]")
-    from msgspec import structs
-
     text = to_document([structs.replace(one, name="one"), structs.replace(two, name="two")])
     assert parse_document(text, "two").nodes == ["m0", "m1"]
     with pytest.raises(OrchError, match="one, two"):

@@ -15,8 +15,9 @@ LIBRARY = Library([shipped()])
 CLUSTERS = LIBRARY.files("cluster")
 FILES = [(group, name) for group in LIBRARY.groups() for name in LIBRARY.files(group)]
 
-#: Published: exact where the weights are released, else the paper's figure.
-EXACT = {
+#: Published: exact where the weights are released, else the paper's figure. DeepSeek-V3: the main model without the
+#: multi-token head (arXiv 2412.19437, section 4.2: 671B) and the router's offsets, which no gradient trains.
+PARAMETERS = {
     "gpt2": 124_439_808,
     "bert_large": 335_141_888,
     "llama32_1b": 1_235_814_400,
@@ -24,14 +25,16 @@ EXACT = {
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
     "mixtral_8x7b": 46_702_792_704,
+    "deepseek_v3": 671_026_404_352,
+    "turing_nlg_17b": pytest.approx(17.2e9, rel=0.005),
+    "gpt3_175b": pytest.approx(174.6e9, rel=0.0005),
 }
-ROUNDED = {"turing_nlg_17b": (17.2e9, 0.005), "gpt3_175b": (174.6e9, 0.0005), "deepseek_v3": (671e9, 0.0005)}
 
 
 def test_the_catalogue_is_the_one_that_is_promised():
     promised = {"local", "h100x8", "h100x64", "h100x1024", "h100x16384", "a100x64", "v100x400", "gb200_nvl72x8"}
     assert promised <= set(CLUSTERS)
-    assert {*EXACT, *ROUNDED, "tiny"} == set(LIBRARY.files("model"))
+    assert {*PARAMETERS, "tiny"} == set(LIBRARY.files("model"))
     assert set(GROUPS) <= set(LIBRARY.groups())
 
 
@@ -42,25 +45,17 @@ def test_every_file_loads(group, name):
     assert config.choices[group] == name
 
 
-@pytest.mark.parametrize("name", sorted(EXACT))
-def test_parameters_equal_the_released_weights(name):
-    assert parameter_count(load([f"model={name}"]).model) == EXACT[name]
-
-
-@pytest.mark.parametrize("name", sorted(ROUNDED))
-def test_parameters_agree_with_the_published_figure(name):
-    published, tolerance = ROUNDED[name]
-    assert parameter_count(load([f"model={name}"]).model) == pytest.approx(published, rel=tolerance)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_the_published_ones(name):
+    assert parameter_count(load([f"model={name}"]).model) == PARAMETERS[name]
 
 
 def test_tiny_is_tiny_and_takes_every_small_degree():
     config = load(["cluster=local"])
     assert config.model.name == "tiny"
     assert parameter_count(config.model) < 1_000_000
-    for tp in (1, 2, 4):
-        for pp in (1, 2):
-            build_plan(load([f"parallel=tp{tp}_pp{pp}_zero1"]))
-    build_plan(load(["parallel=pp4_zero1"]))
+    for degrees in ("tp1_pp1", "tp1_pp2", "tp2_pp1", "tp2_pp2", "tp4_pp1", "tp4_pp2", "pp4"):
+        build_plan(load([f"parallel={degrees}_zero1"]))
 
 
 LIVE = {"slurm", "kubernetes"}  # asked, not described
@@ -111,10 +106,3 @@ def test_the_ragged_pods_of_the_16k_cluster_hold_all_nodes():
     pod = next(level for level in cluster.levels if level.name == "pod")
     assert sum(pod.nodes_per_switch) == cluster.nodes == 2048
     assert pod.oversubscription == 7
-
-
-def test_the_main_line_is_placed_as_promised():
-    plan = build_plan(load(["+cluster=h100x64", "parallel=tp8_pp4_zero1"]))
-    assert plan.parallel.dp == 2 and plan.model.name == "llama3_70b"
-    nodes = [{plan.ranks[rank].node for rank in group} for group in plan.groups["tp"]]
-    assert len(nodes) == 8 and all(len(group) == 1 for group in nodes)

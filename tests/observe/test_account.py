@@ -111,12 +111,10 @@ def test_seconds_of_each_state_are_those_that_were_spent(seed, faults):
     assert math.isclose(sum(found.seconds.values()), found.wall_s, rel_tol=1e-9)
 
 
-@given(
-    st.integers(0, 10**6),
-    st.lists(
-        st.builds(Step, st.integers(0, 4), st.integers(1, 9), times, times, times, st.integers(0, 99)), max_size=20
-    ),
-)
+STEPS = st.builds(Step, st.integers(0, 4), st.integers(1, 9), times, times, times, st.integers(0, 99))
+
+
+@given(st.integers(0, 10**6), st.lists(STEPS, max_size=20))
 def test_damaged_records_still_count_each_second_once(seed, strange):
     """Clocks that disagree, epochs that nobody has written down, steps that overlap."""
     run, _ = a_run(seed, 2)
