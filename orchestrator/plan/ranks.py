@@ -90,7 +90,7 @@ def check_ranks(plan: Plan) -> str | None:
     if par.world_size != world or len(plan.ranks) != world:
         return f"plan has {len(plan.ranks)} ranks and world_size {par.world_size}, its degrees multiply to {world}"
     names = set(plan.cluster.node_names)
-    seats: set[tuple[str, int]] = set()
+    taken: set[tuple[str, int]] = set()
     for index, rank in enumerate(plan.ranks):
         if rank.rank != index:
             return f"ranks[{index}] says rank {rank.rank}"
@@ -98,9 +98,9 @@ def check_ranks(plan: Plan) -> str | None:
             return f"rank {index} is on node {rank.node!r}, which the cluster does not have"
         if not 0 <= rank.gpu < plan.cluster.gpus_per_node:
             return f"rank {index} is on GPU {rank.gpu} of {rank.node}, which has {plan.cluster.gpus_per_node}"
-        if (rank.node, rank.gpu) in seats:
+        if (rank.node, rank.gpu) in taken:
             return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
-        seats.add((rank.node, rank.gpu))
+        taken.add((rank.node, rank.gpu))
     found = [as_dict(rank) for rank in plan.ranks]
     nested = sorted(par.order) == sorted(AXES)  # as in every plan that is made here; any other is read with more care
     if nested and found == coords(par.order, degrees(par)):

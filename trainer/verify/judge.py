@@ -52,9 +52,9 @@ def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRu
     start, world = time.monotonic(), cells[0].plan.parallel.world_size
     ways = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
     jobs = [(precision, plan, reference_run(plan, packed, cache), packed) for precision, plan, packed in ways]
-    patience = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, _, _ in jobs)
+    timeout_s = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, _, _ in jobs)
     try:
-        ranks = run_ranks(_run_jobs, world, jobs, timeout=patience)
+        ranks = run_ranks(_run_jobs, world, jobs, timeout=timeout_s)
     except RankError as error:
         if len(cells) > 1:
             for cell in cells:

@@ -62,7 +62,7 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
     """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run does not have."""
     from orchestrator.errors import did_you_mean
 
-    ranks = _seats(folder)
+    ranks = _nodes_of_ranks(folder)
     nodes = list(dict.fromkeys(ranks.values()))
     if args.node is not None and args.node not in nodes:
         raise OrchError(f"run {folder.run_id} has no node {args.node!r}; {did_you_mean(args.node, nodes)}")
@@ -78,7 +78,7 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
     return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in wanted]
 
 
-def _seats(folder: RunFolder) -> dict[int, str]:
+def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
     """Rank -> node: where the workers really are, and before they have started where the plan puts them."""
     from orchestrator.cli.session import plan_of_run
     from orchestrator.run.state import read_state

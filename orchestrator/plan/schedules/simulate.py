@@ -128,7 +128,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                     todo.append(waiting.pop(action))
     stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
     if stuck:
-        raise ScheduleError(f"schedule {schedule.name} deadlocks: {_blame(schedule, spans, ended, stuck)}")
+        raise ScheduleError(f"schedule {schedule.name} deadlocks: {_first_blocked(schedule, spans, ended, stuck)}")
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
@@ -153,7 +153,7 @@ def _arrival(
     return latest, None
 
 
-def _blame(schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]) -> str:
+def _first_blocked(schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]) -> str:
     parts = []
     for rank in stuck[:4]:
         action = schedule.orders[rank][len(spans[rank])]

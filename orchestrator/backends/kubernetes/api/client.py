@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .exec import PodCommand
     from .transport import Response
 
-_READ_S, _PATIENCE_S = 12.0, 8.0
+_READ_S, _RETRY_FOR_S = 12.0, 8.0
 _PAGE = 2000  # objects
 _AGAIN_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # between tries of a request that may be repeated without harm
 
@@ -250,7 +250,7 @@ class Cluster:
         headers = {"Accept": "application/json", "User-Agent": "orch"} | ({"Content-Type": kind} if kind else {})
         target = path + (f"?{urlencode(query)}" if query else "")
         pauses = iter(_AGAIN_S if method != "POST" else ())
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
                 answer = to.transport.request(method, target, body, headers | dict(to.headers()), read_s)
