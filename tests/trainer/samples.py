@@ -1,11 +1,15 @@
-"""Small models of every kind and micro-batches for them, shared by the tests of model and tensor parallelism."""
+"""Small models of every kind, micro-batches for them and engines on them, that tests share."""
 
 from types import SimpleNamespace
 
 import torch
 
+from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
 from tests.beds.plans import tiny_model
+from trainer.comm.mesh import Mesh
+from trainer.engine import Engine
+from trainer.precision import Recipe, recipe
 
 LLAMA = {"norm": "rms", "position": "rope", "mlp": "gated", "activation": "silu", "bias": False}
 GPT = {"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}
@@ -28,3 +32,8 @@ def batch(model: Model, b: int = 3, s: int = 8, seed: int = 0, documents: bool =
     if documents:
         positions = torch.where(ids > 0, positions - (s // 2 + 1), positions)
     return SimpleNamespace(tokens=tokens[:, :-1], targets=targets, positions=positions, documents=ids)
+
+
+def engine_of(plan: Plan, rank: int, use: Recipe | None = None) -> Engine:
+    """Of a rank that `run_ranks` has started; `use`: a precision other than the plan's."""
+    return Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), use or recipe(plan.job.train))

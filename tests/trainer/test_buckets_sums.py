@@ -64,12 +64,20 @@ def test_a_parameter_without_gradient_counts_as_zero_and_not_as_last_steps():
             assert buckets.grad_of(param).tolist() == [float(name in used)] * 3
 
 
-def step(buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1) -> None:
-    """One step in which the parameters get gradients of ones in this order."""
+def launches(buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1) -> list[int]:
+    """How many reductions have started after each of these parameters got a gradient of ones."""
     buckets.expect(passes)
+    seen = []
     for name in names:
         params[name].grad = torch.ones_like(params[name])
         buckets.on_grad(params[name])
+        seen.append(buckets.launched)
+    return seen
+
+
+def step(buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1) -> None:
+    """One step in which the parameters get gradients of ones in this order."""
+    launches(buckets, params, names, passes)
     buckets.finish()
 
 
@@ -95,11 +103,7 @@ def test_a_parameter_used_at_both_ends_gets_two_gradients_a_pass():
     for _ in range(3):
         step(buckets, params, ["head", "embed", "embed", "head", "embed", "embed"], passes=2)
         assert buckets.grad_of(params["embed"]).tolist() == [4.0] * 64
-    buckets.expect(1)  # another number of micro-batches
-    for count, name in enumerate(["head", "embed", "embed"]):
-        params[name].grad = torch.ones(64, dtype=F64)
-        buckets.on_grad(params[name])
-        assert buckets.launched == [1, 1, 2][count]
+    assert launches(buckets, params, ["head", "embed", "embed"]) == [1, 1, 2], "another number of micro-batches"
 
 
 def test_a_parameter_that_only_some_passes_use_waits_for_the_end():
@@ -112,11 +116,7 @@ def test_a_parameter_that_only_some_passes_use_waits_for_the_end():
 def test_a_parameter_never_used_does_not_hold_up_its_bucket():
     buckets, params = alone(a=(64,), unused=(3,), b=(64,))
     step(buckets, params, ["b", "a"])
-    buckets.expect(1)
-    for name in ("b", "a"):
-        params[name].grad = torch.ones(64, dtype=F64)
-        buckets.on_grad(params[name])
-    assert buckets.launched == len(buckets.buckets)
+    assert launches(buckets, params, ["b", "a"])[-1] == len(buckets.buckets)
 
 
 def test_expect_before_finish_is_an_error():
@@ -143,24 +143,14 @@ def test_buckets_complete_from_the_last_layer_on():
     buckets, params = alone(first=(64,), second=(64,), third=(64,))  # 512 bytes: one bucket each
     assert [bucket.infos[0].name for bucket in buckets.buckets] == ["third", "second", "first"]
     step(buckets, params, ["third", "second", "first"])
-    buckets.expect(1)
-    seen = []
-    for name in ("third", "second", "first"):
-        params[name].grad = torch.ones(64, dtype=F64)
-        buckets.on_grad(params[name])
-        seen.append(buckets.launched)
-    assert seen == [1, 2, 3]
+    assert launches(buckets, params, ["third", "second", "first"]) == [1, 2, 3]
 
 
 def test_buckets_completed_out_of_order_wait_for_their_turn():
     """Ranks may see gradients in different orders; their collectives may not start in different orders."""
     buckets, params = alone(first=(64,), second=(64,))
     step(buckets, params, ["second", "first"])
-    buckets.expect(1)
-    for name, launched in (("first", 0), ("second", 2)):
-        params[name].grad = torch.ones(64, dtype=F64)
-        buckets.on_grad(params[name])
-        assert buckets.launched == launched
+    assert launches(buckets, params, ["first", "second"]) == [0, 2]
 
 
 @pytest.mark.process

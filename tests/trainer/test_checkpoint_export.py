@@ -14,13 +14,11 @@ from orchestrator.cli.main import main as orch
 from orchestrator.plan import Exit, to_json
 from tests.beds.plans import make_plan
 from tests.reference.assemble import assemble
+from tests.trainer.samples import engine_of
 from tests.trainer.states import opened, saved, shapes
 from trainer.checkpoint.files import sha256
 from trainer.checkpoint.format import rank_file, step_name
-from trainer.comm.mesh import Mesh
-from trainer.engine import Engine
 from trainer.export import main
-from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 
 
@@ -38,7 +36,7 @@ def refused(capsys, *words: object) -> tuple[int, str]:
 
 def save_some(rank: int, plan: object, folder: object) -> None:
     torch.manual_seed(rank)
-    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
+    engine = engine_of(plan, rank)
     manager = opened(folder, rank=rank, plan=plan)
     manager.save(list(engine.pieces(own=True)), 3, 12, engine.scalars())
 

@@ -11,6 +11,7 @@ import torch
 from orchestrator.plan import Plan, seal
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
+from tests.trainer.samples import engine_of
 from tests.trainer.states import checkpoints, opened
 from trainer.checkpoint.format import MANIFEST, decode, step_name
 from trainer.comm.mesh import Mesh
@@ -63,14 +64,13 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
 
 def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> list[str]:
     """Names of what differs after: step, save, step; against: resume into other weights, step."""
-    mesh, use = Mesh.from_plan(plan, rank), recipe(plan.job.train)
-    whole = Engine(plan, mesh, torch.device("cpu"), use)
+    whole = engine_of(plan, rank)
     advance(whole, plan, 1)
     opened(folder, 0, rank, plan).save(list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples)
     saved = state(whole)
     advance(whole, plan, 2)
 
-    resumed = Engine(other, mesh, torch.device("cpu"), use)
+    resumed = engine_of(other, rank)
     fresh = state(resumed)
     found = checkpoints(folder, 1, rank, plan).resume(lambda: list(resumed.pieces(own=False)))
     resumed.resumed(found.step)

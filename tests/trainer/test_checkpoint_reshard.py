@@ -12,11 +12,9 @@ from orchestrator.plan import Plan
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.reference.assemble import assemble
-from tests.trainer.samples import GPT
+from tests.trainer.samples import GPT, engine_of
 from tests.trainer.states import checkpoints, opened
 from trainer.checkpoint.format import StatePiece, step_name
-from trainer.comm.mesh import Mesh
-from trainer.engine import Engine
 from trainer.optim.lr import learning_rate
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
@@ -57,7 +55,7 @@ class Trained:
 
     def __init__(self, plan: Plan, rank: int):
         self.plan, self.rank = plan, rank
-        self.engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+        self.engine = engine_of(plan, rank, FP64)
 
     def advance(self, step: int) -> float | None:
         """The mean loss of step number `step`, where the last stage is."""

@@ -13,13 +13,12 @@ import pytest
 from torch import nn
 
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.samples import engine_of
 from tests.trainer.test_parity import expected_of, parity_plan
-from trainer.comm.mesh import Mesh
-from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
 from trainer.model.block import Block
 from trainer.pipeline.split import DeferredWeightGrads
-from trainer.precision import FP64, recipe
+from trainer.precision import FP64
 from trainer.verify.compare import LIMIT, STEPS, run_rank
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -92,7 +91,7 @@ def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
     import torch._dynamo
 
     Block.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
-    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
+    engine = engine_of(plan, rank)
     registered = {"params": engine.buckets.param_tensors, "grads": engine.buckets.grad_tensors}
     memory = StepMemory(torch.device("cpu"), registered, engine.pipeline.action_times.running, plan.job.train.compile)
     found = []

@@ -31,11 +31,8 @@ EIGHT = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "nodes": 2, "bucket_bytes": 1 << 
 
 
 def job(cache: str, steps: int = 6, every: int = 0, **layout: object) -> Plan:
-    model = layout.pop("model", tiny_model(tied_embeddings=True))
-    return make_plan(
-        **{"steps": steps, "checkpoint_every_steps": every, "cache_dir": cache, "data_paths": [str(TEXT)]},
-        **{"model": model, **layout},
-    )
+    options = {"steps": steps, "checkpoint_every_steps": every, "cache_dir": cache, "data_paths": [str(TEXT)]}
+    return make_plan(**options | {"model": tiny_model(tied_embeddings=True)} | layout)
 
 
 def changed(plan: Plan, part: str, **values: object) -> Plan:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from orchestrator.plan.document import BatchRamp
-from tests.beds.plans import make_plan, tiny_model
-from tests.trainer.test_loop import assert_same_state, changed, finish, saved_state
+from tests.trainer.test_loop import assert_same_state, changed, finish, job, saved_state
 from trainer.checkpoint.format import MANIFEST, decode, step_name
 
 pytestmark = pytest.mark.process
-
-TEXT = Path(json.__file__).parent
-TIED = tiny_model(tied_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory):
     """Losses of one process on batches of 4 samples."""
-    plan = job(cache, micro_batches=4)
+    plan = job(cache, steps=4, micro_batches=4)
     _, workers = finish(plan, tmp_path_factory.mktemp("alone"))
     return list(workers.losses().values())
-
-
-def job(cache: str, **layout: object):
-    options = {"steps": 4, "cache_dir": cache, "data_paths": [str(TEXT)], "model": TIED, **layout}
-    return make_plan(**options)
 
 
 LAYOUTS = {
@@ -48,7 +36,7 @@ FULL = {"cp2 ulysses selective"}
     "name", [pytest.param(one, marks=[pytest.mark.full] if one in FULL else []) for one in LAYOUTS]
 )
 def test_losses_are_those_of_one_process(cache, alone, tmp_path, name):
-    codes, workers = finish(job(cache, **LAYOUTS[name]), tmp_path)
+    codes, workers = finish(job(cache, steps=4, **LAYOUTS[name]), tmp_path)
     assert codes == [0, 0], workers.log(0)
     assert list(workers.losses().values()) == pytest.approx(alone, rel=1e-4)
 
@@ -62,7 +50,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_equals_an_undisturbed_one_to_the_bit(cache, tmp_path, name):
-    plan = changed(job(cache, steps=6, checkpoint_every_steps=3, **RESUMED[name]), "optim", decay_steps=6)
+    plan = changed(job(cache, steps=6, every=3, **RESUMED[name]), "optim", decay_steps=6)
     _, whole = finish(plan, tmp_path / "whole")
     finish(changed(plan, "train", steps=3), tmp_path / "cut")
     codes, resumed = finish(plan, tmp_path / "cut", epoch=1)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.beds.plans import make_plan
 from tests.trainer.operations import Order
-from trainer.comm.mesh import Mesh
-from trainer.engine import Engine
+from tests.trainer.samples import engine_of
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -22,7 +20,7 @@ def test_reductions_start_while_backward_computes(zero):
     plan = make_plan(dp=2, zero=zero, micro_batches=2, bucket_bytes=1 << 12)
 
     def work(rank):
-        engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+        engine = engine_of(plan, rank, FP64)
         batches = [micro_batch(plan, [2 * number + rank]) for number in range(2)]
         with Order() as first:  # the first step learns in which order gradients come
             engine.gradients(batches, 10)

@@ -20,8 +20,6 @@ from tests.reference import single
 from tests.trainer import samples
 from tests.trainer.parity_cases import GQA, IN_FP32, REPEATS, TECHNIQUES
 from tests.trainer.together import run_together, told
-from trainer.comm.mesh import Mesh
-from trainer.engine import Engine
 from trainer.precision import FP64, recipe
 from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
 from trainer.verify.ranks import run_ranks
@@ -92,7 +90,7 @@ def test_bf16_runs_in_bf16_and_stays_near_one_process_in_float32():
     plan = make_plan(tp=2, precision="bf16", model=samples.small(**samples.LLAMA, **samples.GQA))
 
     def work(rank):
-        engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
+        engine = samples.engine_of(plan, rank)
         batches = [micro_batch(plan, [index]) for index in range(2)]
         valid = sum(batch.valid_tokens for batch in batches)
         loss, norm = engine.gradients(batches, valid)

@@ -12,12 +12,11 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.samples import engine_of
 from tests.trainer.together import run_together, told
-from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
-from trainer.precision import recipe
 from trainer.verify.samples import micro_batch
 
 LLAMA = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 160, "vocab": 512, "layers": 4}
@@ -79,10 +78,9 @@ def plan_of(layout: dict) -> Plan:
 def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     """Bytes by category: states as they are between steps, the rest at its peak in the second step. Gradients that
     wait with their matrix's input for a later W are kept for backward as well."""
-    mesh, device = Mesh.from_plan(plan, rank), torch.device("cpu")
-    engine = Engine(plan, mesh, device, recipe(plan.job.train))
+    engine = engine_of(plan, rank)
     lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, engine.optimizer.tensors)
-    found = StepMemory(device, dict(zip(STATES, lists, strict=True)), engine.pipeline.action_times.running)
+    found = StepMemory(engine.device, dict(zip(STATES, lists, strict=True)), engine.pipeline.action_times.running)
     queue, note = engine.pipeline._queue, engine.pipeline._queue.add
 
     def noted(linear, x: torch.Tensor, grad: torch.Tensor) -> None:
@@ -91,13 +89,13 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
 
     queue.add = noted
     for step in range(2):
-        batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, mesh.coord, step)]
+        batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, step)]
         with found.measure({}):
             engine.update(engine.gradients(batches, 1000)[1], 1e-3)
     points = found.points()
     held = {name: points[0].held[name] for name in STATES}
     held["activations"] = max(point.held["activations"] for point in points)
-    return {"held": held, "pp": mesh.coord.pp, "padding": _padding(engine) if plan.parallel.zero < 3 else 0}
+    return {"held": held, "pp": engine.mesh.coord.pp, "padding": _padding(engine) if plan.parallel.zero < 3 else 0}
 
 
 def _padding(engine: Engine) -> int:

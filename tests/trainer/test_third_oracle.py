@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.samples import engine_of
 from tests.trainer.together import run_together
-from trainer.comm.mesh import Mesh
 from trainer.data.batch import MicroBatch
-from trainer.engine import Engine
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
@@ -71,7 +70,7 @@ class Compared:
 
 
 def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
-    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+    engine = engine_of(plan, rank, FP64)
     model: nn.Module = new_stage(plan, 0, 1)
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -139,7 +138,7 @@ def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining import schedules as torchs
 
-    engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), FP64)
+    engine = engine_of(plan, rank, FP64)
     par, count = plan.parallel, plan.parallel.pp * plan.parallel.vpp
     stages = {index: new_stage(plan, index, count) for index in stage_indices(plan, rank)}
     held = [PipelineStage(Plain(stage), index, count, torch.device("cpu")) for index, stage in stages.items()]

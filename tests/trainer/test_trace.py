@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from orchestrator.plan.schedules import Kind, schedule_of
 from orchestrator.plan.worker import trace_file
-from tests.beds.plans import make_plan
-from tests.trainer.test_loop import finish
+from tests.beds.plans import tiny_model
+from tests.trainer.test_loop import finish, job
 from trainer.metrics.memory import CATEGORIES, Point, StorageTracker, downsample
 
-TEXT = Path(json.__file__).parent
 KIB = 1024
 
 
@@ -80,10 +78,7 @@ def test_thinning_keeps_the_peak_and_the_end():
 def run(tmp_path_factory):
     """(plan, events of each rank, workers) of two recorded steps of three, on pp2 x dp2 with many buckets."""
     folder = tmp_path_factory.mktemp("run")
-    plan = make_plan(
-        **{"pp": 2, "dp": 2, "micro_batches": 4, "bucket_bytes": 1 << 12, "steps": 3, "trace_steps": 2},
-        **{"cache_dir": str(folder), "data_paths": [str(TEXT)]},
-    )
+    plan = job(str(folder), 3, pp=2, dp=2, micro_batches=4, bucket_bytes=1 << 12, trace_steps=2, model=tiny_model())
     codes, workers = finish(plan, folder / "run")
     assert codes == [0] * 4, workers.log(0)
     files = [json.loads(trace_file(folder / "run", rank).read_bytes()) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""The report pipe: nothing is torn, nothing blocks, what is lost is counted."""
+"""The report pipe: nothing is torn, nothing blocks, what is lost is counted; progress is told while the loop hangs."""
 
 import os
 import threading
@@ -7,8 +7,9 @@ import time
 import msgspec
 import pytest
 
-from orchestrator.plan.worker import EventReport, Report, StepReport
+from orchestrator.plan.worker import EventReport, ProgressReport, Report, StepReport
 from trainer.worker import reporter as module
+from trainer.worker.progress import Progress, ProgressReporter
 from trainer.worker.reporter import Reporter
 
 
@@ -18,6 +19,13 @@ def step(reporter: Reporter, number: int, **values: object) -> None:
 
 def decode(raw: bytes) -> list[Report]:
     return [msgspec.json.decode(line, type=Report) for line in raw.splitlines()]
+
+
+def read_reports(fd: int) -> list[Report]:
+    raw = b""
+    while not raw.endswith(b"\n"):
+        raw += os.read(fd, 1 << 16)
+    return decode(raw)
 
 
 @pytest.fixture
@@ -86,3 +94,31 @@ def test_without_an_agent_rank_zero_prints(capsys):
     step(Reporter(None, rank=0, epoch=0), 7, loss=1.25)
     step(Reporter(None, rank=1, epoch=0), 7, loss=1.25)
     assert capsys.readouterr().err == "step 7  loss 1.2500  100 tokens/s\n"
+
+
+def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
+    reporter = Reporter(pipe[1], rank=3, epoch=2)
+    progress = ProgressReporter(reporter, every_s=0.01)
+    progress.start()
+    assert read_reports(pipe[0])[0] == ProgressReport(rank=3, epoch=2, step=0, phase="start")
+    progress.source = lambda: Progress(7, "forward", "all-reduce (tp)", 41)
+    wanted = ProgressReport(rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41)
+    assert wanted in [report for _ in range(200) for report in read_reports(pipe[0])][-100:]
+    progress.stop()
+    for thread in [one for one in threading.enumerate() if one.name == "progress"]:
+        thread.join(10)
+    assert not [one for one in threading.enumerate() if one.name == "progress"]
+
+
+def test_a_progress_report_is_dropped_behind_others_and_tears_none(pipe):
+    reporter = Reporter(pipe[1], rank=0, epoch=0)
+    reporter.event("big", text="x" * 100_000)  # more than the pipe takes: the rest is in the backlog
+    held = len(reporter._backlog)
+    assert held
+    reporter.progress(step=1, phase="data")
+    assert len(reporter._backlog) == held, "dropped, not queued"
+    raw = b""
+    while not raw.endswith(b"\n"):
+        raw += os.read(pipe[0], 1 << 16)
+        reporter.progress(step=1, phase="data")
+    assert len(decode(raw)[0].fields["text"]) == 100_000

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.beds.plans import make_plan, tiny_model
-from trainer.comm.mesh import Mesh
-from trainer.engine import Engine
+from tests.trainer.samples import engine_of
 from trainer.precision import Recipe
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -21,8 +20,7 @@ MIXED = Recipe(torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 def measure(rank: int, plan) -> dict:
-    mesh = Mesh.from_plan(plan, rank)
-    engine = Engine(plan, mesh, torch.device("cpu"), MIXED)
+    engine = engine_of(plan, rank, MIXED)
     par, most_whole = plan.parallel, 0
     if par.zero == 2:  # watch the whole gradient buffers come and go
         send = engine.buckets._send
