@@ -9,11 +9,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
+import pytest
 
 from orchestrator.backends.base import read_record
 from orchestrator.backends.local import namespaces
@@ -81,6 +82,14 @@ def kill_runs(runs: Path) -> None:
         with contextlib.suppress(OrchError):  # of a run that a test has damaged
             if record := read_record(RunFolder(run), LocalRecord):
                 send_signal(Identity(*record.supervisor), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def refusal(says: str, *exits: int) -> Iterator[None]:
+    """What is done in it must be refused: in one line, where the pattern is found, with one of these exit codes."""
+    with pytest.raises(OrchError, match=says or None) as refused:
+        yield
+    assert refused.value.exit in exits and "\n" not in refused.value.message, refused.value
 
 
 def wait_for(condition, timeout_s: float = PATIENCE_S, what: str = "condition"):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.base import get_backend
-from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.cli.main import main
 from orchestrator.drill.session import check_allowed, open_drill
 from orchestrator.errors import OrchError
@@ -20,7 +19,7 @@ from orchestrator.observe.timeline import StepFollower
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
-from tests.beds.bundles import kill_runs, make_bundle
+from tests.beds.bundles import kill_runs, make_bundle, refusal, submit
 
 TOGETHER = str(Path(__file__).resolve().parents[2] / "benchmarks" / "together.py")
 
@@ -39,11 +38,9 @@ def home(tmp_path, monkeypatch):
 def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
     backend = {"grace_s": 5.0, "heartbeat_timeout_s": 3.0, "max_restarts": max_restarts, "options": options}
     plans = {nodes: sized(nodes) for nodes in sizes}
-    runs = home / "runs"
     elastic = plans if len(sizes) > 1 else {}
-    bundle = make_bundle(plans[max(sizes)], runs, command=(sys.executable, TOGETHER), backend=backend, sizes=elastic)
-    LocalBackend().submit(bundle, os.environ)
-    return RunFolder(runs / bundle.request.run_id)
+    command = (sys.executable, TOGETHER)
+    return submit(plans[max(sizes)], home / "runs", command=command, backend=backend, sizes=elastic)
 
 
 @pytest.mark.slow
@@ -74,9 +71,8 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
     folder = start(home, sizes=(1,), max_restarts=0)
     before = running(folder, "node0")
     for fault, why in (("kill_agent", "not elastic"), ("kill_worker", "used up"), ("partition", "not elastic")):
-        with pytest.raises(OrchError, match=why) as refused:
+        with refusal(why, 64):
             open_drill(folder, [fault], "any", 5.0)
-        assert refused.value.exit == 64
     with pytest.raises(OrchError, match="did you mean 'node0'"):
         open_drill(folder, ["slow_worker"], "node9", 5.0)
     assert main(["drill", "--faults", "slow_worker,disk_full", "--for-s", "0.5"]) == 0, "these cost time only"
@@ -90,22 +86,20 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
 
 
 def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
-    plan = sized(1)
+    def asked(backend: str, wish: bool | None) -> None:
+        request = make_bundle(sized(1), tmp_path, backend={"name": backend, "allow_drills": wish}).request
+        check_allowed(request, get_backend(backend))
+
     for backend, wish, why in (("slurm", None, "does not allow it"), ("local", False, "allow_drills=false")):
-        request = make_bundle(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request
-        with pytest.raises(OrchError, match=why) as refused:
-            check_allowed(request, get_backend(backend))
-        assert refused.value.exit == 78
-    for backend, wish in (("local", None), ("slurm", True)):
-        check_allowed(
-            make_bundle(plan, tmp_path, backend={"name": backend, "allow_drills": wish}).request, get_backend(backend)
-        )
+        with refusal(why, 78):
+            asked(backend, wish)
+    asked("local", None)
+    asked("slurm", True)
 
 
 def test_a_run_of_somebody_else_is_refused(home, monkeypatch):
     folder = RunFolder(home / "runs" / "test-run")
     folder.create()
     monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
-    with pytest.raises(OrchError, match="only its owner") as refused:
+    with refusal("only its owner", 78):
         open_drill(folder, ["kill_worker"], "any", 5.0)
-    assert refused.value.exit == 78

@@ -48,11 +48,8 @@ def test_a_victim_holds_a_rank_and_has_the_position(ranks, position, pick, coord
 
 def test_a_seed_gives_the_same_drill_and_another_one_another():
     faults = list(KINDS)
-    assert (
-        plan_injections(faults, "any", 30, 7, True)
-        == plan_injections(faults, "any", 30, 7, True)
-        != plan_injections(faults, "any", 30, 8, True)
-    )
+    one, again, another = (plan_injections(faults, "any", 30, seed, True) for seed in (7, 7, 8))
+    assert one == again != another
     in_turn = plan_injections(["kill_agent", "notice"], "other", 2, 0, False)
     assert [injection.fault for injection in in_turn] == ["kill_agent", "notice"] * 2
 
@@ -79,9 +76,8 @@ def test_a_restart_is_taken_from_the_budget_of_its_cause():
 
 
 def a_trial(**fields) -> Trial:
-    return Trial(
-        **{"fault": "kill_worker", "position": "any", "node": "a", "rank": 0, "at": 100.0, "epoch": 1, **fields}
-    )
+    usual = {"fault": "kill_worker", "position": "any", "node": "a", "rank": 0, "at": 100.0, "epoch": 1}
+    return Trial(**usual | fields)
 
 
 def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():

@@ -31,7 +31,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running
-from tests.beds.bundles import events, make_bundle, reports, wait_for
+from tests.beds.bundles import events, reports, submit, wait_for
 from tests.beds.plans import make_plan
 from tests.drill.test_drill import TOGETHER
 
@@ -53,23 +53,17 @@ def sized(nodes: int, **fields) -> Plan:
 def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options) -> RunFolder:
     backend = {"grace_s": 20.0, "heartbeat_timeout_s": 3.0, "max_restarts": 1000, "options": options}
     sizes = plans if len(plans) > 1 else {}
-    bundle = make_bundle(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
-    LocalBackend().submit(bundle, os.environ)
-    return RunFolder(runs / run_id)
+    return submit(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
 
 
-def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool = False) -> list[str]:
+def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool = False) -> None:
     """That many faults, drawn by the seed; nodes come back meanwhile, and the run grows again.
 
     `down`: nodes are lost first, until a single one is left.
     """
     request = read_request(folder)
-    drilled, targets, draw = (
-        DrilledRun(folder, LocalBackend(), request, 600.0),
-        LocalTargets(folder, request),
-        random.Random(seed),
-    )
-    done = []
+    drilled, targets = DrilledRun(folder, LocalBackend(), request, 600.0), LocalTargets(folder, request)
+    draw = random.Random(seed)
     for _ in range(faults):
         # a single node is only hit where the run gets over it by itself
         with_ranks = seats(folder)
@@ -78,9 +72,7 @@ def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool =
         fault = "kill_worker" if with_ranks < 2 else fault
         trial = drilled.run_trial(Injection(fault, "any", draw.random()), targets, 4.0)
         assert trial.ok, trial
-        done.append(fault)
         time.sleep(draw.uniform(0, pause_s))
-    return done
 
 
 def seats(folder: RunFolder) -> int:

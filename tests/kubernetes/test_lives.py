@@ -22,6 +22,7 @@ from orchestrator.backends.kubernetes.objects.payload import pack_plan
 from orchestrator.backends.kubernetes.pod.status_lines import parse_status_line
 from orchestrator.plan import Exit, Plan, seal
 from orchestrator.run.request import to_bytes
+from tests.beds.base import wait
 from tests.beds.bundles import make_bundle, reports
 from tests.beds.plans import make_plan
 
@@ -67,10 +68,8 @@ class Pods:
     def start(self, *indices: int) -> None:
         for index in indices or range(self.count):
             address = f"127.0.2.{index + 1}"
-            environ = {
-                **{"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"},
-                **{"ORCH_POD_NODE": f"n{index}", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
-            }
+            environ = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"}
+            environ |= {"ORCH_POD_NODE": f"n{index}", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
             argv = [sys.executable, "-c", POD, str(self.folder), "127.0.2.1", address, *map(str, self.ports)]
             with (self.folder / f"log-{index}").open("ab") as log:
                 self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
@@ -82,11 +81,8 @@ class Pods:
     def log(self, index: int) -> str:
         return (self.folder / f"log-{index}").read_text(errors="replace")
 
-    def until(self, ready: Callable[[], object], seconds: float = 300) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, "\n".join(self.log(i)[-3000:] for i in range(self.count))
-            time.sleep(0.05)
+    def until(self, ready: Callable[[], object]) -> None:
+        assert wait(ready, 300, 0.05), "\n".join(self.log(i)[-3000:] for i in range(self.count))
 
     def reached(self, step: int) -> bool:
         return any(line.get("step", 0) >= step for line in reports(self.run / "metrics"))

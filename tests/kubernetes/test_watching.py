@@ -23,6 +23,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, RunState, write_state
+from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 
 NOW = 1_800_000_000.0
@@ -315,9 +316,8 @@ def test_where_no_other_node_is_free_nothing_is_preferred():
 def test_all_nodes_or_none():
     plan = make_plan(tp=2, pp=2, dp=5, nodes=10)
     assert len(choose(plan, CLUSTER, {}).nodes) == 10
-    with pytest.raises(OrchError, match="needs 20 nodes, 18 of 20 nodes are free") as caught:
+    with refusal("needs 20 nodes, 18 of 20 nodes are free", Exit.CAPACITY):
         choose(make_plan(tp=2, pp=2, dp=10, nodes=20), CLUSTER, {})
-    assert caught.value.exit == Exit.CAPACITY
 
 
 class Queues:
@@ -336,6 +336,5 @@ class Queues:
 def test_a_queue_that_is_not_there_is_refused_and_what_may_not_be_listed_is_not():
     check_queue(Queues(), KubernetesOptions())
     check_queue(Queues(), KubernetesOptions(queue="research", workload_priority="any"))
-    with pytest.raises(OrchError, match="no LocalQueue 'reserch' in namespace llm; did you mean 'research'") as caught:
+    with refusal("no LocalQueue 'reserch' in namespace llm; did you mean 'research'", Exit.CONFIG):
         check_queue(Queues(), KubernetesOptions(queue="reserch"))
-    assert caught.value.exit == Exit.CONFIG

@@ -15,6 +15,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.planner.elastic.replan import difference, replan
+from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 from tests.beds.slurm import large_output as big
 
@@ -54,9 +55,8 @@ def test_a_scattered_allocation_says_what_it_costs():
 
 
 def test_too_few_nodes_is_no_capacity():
-    with pytest.raises(OrchError) as refused:
+    with refusal("needs 64 GPUs", Exit.CAPACITY):
         replan(PLAN, with_nodes(PLAN.cluster, ["n0", "n1"], TESTBED))
-    assert refused.value.exit == Exit.CAPACITY and "needs 64 GPUs" in refused.value.message
 
 
 def test_flat_and_partial_topologies_still_make_a_cluster():

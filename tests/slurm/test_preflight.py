@@ -20,11 +20,11 @@ from orchestrator.backends.slurm.preflight import (
     without_dependency,
 )
 from orchestrator.cli.main import main
-from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
+from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)
@@ -48,9 +48,8 @@ def test_a_job_that_fits_is_accepted():
     ],
 )
 def test_what_would_wait_for_ever_is_refused(options, partition, exit, text):
-    with pytest.raises(OrchError, match=text) as refused:
+    with refusal(text, exit):
         check_partition(PLAN, SlurmOptions(**options), MAIN | partition)
-    assert refused.value.exit == exit
 
 
 def test_a_save_that_does_not_fit_is_a_warning():
@@ -101,9 +100,8 @@ def test_the_largest_that_starts_soon(waits, index):
 
 
 def test_none_of_the_sizes():
-    with pytest.raises(OrchError, match="none of the sizes 8, 7: first") as refused:
+    with refusal("none of the sizes 8, 7: first", Exit.CAPACITY):
         choose_size(starts("first", "second"), NOW, 900)
-    assert refused.value.exit == Exit.CAPACITY
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=8), st.integers(0, 10**6))
@@ -173,9 +171,8 @@ def test_dependencies(options, others, dependency):
     ],
 )
 def test_dependencies_that_cannot_be(options, found, text):
-    with pytest.raises(OrchError, match=text) as refused:
+    with refusal(text, Exit.USAGE):
         add_dependencies(options, [found])
-    assert refused.value.exit == Exit.USAGE
 
 
 def test_a_resumed_run_waits_for_nobody():

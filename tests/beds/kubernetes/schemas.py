@@ -23,30 +23,22 @@ KUBERNETES = {
     "v1.35.4": "h1:o/8dBC/pHVpYoGV4OAIytAlNPZbdYVTXJHoYvXC4qzM=",
     "v1.37.1": "h1:LTUzSbp9n0W7649oVKBYfC48zcoD3vCk++1PZQn28q8=",
 }
-#: module -> (version, checksum, its CRDs for kinds that we render)
+#: module -> (version, checksum, its CRDs, the kinds that we render)
 CUSTOM = {
     "sigs.k8s.io/jobset": (
-        "v0.11.0",
-        "h1:1r2uTNQmylnqG/WCSSDADgNkHryvyUaCNCOgvSPWpN8=",
-        ["config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"],
+        *("v0.11.0", "h1:1r2uTNQmylnqG/WCSSDADgNkHryvyUaCNCOgvSPWpN8="),
+        "config/components/crd/bases/jobset.x-k8s.io_{}.yaml", ["jobsets"],
     ),
     "sigs.k8s.io/kueue": (
-        "v0.15.0",
-        "h1:9Khzc2ne6/eWuZx5o+R4KlVBzh3kZkTIMzpPC2e8Spg=",
-        [
-            f"config/components/crd/bases/kueue.x-k8s.io_{kind}.yaml"
-            for kind in ("topologies", "resourceflavors", "clusterqueues", "localqueues")
-        ],
+        *("v0.15.0", "h1:9Khzc2ne6/eWuZx5o+R4KlVBzh3kZkTIMzpPC2e8Spg="),
+        "config/components/crd/bases/kueue.x-k8s.io_{}.yaml",
+        ["topologies", "resourceflavors", "clusterqueues", "localqueues"],
     ),
     "github.com/prometheus-operator/prometheus-operator": (
-        "v0.85.0",
-        "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
-        [
-            f"example/prometheus-operator-crd/monitoring.coreos.com_{kind}.yaml"
-            for kind in ("podmonitors", "prometheusrules")
-        ],
+        *("v0.85.0", "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s="),
+        "example/prometheus-operator-crd/monitoring.coreos.com_{}.yaml", ["podmonitors", "prometheusrules"],
     ),
-}
+}  # fmt: skip
 #: Where kubeconform looks, below `folder()`.
 LOCATIONS = (
     "{{ .NormalizedKubernetesVersion }}/{{ .Group }}_{{ .ResourceAPIVersion }}_{{ .ResourceKind }}.json",
@@ -67,8 +59,9 @@ def folder() -> Path:
         for version, checksum in KUBERNETES.items():
             swagger = module("k8s.io/kubernetes", version, checksum) / "api" / "openapi-spec" / "swagger.json"
             write(made / version, of_swagger(json.loads(swagger.read_bytes())))
-        for name, (version, checksum, crds) in CUSTOM.items():
-            write(made / "custom", of_crds([module(name, version, checksum) / crd for crd in crds]))
+        for name, (version, checksum, crd, kinds) in CUSTOM.items():
+            source = module(name, version, checksum)
+            write(made / "custom", of_crds([source / crd.format(kind) for kind in kinds]))
         made.rename(target)
     return target
 

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import json
 
-STATES = (
-    "IDLE",
-    "IDLE",
-    "IDLE",
-    "IDLE",
-    "ALLOCATED",
-    "MIXED+PLANNED",
-    "IDLE+DRAIN",
-    "DOWN*+DRAIN",
-    "IDLE+POWERED_DOWN",
-)
+STATES = (*("IDLE",) * 4, "ALLOCATED", "MIXED+PLANNED", "IDLE+DRAIN", "DOWN*+DRAIN", "IDLE+POWERED_DOWN")
 
 _LINE = (
     "NodeName={name} Arch=x86_64 CoresPerSocket=56  CPUAlloc=0 CPUEfctv=224 CPUTot=224 CPULoad=0.35 "
@@ -53,16 +43,10 @@ def scontrol_nodes_json(count: int) -> str:
     for i in range(count):
         state = state_of(i)
         busy = {"ALLOCATED": 8, "MIXED+PLANNED": 3}.get(state, 0)
-        nodes.append(
-            {
-                "name": node_name(i),
-                "state": state.replace("*", "+NOT_RESPONDING").split("+"),
-                "gres": "gpu:h100:8(S:0-1),nic:8",
-                "gres_used": f"gpu:h100:{busy}(IDX:N/A),nic:0",
-                **{"cpus": 224, "real_memory": 2051600, "active_features": ["h100", "ib"]},
-                **{"partitions": ["batch", "urgent"], "reason": "", "unknown_key": {"a": [1]}},
-            }
-        )
+        node = {"name": node_name(i), "state": state.replace("*", "+NOT_RESPONDING").split("+")}
+        node |= {"gres": "gpu:h100:8(S:0-1),nic:8", "gres_used": f"gpu:h100:{busy}(IDX:N/A),nic:0"}
+        node |= {"cpus": 224, "real_memory": 2051600, "active_features": ["h100", "ib"]}
+        nodes.append(node | {"partitions": ["batch", "urgent"], "reason": "", "unknown_key": {"a": [1]}})
     return json.dumps({"meta": {}, "nodes": nodes, "errors": []})
 
 

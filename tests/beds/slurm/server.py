@@ -17,22 +17,16 @@ from orchestrator.cli.main import main as orch
 
 #: What the verbs import inside their functions.
 IMPORTED = (
-    *(f"orchestrator.cli.verbs.{verb}" for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")),
-    *(
-        f"orchestrator.{name}"
-        for name in ("config.compose", "planner.elastic.sizes", "submit.sweep", "cli.session", "observe.pages.run_page")
-    ),
-    *(
-        "orchestrator.backends.slurm.backend",
-        "orchestrator.backends.slurm.submission",
-        "hydra.core.override_parser.overrides_parser",
-    ),
+    *(f"cli.verbs.{verb}" for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")),
+    *("config.compose", "planner.elastic.sizes", "submit.sweep", "cli.session", "observe.pages.run_page"),
+    *("backends.slurm.backend", "backends.slurm.submission"),
 )
 
 
 def serve() -> None:
+    import_module("hydra.core.override_parser.overrides_parser")
     for name in IMPORTED:
-        import_module(name)
+        import_module(f"orchestrator.{name}")
     for line in sys.stdin:
         wish = json.loads(line)
         child = os.fork()
