@@ -9,6 +9,7 @@ import sys
 import time
 
 import msgspec
+import psutil
 import pytest
 
 from orchestrator.backends.base import read_record
@@ -270,8 +271,7 @@ def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs
     wait_step(folder, 2)
     alive = processes(folder)
     worker = alive["pid-0-0"].pid
-    with open(f"/proc/{worker}/stat") as file:
-        supervisor = int(file.read().rpartition(")")[2].split()[1])
+    supervisor = psutil.Process(worker).ppid()
     for path in folder.path.glob("grandchild-*"):
         path.unlink()
     os.kill(supervisor, signal.SIGKILL)

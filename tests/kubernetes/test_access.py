@@ -170,7 +170,7 @@ def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, p
     plugin = {"command": sys.executable, "args": ["-c", f"print('''{json.dumps(said)}''')"]}
     user = {"exec": {**plugin, "apiVersion": said["apiVersion"], "interactiveMode": "Never"}}
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a", **user)))
-    code = "import sys\nfrom orchestrator.backends.kubernetes.api.client import Cluster\nprint(Cluster().version())"
+    code = "from orchestrator.backends.kubernetes.api.client import Cluster\nprint(Cluster().version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "v1.99.0", done.stderr
     assert plain.asked == ["Bearer made"]

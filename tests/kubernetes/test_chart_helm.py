@@ -25,15 +25,13 @@ def helm() -> str:
     return str(program("helm"))
 
 
-def run(helm: str, *argv: str, values: dict | None = None) -> subprocess.CompletedProcess[str]:
-    text = json.dumps(values) if values is not None else ""
-    more = ["--values", "-"] if values is not None else []
-    return subprocess.run([helm, *argv, *more], input=text, capture_output=True, text=True, timeout=120)
+def run(helm: str, *argv: str, values: dict) -> subprocess.CompletedProcess[str]:
+    argv = (helm, *argv, "--values", "-")
+    return subprocess.run(argv, input=json.dumps(values), capture_output=True, text=True, timeout=120)
 
 
-def rendered(helm: str, values: dict | None = None, *flags: str) -> list[dict]:
-    given = values if values is not None else {"image": {"repository": "registry.example/orch"}}
-    done = run(helm, "template", "my-run", str(CHART), "--namespace", "llm", *flags, values=given)
+def rendered(helm: str, values: dict) -> list[dict]:
+    done = run(helm, "template", "my-run", str(CHART), "--namespace", "llm", values=values)
     assert done.returncode == 0, done.stderr
     return [body for body in yaml.safe_load_all(done.stdout) if body]
 

@@ -19,7 +19,8 @@ from orchestrator.backends.kubernetes.objects.render import Manifest, render, to
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, PlanError
+from orchestrator.plan import Exit, PlanError, seal
+from orchestrator.plan.ranks import all_groups, as_dict
 from orchestrator.run.request import Code, Site, make_request
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
@@ -84,18 +85,11 @@ def test_golden(main_line, name):
     assert text == path.read_text()
 
 
-def test_what_is_printed_is_what_is_sent(main_line):
-    objects = render(manifest(main_line, CASES["everything"]))
-    assert list(yaml.safe_load_all(to_yaml(objects))) == json.loads(json.dumps(objects))
-
-
-def test_the_same_run_gives_the_same_bytes(main_line):
-    assert to_yaml(render(manifest(main_line, CASES["queue"]))) == to_yaml(render(manifest(main_line, CASES["queue"])))
-
-
-def test_the_job_comes_last_and_all_carry_the_run(main_line):
+def test_what_is_printed_is_what_is_sent_with_the_job_last(main_line):
     for options in CASES.values():
         objects = render(manifest(main_line, options))
+        assert list(yaml.safe_load_all(to_yaml(objects))) == json.loads(json.dumps(objects))
+        assert to_yaml(objects) == to_yaml(render(manifest(main_line, options)))
         assert objects[-1]["kind"] in ("Job", "JobSet")
         assert all(body["metadata"]["labels"][names.RUN] == "main-1" for body in objects)
 
@@ -131,9 +125,6 @@ def test_ranks_that_do_not_follow_from_the_order_are_kept():
     """A rank map of a user's own making travels as it is."""
     plan = make_plan(tp=2, dp=2, nodes=2)
     swapped = [structs.replace(plan.ranks[i], rank=j) for j, i in enumerate((1, 0, 3, 2))]
-    from orchestrator.plan import seal
-    from orchestrator.plan.ranks import all_groups, as_dict
-
     own = seal(structs.replace(plan, ranks=swapped, groups=all_groups([as_dict(r) for r in swapped], 1)))
     assert unpack_plan(pack_plan(own)) == own
 
@@ -153,10 +144,8 @@ def _first_rule(code: int, disrupted: bool = False) -> str:
 
 @pytest.mark.parametrize("code", list(Exit))
 def test_every_exit_code_has_its_rule(code):
-    expected = {
-        **dict.fromkeys((Exit.USAGE, Exit.CONFIG, Exit.SECURITY, Exit.USER, Exit.INTERNAL), "FailJob"),
-        Exit.RESTART: "Ignore",
-    }
+    fatal = (Exit.USAGE, Exit.CONFIG, Exit.SECURITY, Exit.USER, Exit.INTERNAL)
+    expected = {**dict.fromkeys(fatal, "FailJob"), Exit.RESTART: "Ignore"}
     assert _first_rule(int(code)) == expected.get(code, "Count")
     assert _first_rule(137, disrupted=True) == "Ignore"
     assert _first_rule(137) == "Count"
@@ -203,9 +192,8 @@ def test_kueue_is_asked_for_whole_pipelines(main_line):
 
 def test_a_job_that_fits_a_leaf_is_asked_there():
     plan = make_plan(tp=2, pp=2, nodes=2)
-    options = KubernetesOptions(
-        queue="q", levels={plan.cluster.levels[0].name: "example.org/leaf"}, topology="required"
-    )
+    levels = {plan.cluster.levels[0].name: "example.org/leaf"}
+    options = KubernetesOptions(queue="q", levels=levels, topology="required")
     assert kueue_annotations(plan, options) == {"kueue.x-k8s.io/podset-required-topology": "example.org/leaf"}
 
 

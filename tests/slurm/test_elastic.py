@@ -80,9 +80,8 @@ def test_losing_a_node_keeps_the_rest(orch):
     state = run.state()
     assert nodes_of(run) == 2 and set(busy(run)) == set(agents) - set(lost)
     assert all(state.nodes[name].pid == agents[name] for name in busy(run)), "the agents are the same processes"
-    assert [(epoch.cause.kind, epoch.cause.node) for epoch in state.epochs[:2]] == [
-        ("node_lost", name) for name in lost
-    ]
+    causes = [(epoch.cause.kind, epoch.cause.node) for epoch in state.epochs[:2]]
+    assert causes == [("node_lost", name) for name in lost]
     assert check_ranks(from_json((run.folder / "plan.json").read_bytes())) is None
     assert run.restarts == run.attempt == 0, "Slurm has not been asked"
     orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)

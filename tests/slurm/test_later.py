@@ -95,8 +95,7 @@ def test_arrays_and_estimates_are_told_as_before(blocks):
 
 def test_a_segment_that_does_not_fit_waits(blocks):
     drain(blocks, "n0", "n4")
-    asked = blocks.run(
-        "sbatch", "--parsable", "-N4", "--segment=4", "--exclusive", "--output=/dev/null", "--wrap", "true"
-    )
+    words = ("-N4", "--segment=4", "--exclusive", "--output=/dev/null", "--wrap", "true")
+    asked = blocks.run("sbatch", "--parsable", *words)
     blocks.run("sleep", "2")
     assert blocks.job_state(asked.strip()) == "PENDING"

@@ -141,9 +141,8 @@ def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
 
 
 def after(how: str, state: str = "running", job: str | None = "7"):
-    found = RunState(
-        schema="", run_id="a", state=state, created_at=0, updated_at=0, writer="", backend="slurm", plan_hash=""
-    )
+    fields = {"schema": "", "run_id": "a", "writer": "", "backend": "slurm", "plan_hash": ""}
+    found = RunState(**fields, state=state, created_at=0, updated_at=0)
     return After(how, RunFolder(Path("/runs/a"))), found, job
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,10 @@ def test_indented_nodes():
 
 def test_text_and_json_agree():
     text, json = parse_nodes(big.scontrol_nodes(90)), parse_nodes(big.scontrol_nodes_json(90))
-    for a, b in zip(text, json, strict=True):
-        assert (a.name, a.states, a.gpus, a.gpus_used, a.gpu_type, a.cpus) == (
-            b.name, b.states, b.gpus, b.gpus_used, b.gpu_type, b.cpus
-        )  # fmt: skip
-    assert [n.name for n in text if n.free] == [
-        big.node_name(i) for i in range(90) if big.state_of(i) in ("IDLE", "IDLE+POWERED_DOWN")
-    ]
+    facts = attrgetter("name", "states", "gpus", "gpus_used", "gpu_type", "cpus")
+    assert list(map(facts, text)) == list(map(facts, json))
+    free = [big.node_name(i) for i in range(90) if big.state_of(i) in ("IDLE", "IDLE+POWERED_DOWN")]
+    assert [n.name for n in text if n.free] == free
 
 
 def test_recorded_output_of_slurm_24_11():
@@ -152,9 +150,8 @@ def test_one_tree_three_spellings(text):
     assert found.kind == "tree"
     assert [t.name for t in found.tiers] == ["leaf", "spine"]
     assert found.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n9")}
-    assert {node for group in found.tiers[1].switches.values() for node in group} == {
-        f"n{i}" for i in (0, 1, 2, 3, 4, 5, 9)
-    }
+    below = {node for group in found.tiers[1].switches.values() for node in group}
+    assert below == {f"n{i}" for i in (0, 1, 2, 3, 4, 5, 9)}
 
 
 def test_uneven_depth_is_levelled():

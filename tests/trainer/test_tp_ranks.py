@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from orchestrator.run.processes import identity, is_alive
 from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, batch, small
 from trainer.comm.collectives import (
@@ -32,10 +33,8 @@ pytestmark = pytest.mark.process
 
 def alive(pid: int) -> bool:
     """Running: one that is dead, but that whoever adopted it has not waited for yet, is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    found = identity(pid)
+    return found is not None and is_alive(found)
 
 
 # ------------------------------------------------------------------------------------------------ harness
