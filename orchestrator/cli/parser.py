@@ -42,5 +42,5 @@ def make_parser(name: str, verb: Verb) -> Parser:
 
 def add_any(parser: argparse.ArgumentParser) -> None:
     """The flag of the verbs that search layouts without a program to run them."""
-    text = "parallel=auto: also layouts that the bundled trainer does not run, for a program of your own"
+    text = "for a program of your own: parallel=auto also chooses what the bundled trainer does not run"
     parser.add_argument("--any", action="store_true", help=text)

@@ -9,13 +9,14 @@ GIB = 1 << 30
 BUBBLE = 0.20  # idle share of a pipeline above which it is reported
 
 
-def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None) -> list[str]:
+def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False) -> list[str]:
     """All warnings of a plan, each in one line.
 
     `inside_nvlink`: (parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside NVLink.
+    `any_layout`: the plan is for a program of the user's, so what the bundled trainer does not run is no warning.
     """
     found = [
-        refusal(plan),
+        None if any_layout else refusal(plan),
         _memory(plan),
         _left_out(plan),
         _tp_outside(plan, inside_nvlink),

@@ -27,9 +27,9 @@ from .search.auto import resolve_auto
 def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
     """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its hash.
 
-    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`: parallel=auto may
-    choose what the bundled trainer does not run. Raises OrchError (exit 65) with one line when the cluster, the model
-    or the degrees contradict each other.
+    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`: for a
+    program of the user's: parallel=auto may choose what the bundled trainer does not run, and no warning names it.
+    Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
     config, searched = resolve_auto(config, cluster, any_layout)
     model = resolve(config.model)
@@ -77,7 +77,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
         warnings=[],
         certificate=certified(certificate, time.step_s),
     )
-    return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative)))
+    return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative, any_layout)))
 
 
 def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:

@@ -60,7 +60,7 @@ def _inputs(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[byte
     """Everything that a plan depends on: its arguments, the schedule file that they may name, and the code."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
-    yield b"any" if any_layout and config.parallel.auto else b""
+    yield b"any" if any_layout else b""
     if (file := config.parallel.schedule_file) is not None:
         yield content(file)
     yield from code("config", "plan", "planner")
@@ -73,8 +73,8 @@ def _inputs(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[byte
 def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_layout: bool = False) -> Sizes:
     """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
 
-    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: parallel=auto may choose what the
-    bundled trainer does not run. Raises OrchError (65) when no size is legal, telling what is wrong with the largest;
+    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of the user's
+    (`build_plan`). Raises OrchError (65) when no size is legal, telling what is wrong with the largest;
     (64) when the range contradicts another key.
     """
     if config.nodes is None:
