@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.plan.exits import MEANING, Exit
+from orchestrator.plan.exits import Exit
 from orchestrator.plan.supported import NOT_RUN
 
 U, C, S = Exit.USAGE, Exit.CONFIG, Exit.SECURITY
@@ -118,17 +117,6 @@ def test_what_the_bundled_trainer_does_not_run_is_for_programs_of_ones_own(capsy
     assert main(line.split(" ")) == Exit.DONE
     out, _ = capsys.readouterr()
     assert (NOT_RUN in " ".join(out.split())) == (not line.startswith("tune"))
-
-
-@pytest.mark.parametrize(
-    "line", ["plan cluster=nowhere", "pln --json", "plan --nope", "plan +cluster=h100x64 parallel=tp7"]
-)
-def test_errors_are_json_too(capsys, line):
-    code = main([*line.split(" "), "--json"])
-    out, err = capsys.readouterr()
-    error = json.loads(out)["error"]
-    assert error["exit"] == code and error["meaning"] == MEANING[Exit(code)]
-    assert err == f"orch: error: {error['message']}\n"
 
 
 BASE = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"

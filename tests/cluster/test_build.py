@@ -12,18 +12,15 @@ from orchestrator.plan.cluster import check_cluster
 from tests.planner import configs
 
 
-def test_regular_description():
+def test_regular_ragged_and_short_switches():
     cluster = build_cluster(configs.cluster())
     assert cluster.node_names[0] == "node-0" and len(cluster.node_names) == 8
     assert cluster.levels[0].switches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert cluster.levels[0].bytes_per_s == 50e9  # 400 Gb/s, one NIC a GPU
     assert len(cluster.nvlink_domains) == 8
-
-
-def test_ragged_lists_and_a_short_last_switch():
+    assert build_cluster(configs.cluster(7)).levels[0].switches == [[0, 1, 2, 3], [4, 5, 6]]
     cluster = build_cluster(configs.cluster(7, levels=[("leaf", [3, 1, 3], 1.0), ("spine", 7, 1.0)]))
     assert cluster.levels[0].switches == [[0, 1, 2], [3], [4, 5, 6]]
-    assert build_cluster(configs.cluster(7)).levels[0].switches == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 def test_nvlink_domain_over_several_nodes():

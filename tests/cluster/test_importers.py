@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as xml
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -101,11 +102,6 @@ def test_one_rack_name_in_two_zones_is_two_racks():
     assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
 
 
-def test_unknown_profile_has_a_suggestion():
-    with pytest.raises(OrchError, match="coreweave"):
-        parse_nodes(samples.kubernetes({"a": {}}), "coreweve")
-
-
 # ---------------------------------------------------------------------------------------- broken, hostile
 
 TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadata": {"name": "a"}}, ')
@@ -122,6 +118,7 @@ TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadat
         (parse_nodes, '{"items": []}', "none"),
         (parse_nodes, "{", "Kubernetes nodes"),
         (parse_nodes, TWICE, "items[1]"),
+        (partial(parse_nodes, profile="coreweve"), samples.kubernetes({"a": {}}), "coreweave"),
         (
             parse_topology,
             "SwitchName=a Nodes=n1\nSwitchName=a Nodes=n2",

@@ -21,12 +21,7 @@ def home(tmp_path, monkeypatch):
 def composed(monkeypatch):
     """Counts what Hydra is asked for."""
     asked, real = [], hydra_compose.compose
-
-    def compose(overrides, library):
-        asked.append(overrides)
-        return real(overrides, library)
-
-    monkeypatch.setattr(hydra_compose, "compose", compose)
+    monkeypatch.setattr(hydra_compose, "compose", lambda *what: asked.append(what) or real(*what))
     return asked
 
 

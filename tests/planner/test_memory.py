@@ -76,13 +76,6 @@ def test_states_of_korthikanti_figure_1(row, name, gib):
     assert (states.params + states.grads + states.optimizer) / GIB == pytest.approx(gib, rel=0.003)
 
 
-def states(zero: int, precision: str, grads: str, dp: int = 4) -> tuple[float, float, float]:
-    plan = make_plan(dp=dp, zero=zero)
-    train = structs.replace(plan.job.train, precision=precision, grad_dtype=grads)
-    got = rank_state_bytes(1000, 0, plan.parallel, train)
-    return got.params / 1000, got.grads / 1000, got.optimizer / 1000
-
-
 @pytest.mark.parametrize(
     ("zero", "precision", "grads", "bytes_per_parameter"),
     [  # planning.md C2, memory.csv mem-031 to mem-038, d = 4
@@ -97,7 +90,10 @@ def states(zero: int, precision: str, grads: str, dp: int = 4) -> tuple[float, f
     ],
 )
 def test_states_of_every_zero_stage(zero, precision, grads, bytes_per_parameter):
-    assert states(zero, precision, grads) == bytes_per_parameter
+    plan = make_plan(dp=4, zero=zero)
+    train = structs.replace(plan.job.train, precision=precision, grad_dtype=grads)
+    got = rank_state_bytes(1000, 0, plan.parallel, train)
+    assert (got.params / 1000, got.grads / 1000, got.optimizer / 1000) == bytes_per_parameter
 
 
 def test_experts_shard_over_their_own_data_parallel_group():

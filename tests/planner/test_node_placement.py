@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import accumulate, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -12,28 +13,22 @@ from hypothesis import strategies as st
 from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.document import Cluster
-from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.profile import profile_for
-from orchestrator.planner.placement.axis_order import PathCache, candidates, orders
+from orchestrator.planner.placement.axis_order import PathCache
 from orchestrator.planner.placement.group_packing import distinct_node_orders
 from orchestrator.planner.placement.node_placement import place_nodes, reorder
 from tests.reference.node_placement_twin import best_step
 
 from . import configs, shapes
-from .configs import build_plan
+from .configs import planned
 
 
 def ragged(leaves: list[int], pods: list[int], gpus: int = 4, over: tuple[float, float] = (1.0, 1.0), domain: int = 1):
     """leaves: nodes of each; pods: leaves of each."""
-    nodes = sum(leaves)
-    counts, at = [], 0
-    for pod in pods:
-        counts.append(sum(leaves[at : at + pod]))
-        at += pod
-    spec = configs.cluster(
-        nodes, gpus, [("leaf", leaves, over[0]), ("pod", counts, over[1]), ("core", nodes, 1.0)], domain_nodes=domain
-    )
-    return build_cluster(spec)
+    nodes, ends = sum(leaves), list(accumulate(pods))
+    counts = [sum(leaves[end - pod : end]) for pod, end in zip(pods, ends, strict=True)]
+    levels = [("leaf", leaves, over[0]), ("pod", counts, over[1]), ("core", nodes, 1.0)]
+    return build_cluster(configs.cluster(nodes, gpus, levels, domain_nodes=domain))
 
 
 def shuffled(cluster: Cluster, seed: int) -> Cluster:
@@ -48,7 +43,7 @@ def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, b
     spec = configs.cluster(tp * pp * dp * cp * ep // gpus, gpus, [("fabric", 64, 1.0)])
     model = shapes.mixtral_8x7b() if ep > 1 else shapes.llama3_8b()
     values = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero}
-    plan = build_plan(configs.config(spec, model, values, global_batch_samples=batch, seq_len=2048))
+    plan = planned(model, values, spec, global_batch_samples=batch, seq_len=2048)
     return configs.costing(plan, cluster)
 
 
@@ -103,8 +98,6 @@ def test_names_do_not_matter(case, seed):
 @settings(max_examples=30, deadline=None)
 def test_symmetric_keeps_one_of_each_class(case):
     """Every ordered choice has exactly one representative: classes found by comparing patterns."""
-    from itertools import permutations
-
     fabric = case[1][0].fabric
     places = min(3, fabric.block.shape[1])
     every = {fabric.reordered(nodes).signature() for nodes in permutations(range(fabric.block.shape[1]), places)}
@@ -126,23 +119,11 @@ def test_fragmented_cluster_beats_the_order_it_came_in(shape):
     assert found.score.step_s >= found.bound_s and 0 <= found.gap < 1
 
 
-def test_pipelines_stay_whole_under_leaves():
-    """Eight free nodes under leaves of 3, 3 and 2: pipelines of two nodes; as they came they straddle."""
-    cluster = ragged([3, 3, 2], [3], gpus=8, over=(16.0, 1.0))
-    found = place_nodes(*job(cluster, 8, 2, 4, batch=4, zero=0), exact=False)
-    assert found.score.step_s <= found.given.step_s
-
-
 def test_fewer_nodes_than_free_are_taken_together():
     cluster = shuffled(ragged([2, 3, 8, 4], [2, 2], gpus=8, over=(8.0, 8.0)), 3)
     found = place_nodes(*job(cluster, 8, 2, 4, batch=8))
-    leaf = {found_block(cluster, 0, node) for node in found.nodes}
-    assert len(leaf) == 1, "eight nodes are free under one leaf"
+    assert sum(not set(leaf).isdisjoint(found.nodes) for leaf in cluster.levels[0].switches) == 1, "one leaf has eight"
     assert found.gap < 0.02
-
-
-def found_block(cluster: Cluster, level: int, node: int) -> int:
-    return next(i for i, nodes in enumerate(cluster.levels[level].switches) if node in nodes)
 
 
 @given(cases(), st.randoms())
@@ -158,24 +139,12 @@ def test_reorder_moves_names_and_blocks_together(case, rng):
         assert names(cluster, a) == names(moved, b)
 
 
-@given(cases())
-@settings(max_examples=30, deadline=None)
-def test_bound_is_below_every_order_as_it_came(case):
-    _, (path_cache, parallel, traffic, work) = case
-    found = place_nodes(path_cache, parallel, traffic, work)
-    places = path_cache.reordered(range(len(found.nodes)))
-    for order in orders(degrees(parallel)):
-        one = candidates(places, parallel, traffic, work, order)[0]
-        if not one.outside_nvlink("tp"):
-            assert found.bound_s <= one.step_s + 1e-9
-
-
 def test_a_rack_scale_domain_is_used_whole():
     """TP over two nodes of one NVLink domain: legal only where both nodes are in the same rack."""
     cluster = ragged([2, 2], [2], gpus=4, domain=2)
     broken = reorder(cluster, [0, 2, 1, 3])
     spec = configs.cluster(4, 4, [("fabric", 4, 1.0)], domain_nodes=2)
-    plan = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=4))
+    plan = planned(shapes.llama3_8b(), {"tp": 8, "zero": 1}, spec, global_batch_samples=4)
     found = place_nodes(*configs.costing(plan, broken))
     assert found.given.tp_outside and not found.score.tp_outside
 
@@ -188,10 +157,10 @@ def test_a_plan_on_imported_nodes(tmp_path):
     file.write_text("\n".join([*lines, "SwitchName=s Switches=l[0-2]"]))
     spec = configs.cluster(8, 8, [("leaf", 4, 8.0), ("spine", 8, 1.0)], topology_file=str(file))
     values = {"tp": 8, "pp": 2, "dp": 4, "zero": 1}
-    plan = build_plan(configs.config(spec, shapes.llama3_8b(), values, global_batch_samples=8, seq_len=1024))
+    plan = planned(shapes.llama3_8b(), values, spec, global_batch_samples=8, seq_len=1024)
     assert {rank.node for rank in plan.ranks} == {f"n{i}" for i in range(3, 11)}
     assert len(plan.cluster.node_names) == 15 and plan.placement["dp"].worst_level == "leaf"
     assert plan.time.step_s < plan.certificate.given_step_s
     assert plan.certificate.bound_s <= plan.time.step_s and plan.certificate.gap < 0.01
-    every = build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=15))
+    every = planned(shapes.llama3_8b(), {"tp": 8, "zero": 1}, spec, global_batch_samples=15)
     assert every.parallel.dp == 15

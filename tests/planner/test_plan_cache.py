@@ -38,12 +38,7 @@ def home(tmp_path, monkeypatch):
 def planned(monkeypatch):
     """Counts what the planner is asked for."""
     asked, real = [], build.build_plan
-
-    def build_plan(config, *more):
-        asked.append(config)
-        return real(config, *more)
-
-    monkeypatch.setattr(build, "build_plan", build_plan)
+    monkeypatch.setattr(build, "build_plan", lambda *what: asked.append(what) or real(*what))
     return asked
 
 

@@ -97,6 +97,3 @@ def test_the_verb_writes_one_line_a_row(tmp_path, capsys):
         lines = list(csv.DictReader(file))
     assert len(lines) == 3 and tuple(lines[0]) == COLUMNS
     assert "step time" in capsys.readouterr().out
-    table.write_text("a,b\n1,2\n")
-    assert main(["predict", "--table", str(table)]) == 65
-    assert "no column 'layers'" in capsys.readouterr().err

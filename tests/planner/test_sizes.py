@@ -48,15 +48,12 @@ def test_auto_finds_one_layout_for_all_sizes():
 
 
 def test_memory_counts_unless_told_otherwise():
-    words = ("model=llama3_70b", "parallel=tp8_pp4_zero1", "nodes=4..8", "train.seq_len=8192")
-    legal = {size.nodes for size in sizes(*words, any_memory=True).legal}
-    assert legal == {4, 8}
-    fits = [s.nodes for s in sizes(*words, any_memory=True).legal if s.plan.memory.total <= s.plan.memory.capacity]
-    if fits:
-        assert [size.nodes for size in sizes(*words).legal] == fits
-    else:
-        with pytest.raises(OrchError, match="GiB of"):
-            sizes(*words)
+    words = ("model=llama3_70b", "parallel=tp8_pp2_zero1", "nodes=2..8", "train.seq_len=8192")
+    every, found = sizes(*words, any_memory=True).legal, sizes(*words)
+    fits = [s.nodes for s in every if s.plan.memory.total <= s.plan.memory.capacity]
+    assert [s.nodes for s in every] == [8, 6, 4, 2] and fits == [8, 6, 4]
+    assert [s.nodes for s in found.legal] == [*fits, 3], "a deeper pipeline fits where that of the job does not"
+    assert all(s.plan.memory.total <= s.plan.memory.capacity for s in found.legal) and "GiB of" in found.refused[2]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 
 
