@@ -113,10 +113,10 @@ def test_wrong_command_line(capsys, line, code, message):
     ],
 )
 def test_what_the_bundled_trainer_does_not_run_is_for_programs_of_ones_own(capsys, line):
-    """Shown with a warning; sent, and searched, for another program."""
+    """`orch plan` shows it with a warning; for another program it is sent and searched without one."""
     assert main(line.split(" ")) == Exit.DONE
     out, _ = capsys.readouterr()
-    assert (NOT_RUN in " ".join(out.split())) == (not line.startswith("tune"))
+    assert (NOT_RUN in " ".join(out.split())) == line.startswith("plan +")
 
 
 BASE = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
