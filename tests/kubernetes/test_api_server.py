@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from orchestrator.plan import Exit
+from tests.beds.base import ROOT
 from tests.beds.kubernetes import bed_conf as conf
 from tests.beds.kubernetes.bed import Bed, Shape
 
 from .conftest import bring_up
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

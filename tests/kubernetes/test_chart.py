@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import jsonschema
 import yaml
 
 from orchestrator.agent.node import metrics
 from orchestrator.backends.kubernetes.options import KubernetesOptions
+from tests.beds.base import ROOT
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "orch"
+CHART = ROOT / "charts" / "orch"
 FULL = {
     "cluster": "h100x64",
     "parallel": "tp8_pp4_zero1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,9 @@ from tests.beds.kubernetes.bed import Bed, BedError
 from tests.beds.kubernetes.building import build
 from tests.beds.kubernetes.runs import SHORT, SMALL, TINY, Helm, Orch, Run, check_rank_map
 
+from .test_chart import CHART
+
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
-CHART = str(Path(__file__).resolve().parents[2] / "charts" / "orch")
 ASK = "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
 
 

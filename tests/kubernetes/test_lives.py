@@ -22,12 +22,11 @@ from orchestrator.backends.kubernetes.objects.payload import pack_plan
 from orchestrator.backends.kubernetes.pod.status_lines import parse_status_line
 from orchestrator.plan import Exit, Plan, seal
 from orchestrator.run.request import to_bytes
-from tests.beds.base import wait
+from tests.beds.base import ROOT, wait
 from tests.beds.bundles import make_bundle, reports
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).resolve().parents[2]
 #: Paths and the name of pod 0 are what differs from a pod.
 POD = """
 import sys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +11,9 @@ from tests.beds.kubernetes.bed import Bed, Shape
 from tests.beds.kubernetes.runs import Helm
 
 from .conftest import bring_up
-from .test_chart import FULL
+from .test_chart import CHART, FULL
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
-CHART = str(Path(__file__).resolve().parents[2] / "charts" / "orch")
 SPACE = "llm"
 #: Kept by the cluster for itself, or gone by themselves.
 OTHERS = {"events", "events.events.k8s.io", "leases.coordination.k8s.io", "componentstatuses"}

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.beds.base import ROOT
+
 from .building import module_folder, program
 
 if TYPE_CHECKING:
     from .bed import Bed
 
-ROOT = Path(__file__).resolve().parents[3]
 _CONVERTED = ("clusterqueues", "localqueues", "cohorts", "workloads", "multikueueclusters")
 _WATCHED = {"jobs", "jobsets", "clusterqueues", "resourceflavors", "workloads", "cohorts"}
 

@@ -34,17 +34,15 @@ class Meta(Struct):
     annotations: dict[str, str] = {}
 
 
-class Container(Struct):
-    name: str
+Container = msgspec.defstruct("Container", [("name", str)])
+Status = msgspec.defstruct("Status", [("phase", str, "")])
+_Event = msgspec.defstruct("_Event", [("type", str), ("object", msgspec.Raw)])
+_Job = msgspec.defstruct("_Job", [("metadata", Meta)])
 
 
 class Spec(Struct):
     containers: list[Container]
     node: str = field(default="", name="nodeName")
-
-
-class Status(Struct):
-    phase: str = ""
 
 
 class Pod(Struct):
@@ -53,15 +51,6 @@ class Pod(Struct):
     metadata: Meta
     spec: Spec
     status: Status
-
-
-class _Event(Struct):
-    type: str
-    object: msgspec.Raw
-
-
-class _Job(Struct):
-    metadata: Meta
 
 
 def main(selector: str, count: int, namespace: str = "default") -> None:

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.beds import debian
+from tests.beds.base import ROOT
 
 from .building import cache
 
-ROOT = Path(__file__).resolve().parents[3]
 SUITE = "bookworm"  # has the Python 3.11 that torch's wheels in the tests' environment are for
 NAME, PAUSE = "orch.test/orch:1", "orch.test/pause:1"
 SITE = "/opt/site"  # where pods mount the site-packages

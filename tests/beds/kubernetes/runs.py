@@ -133,10 +133,10 @@ class Helm:
         self.bed, self.namespace = bed, namespace
 
     def __call__(
-        self, *argv: str, values: dict | None = None, timeout: float = 120, check: bool = True
+        self, *argv: str | Path, values: dict | None = None, timeout: float = 120, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         more = () if values is None else ("--values", "-")
-        argv = (str(program("helm")), "--namespace", self.namespace, *argv, *more)
+        argv = (str(program("helm")), "--namespace", self.namespace, *map(str, argv), *more)
         return self.bed.run(*argv, input=json.dumps(values), timeout=timeout, check=check)
 
 

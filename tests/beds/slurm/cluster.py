@@ -87,9 +87,6 @@ class Cluster(base.Bed):
     def stop_controller(self) -> None:
         self._end("slurmctld", signal.SIGTERM)
 
-    def kill_controller(self) -> None:
-        self._end("slurmctld", signal.SIGKILL)
-
     def start_node(self, name: str) -> None:
         self._daemon("slurmd", "-D", "-N", name, "-f", str(self.inside / "slurm.conf"), key=f"slurmd-{name}")
 

@@ -19,7 +19,6 @@ class Shape:
     slurmd_timeout_s: int = 15
     kill_wait_s: int = 5
     grace_s: int = 20  # notice of a preempted job
-    user_signal: bool = False  # preemption sends the job's own --signal in place of SIGTERM
     min_job_age_s: int = 300  # how long the controller remembers ended jobs
     max_jobs: int = 1000  # of the whole cluster: a low number is how "queue full" is tested
     cpus: int = 16
@@ -49,8 +48,6 @@ AccountingStoragePort={ports.dbd}
 AccountingStoragePass={home}/munge/socket
 AccountingStorageEnforce=associations,limits
 JobAcctGatherType=jobacct_gather/linux"""
-    user_signal = "preempt_send_user_signal" if shape.user_signal else ""
-    control = ",".join(filter(None, [user_signal]))
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
         for name, port in zip(shape.names, ports.slurmd, strict=True)
@@ -88,7 +85,6 @@ MaxJobCount={shape.max_jobs}
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-{f"SlurmctldParameters={control}" if control else ""}
 {accounting if shape.accounting else ""}
 NodeName=DEFAULT CPUs={shape.cpus} SocketsPerBoard=2 CoresPerSocket={shape.cpus // 2} ThreadsPerCore=1 \
 RealMemory={shape.memory_mib} Gres=gpu:{shape.gpu_type}:{shape.gpus} Feature=testbed State=UNKNOWN
