@@ -1,6 +1,6 @@
 """Content-addressed cache of pure results: the key hashes every input, so nothing is invalidated.
 
-Files lie in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`), not beside runs: a dry run leaves no trace there.
+Files are in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): a dry run leaves no trace in the folder of runs.
 A file that cannot be read is computed again; where the folder cannot be written, nothing is kept.
 """
 

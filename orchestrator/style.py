@@ -28,7 +28,7 @@ class Style(Struct, frozen=True):
         return f"\033[{';'.join(parts)}m{text}\033[0m"
 
     def fill(self, text: str, code: int) -> str:
-        """Text on a coloured ground; plain without colour."""
+        """Text on a coloured background; plain without colour."""
         return f"\033[48;5;{code};38;5;16m{text}\033[0m" if self.colour else text
 
     def title(self, text: str) -> str:

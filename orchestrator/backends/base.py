@@ -1,4 +1,4 @@
-"""The interface of a backend: what starts the agents of a run on its nodes, and knows whether they live.
+"""The interface of a backend: it starts the agents of a run on its nodes, and reports whether they run.
 
 `Backend` is what every backend must do. What only some can do is a class of its own (`Queueing`, `Rendering`, ...): a
 backend inherits it, and callers ask with `isinstance`. No caller compares a backend's name.
@@ -116,7 +116,7 @@ class Queueing(ABC):
 
     @abstractmethod
     def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
-        """When each would start, in words. OrchError, soon, when no scheduler answers: then no bundle is drawn."""
+        """When each would start, in words. OrchError, within seconds, if no scheduler answers: no bundle is read then."""
 
     @abstractmethod
     def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class RemoteCommand(Protocol):
 
 
 class NodeExec(ABC):
-    """A command can be run on a node of a run, beside its agent."""
+    """A command can be run on a node of a run, next to its agent."""
 
     #: The agent is process 1 there, which no signal of another process can kill or stop.
     agent_is_init: ClassVar[bool] = False

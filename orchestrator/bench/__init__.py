@@ -1,1 +1,1 @@
-"""What a cluster really gives: measured by `orch bench`, kept in orch's home, read by every later plan of it."""
+"""Measures a cluster (`orch bench`). The record is kept in orch's home and read by every later plan of that cluster."""

@@ -1,4 +1,4 @@
-"""argparse with our manners: one-line errors with an exit code, no abbreviations, flags that every verb has."""
+"""argparse with our conventions: one-line errors with an exit code, no abbreviations, flags that every verb has."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def submit_options(args: argparse.Namespace, dry_run: bool) -> SubmitOptions:
 
 
 def from_here(**wishes: Any) -> SubmitOptions:
-    """`wishes`: those fields of `SubmitOptions` that are no facts of this shell."""
+    """`wishes`: those fields of `SubmitOptions` that do not come from this shell."""
     from orchestrator.submit.submission import SubmitOptions
 
     return SubmitOptions(home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes)

@@ -1,1 +1,1 @@
-"""The network as data: one model, importers for every spelling of it, exporters, and what changed between two."""
+"""The network as data: one model, importers for every format, exporters, and the difference of two."""

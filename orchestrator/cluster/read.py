@@ -1,4 +1,4 @@
-"""A file of any known spelling -> topology. The spelling is recognised by its content."""
+"""A file of any known format -> topology. The format is recognised by the content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cluster entry -> the cluster that a plan is placed on. All that has to be asked for comes from `Sources`.
+"""Cluster entry -> the cluster that a plan is placed on. Everything outside the entry is read through `Sources`.
 
 The caller says where measured records and running clusters are read, so nothing here knows a backend or a home folder.
 """

@@ -1,4 +1,4 @@
-"""One line for whatever is wrong with a configuration: where it came from, what it is, what would be legal."""
+"""One line for every configuration error: where the value came from, what is wrong, what would be legal."""
 
 from __future__ import annotations
 

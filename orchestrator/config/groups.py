@@ -13,7 +13,7 @@ PRIMARY = "orch"  # conf/orch.yaml; not `config`, which a project's own conf fol
 
 
 def shipped() -> Path:
-    """The `conf` folder beside the package: in a checkout and in an installed wheel alike."""
+    """The `conf` folder next to the package: in a checkout and in an installed wheel alike."""
     return Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -43,7 +43,7 @@ class Library:
         self.folders = folders
 
     def groups(self) -> list[str]:
-        """Every group that has files, nested ones as `cluster/node`. Other folders beside them are not ours."""
+        """Every group that has files, nested ones as `cluster/node`. Other folders are not ours."""
         found = dict.fromkeys(
             path.parent.relative_to(folder).as_posix()
             for group in GROUPS

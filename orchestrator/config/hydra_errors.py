@@ -51,7 +51,7 @@ def _missing_file(error: Any, library: Library) -> Exception:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     by = re.match(r"In '([^']+)'", str(error))
     where = _file(by[1], library) if by else "configuration"
-    if by and by[1].endswith(PRIMARY):  # Hydra blames the primary file for what another file overrode
+    if by and by[1].endswith(PRIMARY):  # Hydra names the primary file for what another file overrode
         where = _file_with(library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None)
     if group == "parallel" and grammar.looks_like_spec(name):
         try:

@@ -1,4 +1,4 @@
-"""Command-line words, read and judged before Hydra sees them.
+"""Parses and checks command-line words before Hydra gets them.
 
 Hydra's override grammar has traps for the people who type it: add against override (`+x=` or `x=`), unquoted text that
 is a syntax error or changes its type, commas that mean a sweep. Each word is parsed here against the schema, so that

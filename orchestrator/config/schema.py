@@ -164,7 +164,7 @@ class ParallelSpec(Frozen):
     """All degrees. world = tp * cp * ep * pp * dp.
 
     `auto` (parallel=auto) searches what is left out of tp, cp, ep, pp, dp, zero, vpp, sp, cp_method, schedule,
-    micro_batch_size and train.recompute; what is given is kept. Without it, what is left out is as said beside each.
+    micro_batch_size and train.recompute; what is given is kept. Without it, what is left out has its default.
     """
 
     auto: bool = False

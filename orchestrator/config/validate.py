@@ -1,4 +1,4 @@
-"""What no single field can say: rules between fields, and the derived ones filled in."""
+"""Checks rules between several fields, and fills in derived ones."""
 
 from __future__ import annotations
 

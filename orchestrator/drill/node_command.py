@@ -1,4 +1,4 @@
-"""`python -m orchestrator.drill.node_command`: inject one fault on the node where it runs, beside the agent.
+"""`python -m orchestrator.drill.node_command`: injects one fault on the node where it runs.
 
 `orch drill` starts it there by the means that a cluster gives the run's owner: a step of the job (Slurm), exec into the
 pod (Kubernetes). It prints one line, the time of the injection or why there was none, waits until its standard input is

@@ -69,7 +69,7 @@ def session(
 ) -> tuple[list[Trial], str]:
     """Run one trial after the other; all that could be made, and why there are not more ("" where there are all).
 
-    `say` gets a line about each. Each is also a line of drills.jsonl in the run folder as soon as it is over.
+    `say` gets a line about each. Each is also a line of drills.jsonl in the run folder once it is over.
     """
     trials: list[Trial] = []
     for index, injection in enumerate(plan):

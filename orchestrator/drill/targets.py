@@ -102,7 +102,7 @@ class LocalTargets:
 
 
 class ClusterTargets:
-    """The nodes of one run on a cluster: a fault is a command beside the agent, or the removal of a node."""
+    """The nodes of one run on a cluster: a fault is a command next to the agent, or the removal of a node."""
 
     def __init__(self, backend: NodeExec, folder: RunFolder, request: LaunchRequest, limit_s: float):
         self._backend, self._folder, self._request, self._limit_s = backend, folder, request, limit_s

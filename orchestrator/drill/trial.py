@@ -24,7 +24,7 @@ from .targets import Targets
 _POLL_S = 0.05
 _STEADY_STEPS = 2  # of an attempt, before a fault is injected
 _USUAL_STEPS = 16  # before one of its workers is made slow: slower than what?
-#: Events that tell of a fault that need not end an epoch, beside those that tell of its end.
+#: Events that report a fault: those that end an epoch, and those of faults that need not end one.
 _SIGNS = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "straggler")
 
 

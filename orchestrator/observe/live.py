@@ -1,4 +1,4 @@
-"""What a run does now, from the ends of the files that its agents write."""
+"""The current step and status of a run, from the ends of the files that its agents write."""
 
 from __future__ import annotations
 

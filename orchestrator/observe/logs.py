@@ -1,4 +1,4 @@
-"""Reading logs while they are written."""
+"""Reads logs while they are written."""
 
 from __future__ import annotations
 

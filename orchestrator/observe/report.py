@@ -106,7 +106,7 @@ def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
 
 def write_last_word(folder: RunFolder, state: RunState) -> None:
     """Write a final state where no coordinator can. The report comes first, since a reader of the end looks for it."""
-    with contextlib.suppress(Exception):  # metrics and report are a courtesy here; the last word is not
+    with contextlib.suppress(Exception):  # only the final state must be written here; metrics and report may fail
         Discovery(folder, read_request(folder).discovery_dir).withdraw()
     with contextlib.suppress(Exception):
         write_report(folder, load_plan(folder.plan), state)

@@ -2,7 +2,7 @@
 
 A plan is a value. It is built once by the planner, hashed, written as JSON, read by agents and workers, and never
 changed. Units are in the names or in the comments: bytes, seconds, FLOP/s, bytes/s; ranks and indices count from 0.
-The JSON schema of this file is `plan.schema.json` beside it (a test keeps the two equal).
+The JSON schema of this file is `plan.schema.json` in this folder (a test keeps the two equal).
 """
 
 from __future__ import annotations

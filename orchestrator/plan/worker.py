@@ -156,7 +156,7 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
 class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defaults=True):
     """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done, failed.
 
-    `failed` may say which `cause` it was (`orchestrator.run.state.WORKER_CAUSES`), beside its `error`.
+    `failed` may say which `cause` it was (`orchestrator.run.state.WORKER_CAUSES`), next to its `error`.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""The user's memory of bad nodes: `<home>/nodes.json`. What a run has left out, the next ones do without, for a while.
+"""Bad nodes of a user: `<home>/nodes.json`. Later runs leave out, for a while, the nodes that a run has excluded.
 
 Nodes are known by cluster and name. Each entry expires by itself (`backend.remember_bad_nodes_h`) and can be forgotten
 by hand (`orch nodes --forget`). A file that cannot be read or written is no reason for a run to fail.
@@ -54,7 +54,7 @@ class NodeMemory:
         return [one for one in self._all() if one.until > now and cluster in (None, one.cluster)]
 
     def add(self, bad: BadNode) -> None:
-        """A node that is remembered already is remembered anew. Raises OSError, OrchError."""
+        """Adds an entry; it replaces an earlier one of the same node. Raises OSError, OrchError."""
         mine = (bad.cluster, bad.node)
         self._change(bad.at, lambda kept: [*(one for one in kept if (one.cluster, one.node) != mine), bad])
 
@@ -100,7 +100,7 @@ def remember(folder: RunFolder, node: str, why: str, hours: float, now: float) -
 
 
 def remembered(folder: RunFolder, now: float) -> dict[str, str]:
-    """Node -> why, of those that this run's user knows to be bad on its cluster."""
+    """Bad nodes of the run's cluster that have not expired: node -> why."""
     with contextlib.suppress(OSError, OrchError):
         cluster = read_request(folder).cluster
         return {one.node: f"{one.why} (run {one.run})" for one in NodeMemory.of(folder).read(now, cluster)}

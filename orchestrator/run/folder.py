@@ -1,7 +1,7 @@
-"""The run folder: where everything of one run lives, private to its user.
+"""The run folder: where everything of one run is stored, private to its user.
 
-Folders are 0700, files 0600. Replacing a file is atomic (a temporary file beside it, fsync, rename), so a reader sees
-the old or the new content, never a mixture, and a crash leaves one of the two.
+Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder, fsync, rename), so a reader sees the
+old or the new content, never a mixture, and a crash leaves one of the two.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class RunFolder(Struct, frozen=True):
     backend = _Inside("backend.json")  # what the scheduler of this run knows: pids, job ids
     cancel = _Inside("cancel.json")  # exists when somebody asked for the end
     coordinator = _Inside("coordinator.json")  # where the coordinator listens
-    lock = _Inside("run.lock")  # held while anything of the run lives
+    lock = _Inside("run.lock")  # held while any process of the run exists
     logs = _Inside("logs")
     discovery = _Inside("metrics.sd.json")  # Prometheus file_sd
     checkpoints = _Inside("checkpoints")
@@ -226,7 +226,7 @@ class RunFolder(Struct, frozen=True):
             (self.path / part).mkdir(mode=0o700)
 
     def take_lock(self, wait_s: float = 0.5) -> int | None:
-        """An inheritable descriptor of the lock, None when something of the run still lives. OrchError (65) when it is
+        """An inheritable descriptor of the lock, None while a process of the run exists. OrchError (65) when it is
         no file.
 
         flock(2) belongs to the open file, so every process that inherits the descriptor holds the lock too: it is free
@@ -248,7 +248,7 @@ class RunFolder(Struct, frozen=True):
                 time.sleep(0.02)
 
     def is_alive(self) -> bool:
-        """Whether any process of the run lives, on this machine."""
+        """Whether any process of the run exists on this machine."""
         fd = self.take_lock(wait_s=0.0)
         if fd is None:
             return True

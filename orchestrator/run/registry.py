@@ -57,7 +57,7 @@ def find_run(home: Path, name: str | None) -> RunFolder:
 
 
 def register(home: Path, folder: RunFolder) -> None:
-    """Let a run that lives elsewhere (`run.dir`) be found by its id: a link in the home's list."""
+    """Makes a run in another folder (`run.dir`) findable by its id, by a link in the home's list."""
     index = runs_folder(home)
     if folder.path.parent == index:
         return
@@ -66,7 +66,7 @@ def register(home: Path, folder: RunFolder) -> None:
 
 
 class Discovery:
-    """How Prometheus finds a run: file_sd JSON, there while the run lives.
+    """How Prometheus finds a run: file_sd JSON, there until the run ends.
 
     Once in the run folder, and once in a folder that all runs of a user share, because Prometheus takes a `*` only in
     the last part of a path: one static `files: [<home>/metrics.sd/*.json]` then follows every run there ever is.

@@ -70,7 +70,7 @@ class Code(Frozen):
 
 
 class File(Frozen):
-    """A file of the run folder. Its content travels beside the request and is tied to it by the hash."""
+    """A file of the run folder. Its content is sent with the request and is tied to it by the hash."""
 
     path: str
     mode: Annotated[str, msgspec.Meta(pattern="^0[0-7]{3}$")]
@@ -127,7 +127,7 @@ class LaunchRequest(Frozen):
 
 
 class Site(Frozen):
-    """Facts of the submitting side, gathered once at the edge."""
+    """Where and by whom a run is submitted, read once at the edge."""
 
     run_id: str
     home: str  # absolute

@@ -1,6 +1,6 @@
 """What is known of a run: `state.json`.
 
-One writer at a time: the backend before the agents start, the coordinator while it lives, the backend again after the
+One writer at a time: the backend before the agents start, the coordinator while it runs, the backend again after the
 last agent has ended. The epoch in it is the fencing token: it is written and synced before anybody hears of it.
 """
 
@@ -84,13 +84,13 @@ class NodeState(Frozen):
 
 
 class EpochState(Frozen):
-    """One life of the workers, from start to end. Times are Unix seconds of the coordinator's clock."""
+    """One attempt of the workers, from start to end. Times are Unix seconds of the coordinator's clock."""
 
     epoch: int
     started_at: float
     running_at: float | None = None
     ended_at: float | None = None
-    #: done, restart, stopped, cancelled, failed; of a flush: saved, not saved, nothing to save
+    #: done, restart, stopped, cancelled, failed; of a final checkpoint: saved, not saved, nothing to save
     outcome: str | None = None
     counted: bool = False  # used up one of max_restarts
     cause: Cause | None = None
@@ -181,7 +181,7 @@ def finish(
 
 
 def pending_again(state: RunState, **changes: object) -> RunState:
-    """What the next life of an ended run goes on from: `pending`, with the epochs and history that there are."""
+    """The state from which an ended run starts again: `pending`, with its epochs and history."""
     now = time.time()
     clear: dict[str, object] = {"exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
     fixed = {"state": "pending", "updated_at": now, "writer": "backend", "pauses": paused(state, now)}
@@ -191,7 +191,7 @@ def pending_again(state: RunState, **changes: object) -> RunState:
 def prepare_resume(folder: RunFolder, plan: Plan | None = None) -> None:
     """Back to `pending` with new budgets, keeping epochs and history. The caller knows that nobody else writes.
 
-    `plan`: the one to go on with, where that is not the one in force.
+    `plan`: the one to continue with, if it is not the one in force.
     """
     state = read_state(folder)
     folder.cancel.unlink(missing_ok=True)

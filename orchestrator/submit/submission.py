@@ -32,7 +32,7 @@ WAYS: dict[str, Literal["ok", "any", "notok"]] = {"ok": "ok", "any": "any", "not
 
 
 class SubmitOptions(Struct, frozen=True, kw_only=True):
-    """How a job is submitted, and the facts of the shell that submits it. Paths are absolute."""
+    """How a job is submitted, and the environment of the shell that submits it. Paths are absolute."""
 
     home: Path  # of orch: runs, measured clusters, bad nodes
     cwd: Path

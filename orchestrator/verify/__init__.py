@@ -1,1 +1,1 @@
-"""`orch verify` without torch: which layouts to hold against one process, and the pages that say how it went."""
+"""`orch verify` without torch: which layouts to compare with one process, and the pages of the result."""

@@ -24,7 +24,7 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
         path, errors = Path(folder) / "cells.jsonl", Path(folder) / "stderr"
         path.write_bytes(b"".join(msgspec.json.encode(cell) + b"\n" for cell in cells))
         command = [sys.executable, "-m", "trainer.verify", str(path), "--together", str(together)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one process computes beside the ranks of others
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # the single process runs while other cells' ranks do
         with errors.open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
         assert process.stdout

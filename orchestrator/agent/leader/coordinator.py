@@ -1,6 +1,6 @@
 """The coordinator: decides about epochs and is the only writer of the run's state.
 
-It has a connection to every agent, including the one in its own process. In a run with fixed nodes it lives on the
+It has a connection to every agent, including the one in its own process. In a run with fixed nodes it runs on the
 plan's first node; in an elastic run it moves to another node when its own is lost (`election`). A run is: wait for the
 nodes, run epochs until the policy ends the run, save what only memories hold, finish. All events come in through one
 queue, so they have one order and no lock is needed. The work is done by components: `Membership` (who is connected),

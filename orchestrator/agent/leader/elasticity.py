@@ -37,7 +37,7 @@ class CoordinatorLeaves(LeaseLost):
 
 @dataclass(frozen=True)
 class ScaleUpPolicy:
-    """When a healthy run stops to go on with more nodes."""
+    """When a healthy run stops to continue with more nodes."""
 
     dwell_s: float = 60.0  # not before its nodes have been the same for this long
     cost_s: float = 10.0  # of saving, stopping and starting again, until this run has measured its own
@@ -80,13 +80,13 @@ class WorldSizes:
         return await asyncio.to_thread(next_plan, current, self.plans, healthy)
 
     def preload(self) -> None:
-        """Imports the planner beside the running workers, so that a lost node does not wait for it."""
+        """Imports the planner while the workers run, so that a lost node does not wait for it."""
         if self.elastic and self._loading is None:
             self._loading = asyncio.create_task(asyncio.to_thread(import_module, PLANNER))
 
 
 class ScaleUp:
-    """Decides when a healthy run stops at a step boundary to go on with more nodes."""
+    """Decides when a healthy run stops at a step boundary to continue with more nodes."""
 
     def __init__(self, context: Context, sizes: WorldSizes):
         self._context, self._sizes = context, sizes

@@ -1,7 +1,7 @@
 """Leader election: how an agent of an elastic run finds its coordinator, or becomes it.
 
 There is no vote. The coordinator is the process that has claimed the newest epoch in the run folder
-(`run.epoch_lease`); while it lives it counts heartbeats in `coordinator.json`. An agent that has lost it polls that
+(`run.epoch_lease`); while it runs it counts heartbeats in `coordinator.json`. An agent that has lost it polls that
 file. If nobody listens there any more, or the heartbeat has stood still for too long, it claims the next epoch: at once
 if it is the first in the plan's order, later the further back it stands, so that one claims and the others find it. If
 two claim, one of them makes the file; a coordinator that was only paused finds the newer claim before it writes. Agents
@@ -100,7 +100,7 @@ class LeaderElection:
         self._preparing: asyncio.Task | None = None
 
     def workers_started(self, order: Sequence[str]) -> None:
-        """Soon, in the node whose turn would be next: imports what a coordinator plans with."""
+        """On the node that would lead next: imports, a little later, the modules that a coordinator plans with."""
         if self._preparing is None or self._preparing.done():
             self._preparing = asyncio.create_task(self._prepare(order))
 

@@ -22,7 +22,7 @@ from .membership import Member, MemberLost, MemberUnfit
 
 _FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they can no longer save together
 _LOSS_GRACE_S = 1.5  # in elastic runs, after a lost node: workers notice a dead peer by themselves
-_UNKILLABLE_S = 30.0  # after SIGKILL; a process that lives longer hangs in the kernel
+_UNKILLABLE_S = 30.0  # after SIGKILL; a process that is still there hangs in the kernel
 
 
 class Epoch:

@@ -1,7 +1,7 @@
 """Progress monitor: the status of a node's workers, from their progress reports and from the kernel.
 
-Looks are counted, not timed, so that a pause of this agent does not count against its workers. Nothing is judged here:
-whether a worker that stands still is at fault shows only beside the others (`faults.diagnosis`).
+It counts its examinations, not seconds, so that a pause of this agent does not count against its workers. Nothing is
+judged here: whether a worker without progress is at fault shows only against the others (`faults.diagnosis`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a worker is: its own word (faulthandler's, on SIGQUIT), and the kernel's, saved into the run folder."""
+"""Saves the stacks of a worker into the run folder: its own (faulthandler, on SIGQUIT) and the kernel's."""
 
 from __future__ import annotations
 

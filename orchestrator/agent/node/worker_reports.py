@@ -1,4 +1,4 @@
-"""What workers say: one JSON object a line on a pipe, of which nothing may be trusted and nothing may wait."""
+"""Reads the reports of workers: one JSON object a line on a pipe. None is trusted; reading never blocks."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class WorkerSupervisor:
             if problem:
                 self._tell(exit=rank, code=int(Exit.USAGE))
                 self._sweep = True
-                self._reap()  # says "empty" where nothing else lives
+                self._reap()  # says "empty" when no other process is left
                 return
             self._sweep = True
             if self._fork_server and argv[: len(self._program)] == self._program:

@@ -1,7 +1,7 @@
 """The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API server alone.
 
 The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have reported. The run
-itself lives in the cluster, with its checkpoints on a claim.
+itself is in the cluster, with its checkpoints on a claim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Observed runs: the API server is asked about all of them at once, and pod 0's log about one. At most 2 s old."""
+"""Observes runs: asks the API server about all of them at once, and reads pod 0's log of one. At most 2 s old."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> s
     done = []
     for pod in hanging if alive else ():
         if (node := pod["spec"].get("nodeName")) and node not in alive:
-            with contextlib.suppress(OrchError):  # no right to: `phases.stuck` has named the remedy
+            with contextlib.suppress(OrchError):  # no right to do so: `phases.stuck` says what to do
                 cluster.patch_status("Pod", pod["metadata"]["name"], _failed(node, now))
                 cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
                 done.append(f"{pod['metadata']['name']} of node {node}")

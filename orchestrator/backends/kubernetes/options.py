@@ -34,7 +34,7 @@ class Toleration(Frozen):
 
 
 class Volume(Frozen):
-    """A claim that every pod mounts beside the run's own: data, a shared environment."""
+    """A claim that every pod mounts in addition to the run's own: data, a shared environment."""
 
     claim: Name
     path: Path
@@ -83,7 +83,7 @@ class KubernetesOptions(Frozen):
     # volumes
     claim: Name | None = None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
     volumes: list[Volume] = []
-    # life
+    # time limits, retries
     unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
     rendezvous_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
     max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75

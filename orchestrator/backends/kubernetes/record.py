@@ -30,7 +30,7 @@ class KubernetesRecord(Frozen):
 
 
 def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
-    """The run's true state: whether it lives from the cluster, how its program fares from the last status line.
+    """The run's true state: the cluster says whether it is active, the last status line how its program fares.
 
     `state` is the coordinator's, as old as the last log that was read. Pure.
     """

@@ -1,4 +1,4 @@
-"""Submission: a run's objects made and put into the cluster, all or none; for `submit`, `resume` and `resize`.
+"""Creates a run's objects in the cluster, all or none; for `submit`, `resume` and `resize`.
 
 What may refuse comes before anything is sent. Requests that do not wait for one another go out at once: a run of eight
 pods is bound a tenth of a second after its Job has arrived, so every request before that is felt.

@@ -70,7 +70,7 @@ class Wiring(Struct, frozen=True):
 
 
 class Network:
-    """The network of one run, up from construction to `close` and as long as anything lives in it."""
+    """The network of one run, up from construction to `close`, and longer while a process runs in it."""
 
     def __init__(self, wiring: Wiring):
         """Raises OrchError (76) when this process may not, or this kernel cannot. Single-threaded callers only."""
@@ -90,7 +90,7 @@ class Network:
         return lambda: _enter(descriptor)
 
     def close(self) -> None:
-        """Let go. What still lives on a node keeps that node's namespace; who holds `switches`, the wires."""
+        """Closes the namespaces. A process that runs on a node keeps that node's; a holder of `switches` the links."""
         for descriptor in self._made:
             os.close(descriptor)
         self._made = []
@@ -112,7 +112,7 @@ class Network:
 
     def _build(self) -> None:
         wiring, inside = self.wiring, self._inside
-        links, limits = [], []  # lines for `ip -batch` and `tc -batch` beside the switches
+        links, limits = [], []  # lines for `ip -batch` and `tc -batch` outside the switches
 
         def limit(name: str, rate: float) -> str:
             burst = max(_LEAST_BURST, round(rate * _BURST_S))
@@ -153,7 +153,7 @@ def cut(holders: Iterable[int], switches: int, index: int) -> None:
     """Pull node `index`'s cable: packets to and from it are lost without a word, as when a switch port fails.
 
     `holders`: pids of the run's supervisor and agents; `switches`: the descriptor under which they hold that namespace.
-    Raises OrchError (76) when none of them lives.
+    Raises OrchError (76) when none of them runs.
     """
     _set_port(holders, switches, index, "down")
 

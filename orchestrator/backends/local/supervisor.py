@@ -1,9 +1,9 @@
 """`python -m orchestrator.backends.local.supervisor`: the scheduler of one local run.
 
-It starts one agent a simulated node, passes on a request to end, waits for all, and has the last word in state.json
-when the coordinator did not live to say it. Each agent's standard input is a pipe of which the supervisor holds the
-other end: when the supervisor dies, however, they end the run and save. Where the cluster is one of namespaces, it
-builds that network first and starts each agent on its node of it. Single-threaded: it forks.
+It starts one agent a simulated node, passes on a request to end, and waits for all. It writes the final state to
+state.json when the coordinator could not. Each agent's standard input is a pipe of which the supervisor holds the other
+end, so when the supervisor dies in any way, the agents save and end the run. If the cluster has network namespaces, it
+builds that network first and starts each agent on its node. Single-threaded, because it forks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from orchestrator.run.state import Cause, End, finish, read_cancel, read_state, 
 from .backend import LocalRecord, read_options
 from .namespaces import INTERFACE, Network, Wiring
 
-_LEAVE_S = 20.0  # for agents to go after the run's last word
+_LEAVE_S = 20.0  # for agents to exit after the run's final state
 _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger("orch.supervisor")

@@ -1,4 +1,4 @@
-"""`orch bench`: what links and GPUs of a cluster really give. Plans of that cluster read it from then on."""
+"""`orch bench`: measures links and GPUs of a cluster. Later plans of that cluster use the result."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Progress:
 
 
 def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
-    """What was found beside what was assumed, and seconds by message size."""
+    """The page of a measurement: measured against assumed rates, and seconds by message size."""
     from orchestrator.style import seconds, si
 
     described = {"nvlink": plan.cluster.nvlink} | {level.name: level for level in plan.cluster.levels}

@@ -135,7 +135,7 @@ def _parts() -> list[str]:
 
 
 def _keys(key: str) -> list[str]:
-    """The keys beside a dotted one, ready to go on typing: `train.steps=`, `cluster.gpu.`."""
+    """The sibling keys of a dotted one, ready to continue typing: `train.steps=`, `cluster.gpu.`."""
     from orchestrator.config.config_errors import annotation_at
     from orchestrator.config.structured import fields, struct_of
 

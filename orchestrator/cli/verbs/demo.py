@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 class Scraper:
-    """Reads the first node's Prometheus endpoint over HTTP while the run lives, as a Prometheus server would."""
+    """Reads the first node's Prometheus endpoint over HTTP during the run, as a Prometheus server would."""
 
     def __init__(self, folder: RunFolder):
         self.folder, self.address, self._page = folder, None, ""

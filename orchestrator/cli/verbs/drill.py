@@ -1,4 +1,4 @@
-"""`orch drill [run]`: break parts of a running job on purpose, and measure how it goes on."""
+"""`orch drill [run]`: breaks parts of a running job on purpose, and measures the recovery."""
 
 from __future__ import annotations
 

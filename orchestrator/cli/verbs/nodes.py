@@ -1,4 +1,4 @@
-"""`orch nodes`: nodes that runs have left out, which the next ones do without until they are forgotten."""
+"""`orch nodes`: nodes that runs have excluded. Later runs leave them out until they expire or are forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`orch resize <run> <nodes>`: an elastic run goes on with another number of nodes. It saves first."""
+"""`orch resize <run> <nodes>`: an elastic run saves and continues with another number of nodes."""
 
 from __future__ import annotations
 

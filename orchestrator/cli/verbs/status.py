@@ -1,4 +1,4 @@
-"""`orch status [run]`: what a run does now. Exit code 0 whatever the run's state is; `--json` has the run's own."""
+"""`orch status [run]`: the current state of a run. Exit code 0 whatever that is; `--json` has the run's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`orch topology show|import|diff`: what the network looks like, from whatever describes it."""
+"""`orch topology show|import|diff`: shows, imports and compares descriptions of a network."""
 
 from __future__ import annotations
 

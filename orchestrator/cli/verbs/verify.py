@@ -1,4 +1,4 @@
-"""`orch verify`: is this layout's arithmetic that of one process? Measured here and now, not promised."""
+"""`orch verify`: compares a layout's training arithmetic with that of one process, by running both."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Readers of the spellings that sites describe their network in."""
+"""Readers of the formats in which sites describe their network."""

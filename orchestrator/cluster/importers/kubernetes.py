@@ -1,6 +1,6 @@
 """Kubernetes nodes -> topology, through profiles of labels. Pure; `kubectl get nodes -o json` is the input.
 
-Profiles are data (`profiles.yaml` beside this file, or an ordered list of labels from the command line): vendors rename
+Profiles are data (`profiles.yaml` in this folder, or an ordered list of labels from the command line): vendors rename
 their labels, so none of them is known to the code.
 """
 

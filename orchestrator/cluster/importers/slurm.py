@@ -1,4 +1,4 @@
-"""Slurm's picture of the network, from any of its spellings. Pure.
+"""Slurm's network topology, from any of its file formats. Pure.
 
 Read: `scontrol show topology` (live), `topology.conf` (tree: SwitchName, block: BlockName, BlockSizes, ring: RingName)
 and `topology.yaml` (Slurm 25.05 and later).

@@ -14,7 +14,7 @@ import msgspec
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-#: One mark a flag, as `sinfo` and scontrol's short states write them behind the base state.
+#: One character a flag, as `sinfo` and scontrol's short states write them behind the base state.
 _MARKS = {
     "*": "NOT_RESPONDING",
     "~": "POWERED_DOWN",

@@ -76,8 +76,8 @@ def _usual(steps: dict[int, list[Step]]) -> dict[int, float]:
 
 
 def _ends(run: RunTimeline, steps: dict[int, list[Step]]) -> dict[int, float | None]:
-    """Epoch -> the first sign of its end; None for the one that lives. Who was killed with all that knew of it ended,
-    at the latest, when the next one began."""
+    """Epoch -> the first sign of its end; None for the current one. If nothing recorded the end (all were killed), the
+    beginning of the next epoch."""
     spans = {span.epoch: span for span in run.epochs}
     epochs = sorted(spans.keys() | steps.keys())
     borders = [stopped for stopped, _ in run.pauses] + [span.began for span in run.epochs]
@@ -140,7 +140,7 @@ def _pieces(
                 yield Interval(begin, step.at, state)
             before = max(step.at, before)
         ended = over[epoch]
-        if ended is None:  # it lives: a step is under way
+        if ended is None:  # still running: a step is under way
             under_way = end - before if end - before <= longest else typical
             yield Interval(before, before + under_way, "productive")
         elif epoch in faults and typical < math.inf:  # the step that the fault broke off was for nothing

@@ -1,4 +1,4 @@
-"""Which samples a run has trained on, step by step, as it counts in the end: each once, or this says which not.
+"""Sample ledger: the samples that each step trained on, and whether the whole run has each exactly once.
 
 Every step report says how many samples the run has consumed after it, so a step is the range of places in the data
 order between two such numbers (which sample lies at a place is a pure function, trainer/data/order.py). What an epoch

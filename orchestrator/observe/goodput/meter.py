@@ -1,4 +1,4 @@
-"""One node's wall clock by state, while it runs: what its Prometheus counters show.
+"""Counts one node's wall time by state while it runs, for its Prometheus counters.
 
 A node sees its own time only, so this is simpler than `account`, which reads the whole run afterwards: it knows the
 epochs that its agent follows and the steps of its first worker. A second is counted once it is known what it was, so

@@ -58,7 +58,7 @@ def peer_of(schedule: Schedule, action: Action) -> int:
 
 
 def receive_early(program: Program, by: int = 2) -> Program:
-    """Post every receive `by` compute actions earlier: the transfer then runs beside them, and the sender, who finds
+    """Post every receive `by` compute actions earlier: the transfer then overlaps with them, and the sender, who finds
     its receive posted, sends at once instead of asking first.
 
     Only for transports that match messages by tag (gloo): it gives up the common order of a pair's transfers.

@@ -182,14 +182,14 @@ def received_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kern
 
 
 def stage_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> tuple[float, float]:
-    """Bytes of one micro-batch beside its layers, in (an inner stage, the last stage): rotary tables, sent output."""
+    """Bytes of one micro-batch outside its layers, in (an inner stage, the last stage): rotary tables, sent output."""
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     tables = 4 * model.head_dim * tokens if model.position == "rope" else 0.0
     return tables + boundary_bytes(model, parallel, train) * kernels.keep_sent, tables
 
 
 def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
-    """Bytes that the last stage keeps beside its layers: final norm, input of the output projection, logits."""
+    """Bytes that the last stage keeps outside its layers: final norm, input of the output projection, logits."""
     width, tokens = DTYPE_BYTES[train.precision], parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
     gathered = 1 if kernels.keep_gathered else rows

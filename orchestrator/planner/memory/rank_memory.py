@@ -55,7 +55,7 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train) -> StateB
 
 
 def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) -> float:
-    """Bytes beside the model: device context and communicators, gathered sequences, temporary buffers of ZeRO."""
+    """Bytes outside the model: device context and communicators, gathered sequences, temporary buffers of ZeRO."""
     width = DTYPE_BYTES[train.precision]
     hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
     result = float(profile.context_bytes)

@@ -60,8 +60,8 @@ class ShardParams(NamedTuple):
 
     dense: tuple[int, int]  # of a dense layer, and of an MoE layer without its routed experts
     experts: int  # of an MoE layer
-    first: int  # beside its layers, the first stage
-    last: int  # beside its layers, the last stage
+    first: int  # outside its layers, the first stage
+    last: int  # outside its layers, the last stage
     single_last: int  # the last stage where it is the first one too
 
 

@@ -1,4 +1,4 @@
-"""Plan and topology in a few bytes: a ConfigMap holds 1 MiB, and `kubectl apply` writes it a second time into 256 KiB.
+"""Packs plan and topology: a ConfigMap holds 1 MiB, and `kubectl apply` writes it a second time into 256 KiB.
 
 Ranks and groups follow from degrees, nesting order and nodes; they are left out, and made again when unpacking. The
 plan's own hash then proves that nothing was lost. 16,384 ranks: 2.3 MB of JSON, 19 KB packed.

@@ -211,7 +211,7 @@ FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL)}))
 def pod_failure_policy() -> dict[str, Any]:
     """Rules in order, the first match wins (batch/v1 PodFailurePolicy; needs restartPolicy Never).
 
-    A disruption (preemption, drain, eviction, lost node) costs nothing. A pod that lost a peer carries no such mark, so
+    A disruption (preemption, drain, eviction, lost node) costs nothing. A pod that lost a peer has no such condition;
     it leaves with 75, which costs nothing either. All else is counted against backoffLimit: 74, 76, killed by a signal.
     """
     return {

@@ -163,7 +163,7 @@ def _write_files(folder: RunFolder, request: LaunchRequest, plan: Plan, assignme
     slurm.mkdir(mode=0o700, exist_ok=True)
     write_private(slurm / f"{assignment.job_id}.{assignment.attempt}.placement.json", raw)
     write_private(slurm / "placement.json", raw)
-    for name in ("over", "ended"):  # marks of an earlier attempt
+    for name in ("over", "ended"):  # files of an earlier attempt
         (slurm / name).unlink(missing_ok=True)
     now, record = time.time(), read_record(folder, SlurmRecord)
     submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet

@@ -1,4 +1,4 @@
-"""A further step of a run's job: a command on one node, beside the agent.
+"""A further step of a run's job: a command on one node, next to the agent.
 
 `srun --overlap` starts it as the job's user: Slurm allows that to the owner of the job alone, and no other way into the
 node is needed.
