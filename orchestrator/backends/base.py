@@ -116,7 +116,7 @@ class Queueing(ABC):
 
     @abstractmethod
     def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
-        """When each would start, in words. OrchError, within seconds, if no scheduler answers: no bundle is read then."""
+        """When each would start, in words. OrchError, within seconds, if no scheduler answers: no bundle is read."""
 
     @abstractmethod
     def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:

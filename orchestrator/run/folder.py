@@ -1,7 +1,7 @@
 """The run folder: where everything of one run is stored, private to its user.
 
-Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder, fsync, rename), so a reader sees the
-old or the new content, never a mixture, and a crash leaves one of the two.
+Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder, fsync, rename): a reader
+sees the old or the new content, never a mixture, and a crash leaves one of the two.
 """
 
 from __future__ import annotations
