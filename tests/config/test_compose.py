@@ -108,8 +108,8 @@ def test_whole_parts_can_be_given_and_taken_away():
 # ------------------------------------------------------------------------------------------- the user's own folder
 
 
-def test_the_users_files_come_first(tmp_path):
-    user = write(tmp_path, train__mine=TRAIN, train__demo=TRAIN + "seed: 5\n")
+def test_the_users_files_come_first_from_a_folder_with_any_name(tmp_path):
+    user = write(tmp_path / "a 'b' $(c) ü, d", train__mine=TRAIN, train__demo=TRAIN + "seed: 5\n")
     assert load(["train=mine"], user).train.steps == 10
     assert load([], user).train.seed == 5  # shadows conf/train/demo.yaml
     assert load(["model=gpt2"], user).model.name == "gpt2"  # shipped files are still there
@@ -135,11 +135,6 @@ def test_conf_of_the_working_folder_is_used_and_its_config_yaml_left_alone(tmp_p
     assert load(["train=mine"]).train.steps == 10
     assert folders() == [tmp_path / "conf", shipped()]
     assert "db" not in Library(folders()).groups()
-
-
-def test_a_folder_with_any_name_works(tmp_path):
-    user = write(tmp_path / "a 'b' $(c) ü, d", train__mine=TRAIN)
-    assert load(["train=mine"], user).train.steps == 10
 
 
 def test_two_loads_do_not_touch_each_other(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from orchestrator.config.schema import Config
 from orchestrator.config.structured import fields, is_text, struct_of
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+
+from .test_compose import write
 
 HOSTILE = [
     "a\nb", "a\r\nb", "tab\there", "nul\0byte", "bell\x07", "esc\x1b[31m", "\x7f", "\u2028line", "\u202eright-to-left",
@@ -112,9 +113,7 @@ def test_lists_pass_quoted_text_exactly(text):
 @pytest.mark.parametrize("value", ['"a\\nb"', '"\\0"', "|\n  two\n  lines", '"\\u202e"', '"\\x1b[2J"', "''"])
 @pytest.mark.parametrize("key", ["name", "source"])
 def test_files_cannot_bring_control_characters(tmp_path, key, value):
-    path = tmp_path / "model" / "mine.yaml"
-    path.parent.mkdir()
-    path.write_text(f"defaults:\n- tiny\n- _self_\n{key}: {value}\n")
+    write(tmp_path, model__mine=f"defaults:\n- tiny\n- _self_\n{key}: {value}\n")
     with pytest.raises(OrchError) as refused:
         load(["model=mine"], tmp_path)
     assert refused.value.exit == Exit.CONFIG
@@ -123,14 +122,12 @@ def test_files_cannot_bring_control_characters(tmp_path, key, value):
 
 def test_configuration_runs_no_code(tmp_path):
     mark = tmp_path / "mark"
-    where = tmp_path / "backend" / "mine.yaml"
-    where.parent.mkdir()
-    where.write_text(f"name: mine\noptions:\n  _target_: pathlib.Path.touch\n  _args_: ['{mark}']\n")
+    write(tmp_path, backend__mine=f"name: mine\noptions:\n  _target_: pathlib.Path.touch\n  _args_: ['{mark}']\n")
     for words, folder in ((["backend=mine"], tmp_path), (["+train._target_=os.system"], None)):
         with pytest.raises(OrchError) as refused:
             load(words, folder)
         assert refused.value.exit == Exit.SECURITY
-    where.write_text("name: mine\noptions: !!python/object/apply:os.system ['true']\n")
+    write(tmp_path, backend__mine="name: mine\noptions: !!python/object/apply:os.system ['true']\n")
     with pytest.raises(OrchError):
         load(["backend=mine"], tmp_path)
     assert not mark.exists()
@@ -142,9 +139,7 @@ def test_configuration_runs_no_code(tmp_path):
 )
 def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, text):
     monkeypatch.setenv("ORCH_SECRET", "hunter2")
-    path = Path(tmp_path / "model" / "mine.yaml")
-    path.parent.mkdir()
-    path.write_text(f"defaults:\n- tiny\n- _self_\nsource: {json.dumps(text)}\n")
+    write(tmp_path, model__mine=f"defaults:\n- tiny\n- _self_\nsource: {json.dumps(text)}\n")
     with pytest.raises(OrchError) as refused:
         load(["model=mine"], tmp_path)
     assert refused.value.exit == Exit.SECURITY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from msgspec import structs
@@ -36,11 +37,9 @@ def test_changes_are_faster_and_are_what_a_plan_of_them_says():
     for change in found.changes:
         changed = config
         for word in change.words:
-            group, key = word.split("=")[0].split(".")
-            part = getattr(changed, group)
-            text = word.split("=")[1]
+            group, key, text = re.split("[.=]", word)
             value = int(text) if text.isdigit() else text
-            changed = structs.replace(changed, **{group: structs.replace(part, **{key: value})})
+            changed = structs.replace(changed, **{group: structs.replace(getattr(changed, group), **{key: value})})
         again = build_plan(changed)
         assert again.time.step_s == pytest.approx(change.step_s) and again.memory.total == change.memory.total
         assert change.saves_s == pytest.approx(plan.time.step_s - change.step_s) and change.saves_s > 0
