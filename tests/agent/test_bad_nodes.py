@@ -7,28 +7,17 @@ import subprocess
 
 import pytest
 
-from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.run.bad_nodes import NodeMemory
-from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import compose_environment, read_request
-from tests.agent.test_elastic import cancel, kill, running, sized
-from tests.beds.bundles import events, make_bundle
+from tests.agent.test_elastic import cancel, kill, running, start
+from tests.beds.bundles import events
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-
-def start(runs, run_id: str, sizes: tuple[int, ...], wishes: dict[str, str], spares: int = 0, **rules) -> RunFolder:
-    env = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
-    env |= {f"ORCH_TEST_{word}": value for word, value in wishes.items()}
-    backend = {"max_restarts": 9, "options": {"spare_nodes": spares}} | rules
-    plans = {nodes: sized(nodes) for nodes in sizes}
-    bundle = make_bundle(plans[max(sizes)], runs, run_id=run_id, env=env, backend=backend, sizes=plans)
-    LocalBackend().submit(bundle, os.environ)
-    return RunFolder(runs / run_id)
+OFTEN = {"max_restarts": 9}
 
 
 def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
-    folder = start(runs, "first", (3, 2, 1), {"DIE": "2:5:1:0,2:9:1:1,2:13:1:2"})
+    folder = start(runs, 3, 2, 1, run_id="first", rules=OFTEN, wishes={"DIE": "2:5:1:0,2:9:1:1,2:13:1:2"})
     state = running(folder, "node0", "node1", after=2)
     cause = state.epochs[2].cause
     assert (cause.kind, cause.node, cause.step, state.restarts) == ("worker_exit", "node2", 12, 2)
@@ -49,18 +38,18 @@ def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
     (bad,) = NodeMemory(runs.parent).read(state.updated_at)
     assert (bad.node, bad.run, bad.cluster) == ("node2", "first", request.cluster)
     assert NodeMemory(runs.parent).read(state.updated_at + 25 * 3600) == []
-    second = start(runs, "second", (3, 2, 1), {})
+    second = start(runs, 3, 2, 1, run_id="second", rules=OFTEN)
     state = running(second, "node0", "node1")
     assert [event["on"] for event in events(second, "node_left_out")] == ["node2"]
     assert cancel(second).state == "cancelled"
-    third = start(runs, "third", (3,), {})  # it cannot do without
+    third = start(runs, 3, run_id="third", rules=OFTEN)  # it cannot do without
     running(third, "node0", "node1", "node2")
     assert events(third, "bad_nodes_used")
     assert cancel(third).state == "cancelled"
 
 
 def test_a_straggler_makes_room_for_a_spare(runs):
-    folder = start(runs, "slow", (3,), {"SLOW": "node2:3"}, spares=1, on_straggler="exclude")
+    folder = start(runs, 3, rules=OFTEN | {"on_straggler": "exclude"}, wishes={"SLOW": "node2:3"}, spare_nodes=1)
     first = running(folder, "node0", "node1", "node2")
     state = running(folder, "node0", "node1", "spare-0", after=first.epoch)
     cause = next(epoch.cause for epoch in state.epochs if epoch.cause)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.beds.bundles import events, submit, wait_end, wait_for
@@ -14,11 +13,9 @@ from tests.beds.plans import make_plan
 pytestmark = pytest.mark.process
 
 
-def start(runs, wishes: dict[str, object], *, nodes: int = 2, ranks: int = 4, **backend) -> RunFolder:
-    env = {"ORCH_TEST_MEET": "1"} | {f"ORCH_TEST_{word}": str(value) for word, value in wishes.items()}
-    plan = make_plan(dp=ranks, nodes=nodes)
+def start(runs, wishes: dict[str, object], **backend) -> RunFolder:
     fields = {"hang_after_s": 2.0, "max_restarts": 9} | backend
-    return submit(plan, runs, env=env, backend=fields)
+    return submit(make_plan(dp=4, nodes=2), runs, backend=fields, **{"MEET": 1, **wishes})
 
 
 @pytest.mark.slow
@@ -56,14 +53,9 @@ def test_a_run_that_only_starts_slowly_or_sends_no_progress_is_left_alone(runs):
     """Before the second step of an epoch nobody knows how long one takes; a worker without progress reports is not
     judged at all.
     """
-    folder = start(runs, {"STEPS": 2, "STEP_S": 1.5, "SLOW": "1:2"}, hang_after_s=0.5, hang_after_steps=0.1)
-    quiet = submit(
-        make_plan(dp=2, nodes=1),
-        runs,
-        run_id="quiet",
-        env={"ORCH_TEST_STEPS": "3", "ORCH_TEST_STEP_S": "1.5"},
-        backend={"hang_after_s": 0.5, "hang_after_steps": 0.1},
-    )
+    limits = {"hang_after_s": 0.5, "hang_after_steps": 0.1}
+    folder = start(runs, {"STEPS": 2, "STEP_S": 1.5, "SLOW": "1:2"}, **limits)
+    quiet = submit(make_plan(dp=2, nodes=1), runs, run_id="quiet", STEPS=3, STEP_S=1.5, backend=limits)
     for one in (folder, quiet):
         state = wait_end(one)
         assert (state.state, state.restarts) == ("done", 0), state.reason
@@ -74,8 +66,6 @@ def test_a_straggler_is_named_and_those_that_it_holds_up_are_not(runs):
     state = wait_for(lambda: (s := read_state(folder)).slow and s, what="a straggler")
     assert list(state.slow) == ["node1"] and state.slow["node1"] == pytest.approx(3, rel=0.01)
     assert [(e["on"], e["ratio"]) for e in events(folder, "straggler")] == [("node1", pytest.approx(3, rel=0.01))]
-    from orchestrator.backends.local.backend import LocalBackend
-
     LocalBackend().cancel(folder, force=True)
     wait_end(folder)
 
@@ -96,14 +86,12 @@ def test_a_full_disk_stops_the_run_and_burns_no_restart(runs):
 
 
 def test_a_step_that_fails_on_two_nodes_and_a_node_that_fails_at_other_steps(runs):
-    env = {"ORCH_TEST_DIE": "0:3:1:0,3:3:1:1", "ORCH_TEST_STEPS": "5"}
-    data = submit(make_plan(dp=4, nodes=2), runs, run_id="data", env=env, backend={"max_restarts": 9})
-    env = {"ORCH_TEST_DIE": "3:2:1:0,2:3:1:1,3:4:1:2", "ORCH_TEST_STEPS": "5"}
-    node = submit(make_plan(dp=4, nodes=2), runs, run_id="node", env=env, backend={"max_restarts": 9})
+    options = {"STEPS": 5, "backend": {"max_restarts": 9}}
+    data = submit(make_plan(dp=4, nodes=2), runs, run_id="data", DIE="0:3:1:0,3:3:1:1", **options)
+    node = submit(make_plan(dp=4, nodes=2), runs, run_id="node", DIE="3:2:1:0,2:3:1:1,3:4:1:2", **options)
     state = wait_end(data)
     assert (state.state, state.exit_code, state.restarts) == ("failed", 65, 1)
     assert state.reason.endswith("the same step failed on node0 before: the data or the code")
     state = wait_end(node)
     assert (state.state, state.exit_code, state.restarts) == ("failed", 74, 2)
     assert state.reason.endswith("3 failures in a row on node1, at different steps") and "node1" in state.excluded
-    assert os.path.exists(node.path)

@@ -17,7 +17,7 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, read_state
-from tests.beds.bundles import events, make_bundle, no_namespaces, wait_end, wait_for
+from tests.beds.bundles import events, no_namespaces, submit, wait_end, wait_for
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -32,17 +32,12 @@ def sized(nodes: int, **fields) -> Plan:
     return replan(plan, plan.cluster)
 
 
-def start(
-    runs, *sizes: int, env=None, worker_s=0.05, heartbeat_s=10.0, max_restarts=0, held_s=0.0, **options
-) -> RunFolder:
-    """A run of the largest of the sizes, whose workers save when they are told to end."""
-    env = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": str(worker_s), "ORCH_TEST_SAVE": "1"} | (env or {})
-    backend = {"grace_s": 5.0, "heartbeat_timeout_s": heartbeat_s, "max_restarts": max_restarts, "options": options}
-    backend["min_nodes_grace_s"] = held_s
+def start(runs, *sizes: int, run_id="test-run", rules=None, wishes=None, **options) -> RunFolder:
+    """A run of the largest of the sizes, whose workers save when they are told to end. `options`: of the backend."""
     plans = {nodes: sized(nodes) for nodes in sizes}
-    bundle = make_bundle(plans[max(sizes)], runs, env=env, backend=backend, sizes=plans)
-    LocalBackend().submit(bundle, os.environ)
-    return RunFolder(runs / bundle.request.run_id)
+    does = {"STEPS": 100_000, "STEP_S": 0.05, "SAVE": 1} | (wishes or {})
+    backend = {"options": options} | (rules or {})
+    return submit(plans[max(sizes)], runs, run_id=run_id, backend=backend, sizes=plans, **does)
 
 
 def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
@@ -115,7 +110,7 @@ def test_the_coordinator_moves_and_moves_again(runs):
 
 def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
     """It wakes as the writer that it was; the newer claim stops it before it writes."""
-    folder = start(runs, 3, 2, heartbeat_s=3.0)
+    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 3.0})
     first = running(folder, "node0", "node1", "node2")
     frozen = agent(folder, first.writer)
     os.kill(frozen, signal.SIGSTOP)
@@ -129,7 +124,7 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
 
 
 def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
-    folder = start(runs, 3, 2, held_s=60.0, restart_lost_nodes_after_s=0.5, grow_after_s=1.0)
+    folder = start(runs, 3, 2, rules={"min_nodes_grace_s": 60.0}, restart_lost_nodes_after_s=0.5, grow_after_s=1.0)
     first = running(folder, "node0", "node1", "node2")
     kill(folder, "node1")
     running(folder, "node0", "node2", after=first.epoch)
@@ -171,7 +166,7 @@ def test_a_spare_takes_the_seat_and_a_node_that_is_told_to_end_leaves(runs):
 
 
 def test_a_frozen_worker_is_found_named_and_replaced(runs):
-    folder = start(runs, 2, 1, max_restarts=1)
+    folder = start(runs, 2, 1, rules={"max_restarts": 1})
     first = running(folder, "node0", "node1")
     path = folder.path / f"pid-{first.epoch}-1"
     pid = int(wait_for(lambda: path.exists() and path.read_text(), what="rank 1"))
@@ -186,18 +181,14 @@ def test_a_frozen_worker_is_found_named_and_replaced(runs):
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
     """Too few are left on its side. It stands back, the others claim, and after the cut is healed it is fenced."""
-    options = {"network": "namespaces", "link_gbit_per_s": 0.5}
-    folder = start(runs, 3, 2, heartbeat_s=3.0, **options)
+    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 3.0}, network="namespaces", link_gbit_per_s=0.5)
     first = running(folder, "node0", "node1", "node2")
     record, index = read_record(folder, LocalRecord), int(first.writer[-1])
     holders = [record.supervisor[0], *record.agents.values()]
     namespaces.cut(holders, record.switches, index)
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
-    wait_for(
-        lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77,
-        what="77 of the side that was cut off",
-    )
+    wait_for(lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77, what="77 of the cut off side")
     namespaces.heal([record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index)
     assert events(folder, "stepped_back") and events(folder, "deposed")
     writers = [(e["epoch_claimed"], e["node"]) for e in events(folder, "coordinates")]
@@ -207,6 +198,5 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
 
 
 def test_options_of_elastic_runs_are_refused_elsewhere(runs):
-    bundle = make_bundle(sized(2), runs, backend={"options": {"spare_nodes": 1}})
     with pytest.raises(OrchError, match="spare_nodes is for elastic runs"):
-        LocalBackend().submit(bundle, os.environ)
+        submit(sized(2), runs, backend={"options": {"spare_nodes": 1}})

@@ -35,13 +35,8 @@ def report(rank=4, epoch=1, step=1, **fields) -> StepReport:
         "mfu": 0.4,
         "hfu": 0.5,
     }
-    more = {
-        "comm_bytes": {"tp": 10},
-        "comm_s": {"tp": 0.1},
-        "memory_bytes": {"params": 100 + rank},
-        "phase_s": {"data": 0.01},
-    }
-    more["bubble_ratio"] = rank / 100
+    more = {"comm_bytes": {"tp": 10}, "comm_s": {"tp": 0.1}, "memory_bytes": {"params": 100 + rank}}
+    more |= {"phase_s": {"data": 0.01}, "bubble_ratio": rank / 100}
     return StepReport(rank=rank, epoch=epoch, step=step, **{**base, **more, **fields})
 
 
@@ -207,11 +202,8 @@ async def test_a_real_prometheus_discovers_and_scrapes(tmp_path, prometheus):
     folder = RunFolder(tmp_path / "runs" / "run-1")
     folder.create()
     Discovery(folder, str(tmp_path / "metrics.sd")).publish({"node1": target})
-    config = {
-        "job_name": "orch",
-        "honor_labels": True,
-        "file_sd_configs": [{"files": [f"{tmp_path}/metrics.sd/*.json"]}],
-    }
+    files = [{"files": [f"{tmp_path}/metrics.sd/*.json"]}]
+    config = {"job_name": "orch", "honor_labels": True, "file_sd_configs": files}
     (tmp_path / "p.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [config]}))
     port = 20_000 + time.time_ns() % 10_000
     argv = ["prometheus", f"--config.file={tmp_path}/p.yml", f"--storage.tsdb.path={tmp_path}/db"]

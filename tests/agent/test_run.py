@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import identity, is_alive
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state, true_state
-from tests.beds.bundles import events, make_bundle, submit, wait_end, wait_for, wait_state, wait_step
+from tests.beds.bundles import events, make_bundle, submit, submitted, wait_end, wait_for, wait_state, wait_step
 from tests.beds.plans import make_plan
 
 pytestmark = pytest.mark.process
@@ -65,33 +66,19 @@ def test_a_run_from_submit_to_done(runs):
     assert {oct(p.stat().st_mode & 0o777) for p in [folder.path, *folder.path.rglob("*")] if p.is_dir()} == {"0o700"}
 
 
-@pytest.mark.parametrize(
-    ("worker", "run", "phase"),
-    [
-        (1, 1, "failed"),
-        (3, 1, "failed"),
-        (127, 1, "failed"),
-        (64, 64, "failed"),
-        (65, 65, "failed"),
-        (70, 70, "failed"),
-        (74, 74, "failed"),
-        (76, 76, "failed"),
-        (77, 77, "failed"),
-        (78, 78, "failed"),
-        (-9, 1, "failed"),
-        (-11, 1, "failed"),
-    ],
-)
-def test_what_a_workers_code_makes_of_the_run(runs, worker, run, phase):
-    state = wait_end(submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_DIE": f"1:2:{worker}"}))
-    assert (state.state, state.exit_code) == (phase, run)
+CODES = {code: code for code in (64, 65, 70, 74, 76, 77, 78)} | dict.fromkeys((1, 3, 127, -9, -11), 1)
+
+
+@pytest.mark.parametrize(("worker", "run"), CODES.items())
+def test_what_a_workers_code_makes_of_the_run(runs, worker, run):
+    state = wait_end(submit(plan(nodes=1, ranks=2), runs, DIE=f"1:2:{worker}"))
+    assert (state.state, state.exit_code) == ("failed", run)
     assert (state.cause.rank, state.cause.node, state.cause.code) == (1, "node0", worker)
     assert state.cause.tail[-1] == f"dying with {worker} before step 2"
 
 
 def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05"}
-    folder = submit(plan(), runs, env=env)
+    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05)
     wait_step(folder, 3)
     alive = processes(folder)
     victim = alive.pop("pid-0-2")
@@ -104,15 +91,13 @@ def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
 
 
 def test_workers_that_do_not_listen_are_killed_after_the_grace(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_DEAF": "1", "ORCH_TEST_DIE": "0:3:5"}
-    folder = submit(plan(), runs, env=env, backend={"grace_s": 0.5})
+    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, DEAF=1, DIE="0:3:5", backend={"grace_s": 0.5})
     assert wait_end(folder).cause.code == 5
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_killing_an_agent_leaves_no_orphan_for_two_seconds(runs, which):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1", "ORCH_TEST_DEAF": "1"}
-    folder = submit(plan(), runs, env=env, backend={"grace_s": 2})
+    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, SPAWN=1, DEAF=1, backend={"grace_s": 2})
     wait_workers(folder, 4)
     alive = processes(folder)
     of_node = {name: one for name, one in alive.items() if int(name[-1]) // 2 == which}
@@ -127,23 +112,28 @@ def test_killing_an_agent_leaves_no_orphan_for_two_seconds(runs, which):
     assert not any(is_alive(one) for one in alive.values())
 
 
-def test_killing_the_supervisor_ends_the_run_saved_and_says_so(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1", "ORCH_TEST_SPAWN": "1"}
-    folder = submit(plan(), runs, env=env)
+@pytest.mark.parametrize(
+    ("victim", "signum", "reason"),
+    [
+        ("supervisor", signal.SIGKILL, "node[01]: the supervisor is gone"),
+        ("node1", signal.SIGTERM, "node1: got SIGTERM"),
+    ],
+)
+def test_a_dead_supervisor_or_a_schedulers_signal_to_one_agent_saves_everywhere(runs, victim, signum, reason):
+    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, SAVE=1, SPAWN=1)
     wait_workers(folder, 4)
     wait_step(folder, 2)
     alive = processes(folder)
-    os.kill(read_record(folder, LocalRecord).supervisor[0], signal.SIGKILL)
+    os.kill(agents(folder).get(victim) or read_record(folder, LocalRecord).supervisor[0], signum)
     state = wait_end(folder)
     assert (state.state, state.exit_code) == ("stopped", 75)
-    assert "the supervisor is gone" in state.reason
+    assert re.fullmatch(reason, state.reason)
     assert len(list(folder.path.glob("saved-*"))) == 4
     assert not any(is_alive(one) for one in alive.values())
 
 
 def test_when_everything_is_killed_the_state_is_told_truthfully_and_the_run_can_be_resumed(runs):
-    env = {"ORCH_TEST_STEPS": "40", "ORCH_TEST_STEP_S": "0.1"}
-    folder = submit(plan(), runs, env=env)
+    folder = submit(plan(), runs, STEPS=40, STEP_S=0.1)
     wait_step(folder, 2)
     alive = processes(folder)
     for pid in [read_record(folder, LocalRecord).supervisor[0], *agents(folder).values()]:
@@ -158,14 +148,18 @@ def test_when_everything_is_killed_the_state_is_told_truthfully_and_the_run_can_
     assert (state.state, state.epoch) == ("done", 1)
 
 
+def submit_with_second_agent(runs, code: str, join_timeout_s: float) -> RunFolder:
+    """A run whose second agent is another program."""
+    bundle = make_bundle(plan(), runs, join_timeout_s=join_timeout_s)
+    first, second = bundle.request.agents
+    second = msgspec.structs.replace(second, argv=[sys.executable, "-c", code])
+    request = msgspec.structs.replace(bundle.request, agents=[first, second])
+    return submitted(msgspec.structs.replace(bundle, request=request))
+
+
 def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
     """The first agent hosts the coordinator; it must not wait for a second one that nobody will start."""
-    bundle = make_bundle(plan(), runs, join_timeout_s=60.0)
-    first, second = bundle.request.agents
-    second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "input()"])
-    bundle = msgspec.structs.replace(bundle, request=msgspec.structs.replace(bundle.request, agents=[first, second]))
-    LocalBackend().submit(bundle, os.environ)
-    folder = RunFolder(runs / "test-run")
+    folder = submit_with_second_agent(runs, "input()", 60.0)
     wait_state(folder, "starting")
     os.kill(read_record(folder, LocalRecord).supervisor[0], signal.SIGKILL)
     state = wait_end(folder, 10)
@@ -173,8 +167,7 @@ def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
 
 
 def test_restart_from_the_last_save_while_the_budget_lasts(runs):
-    env = {"ORCH_TEST_STEPS": "8", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1", "ORCH_TEST_DIE": "3:4:9:0"}
-    folder = submit(plan(), runs, env=env, backend={"max_restarts": 1})
+    folder = submit(plan(), runs, STEPS=8, STEP_S=0.05, SAVE=1, DIE="3:4:9:0", backend={"max_restarts": 1})
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.epoch, state.restarts) == ("done", 0, 1, 1)
     first, second = state.epochs
@@ -185,22 +178,21 @@ def test_restart_from_the_last_save_while_the_budget_lasts(runs):
 
 
 def test_the_budget_ends(runs):
-    folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_DIE": "0:1:7"}, backend={"max_restarts": 2})
+    folder = submit(plan(nodes=1, ranks=2), runs, DIE="0:1:7", backend={"max_restarts": 2})
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.epoch, state.restarts) == ("failed", 1, 2, 2)
     assert [epoch.counted for epoch in state.epochs] == [True, True, False]
 
 
 def test_saved_and_wants_restart_costs_no_budget_but_is_bounded(runs):
-    folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_DIE": "0:1:75,1:1:75"})
+    folder = submit(plan(nodes=1, ranks=2), runs, DIE="0:1:75,1:1:75")
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.restarts) == ("stopped", 75, 0)
     assert len(state.epochs) == 6 and "without a new step" in state.reason
 
 
 def test_cancel_saves_first_and_resume_goes_on(runs):
-    env = {"ORCH_TEST_STEPS": "100", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
-    folder = submit(plan(), runs, env=env)
+    folder = submit(plan(), runs, STEPS=100, STEP_S=0.05, SAVE=1)
     wait_step(folder, 2, workers=4)
     for _ in range(3):  # to cancel again is not to force it
         LocalBackend().cancel(folder, force=False)
@@ -216,8 +208,7 @@ def test_cancel_saves_first_and_resume_goes_on(runs):
 
 
 def test_a_forced_cancel_does_not_wait(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_DEAF": "1", "ORCH_TEST_SPAWN": "1"}
-    folder = submit(plan(), runs, env=env, backend={"grace_s": 60})
+    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, DEAF=1, SPAWN=1, backend={"grace_s": 60})
     wait_workers(folder, 4)
     alive = processes(folder)
     LocalBackend().cancel(folder, force=True)
@@ -226,19 +217,8 @@ def test_a_forced_cancel_does_not_wait(runs):
     assert not any(is_alive(one) for one in alive.values())
 
 
-def test_a_scheduler_signal_to_one_agent_saves_everywhere(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
-    folder = submit(plan(), runs, env=env)
-    wait_step(folder, 2)
-    os.kill(agents(folder)["node1"], signal.SIGTERM)
-    state = wait_end(folder)
-    assert (state.state, state.exit_code, state.reason) == ("stopped", 75, "node1: got SIGTERM")
-    assert len(list(folder.path.glob("saved-*"))) == 4
-
-
 def test_the_second_signal_kills(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_DEAF": "1"}
-    folder = submit(plan(), runs, env=env, backend={"grace_s": 60})
+    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, DEAF=1, backend={"grace_s": 60})
     wait_step(folder, 2)
     agent = agents(folder)["node1"]
     os.kill(agent, signal.SIGTERM)
@@ -250,8 +230,9 @@ def test_the_second_signal_kills(runs):
 
 
 def test_a_frozen_agent_is_a_lost_node(runs):
-    env = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1"}
-    folder = submit(plan(), runs, env=env, backend={"heartbeat_timeout_s": 2.0, "grace_s": 1.0})
+    folder = submit(
+        plan(), runs, STEPS=1000, STEP_S=0.05, SPAWN=1, backend={"heartbeat_timeout_s": 2.0, "grace_s": 1.0}
+    )
     wait_workers(folder, 4)
     wait_state(folder, "running")
     alive = processes(folder)
@@ -266,8 +247,7 @@ def test_a_frozen_agent_is_a_lost_node(runs):
 
 
 def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs):
-    env = {"ORCH_TEST_STEPS": "20", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SPAWN": "1"}
-    folder = submit(plan(nodes=1), runs, env=env, backend={"max_restarts": 1})
+    folder = submit(plan(nodes=1), runs, STEPS=20, STEP_S=0.05, SPAWN=1, backend={"max_restarts": 1})
     wait_step(folder, 2)
     alive = processes(folder)
     worker = alive["pid-0-0"].pid
@@ -290,9 +270,8 @@ def test_a_program_that_cannot_be_started_is_refused_once(runs, tmp_path):
 
 
 def test_two_runs_at_once_do_not_meet(runs):
-    env = {"ORCH_TEST_STEPS": "10"}
     port = 29_900 + os.getpid() % 90
-    folders = [submit(plan(metrics_port=port), runs, run_id=f"run-{index}", env=env) for index in range(2)]
+    folders = [submit(plan(metrics_port=port), runs, run_id=f"run-{index}", STEPS=10) for index in range(2)]
     assert [wait_end(folder).state for folder in folders] == ["done", "done"]
 
 
@@ -308,20 +287,14 @@ def test_odd_node_names(runs, names):
 
 
 def test_a_node_that_never_comes(runs):
-    """The second agent cannot start: its program was replaced by one that leaves."""
-    bundle = make_bundle(plan(), runs, join_timeout_s=3.0)
-    first, second = bundle.request.agents
-    second = msgspec.structs.replace(second, argv=[sys.executable, "-c", "import time; time.sleep(8)"])
-    bundle = msgspec.structs.replace(bundle, request=msgspec.structs.replace(bundle.request, agents=[first, second]))
-    LocalBackend().submit(bundle, os.environ)
-    folder = RunFolder(runs / "test-run")
+    folder = submit_with_second_agent(runs, "import time; time.sleep(8)", 3.0)
     state = wait_state(folder, "failed")
     assert (state.exit_code, state.reason) == (76, "node1 did not join within 3 s")
     wait_end(folder)
 
 
 def test_garbage_on_the_report_pipe_is_counted_and_changes_nothing(runs):
-    folder = submit(plan(nodes=1, ranks=2), runs, env={"ORCH_TEST_GARBAGE": "1"})
+    folder = submit(plan(nodes=1, ranks=2), runs, GARBAGE=1)
     assert wait_end(folder).state == "done"
     assert len(events(folder, "report_unreadable")) == 5
     assert len(folder.metrics("node0").read_text().splitlines()) == 6

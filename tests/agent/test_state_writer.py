@@ -43,13 +43,8 @@ def test_nothing_is_written_after_a_newer_claim(folder):
     old.update(state="running", nodes=nodes)
     new = record(folder, "node1", 1)
     before = folder.state.read_bytes()
-    for write in (
-        old.begin_epoch,
-        old.running,
-        old.reassert,
-        lambda: old.lost("node1"),
-        lambda: old.update(reason="x"),
-    ):
+    changes = lambda: old.lost("node1"), lambda: old.update(reason="x")
+    for write in (old.begin_epoch, old.running, old.reassert, *changes):
         with pytest.raises(LeaseLost):
             write()
     assert folder.state.read_bytes() == before
@@ -79,11 +74,8 @@ def test_a_spare_that_comes_changes_nothing_for_those_who_run(folder):
     pen.lost("node1")
     pen.parked("spare-0", Join(node="spare-0", **joins))
     nodes = read_state(folder).nodes
-    assert {name: node.state for name, node in nodes.items()} == {
-        "node0": "running",
-        "node1": "lost",
-        "spare-0": "joined",
-    }
+    states = {name: node.state for name, node in nodes.items()}
+    assert states == {"node0": "running", "node1": "lost", "spare-0": "joined"}
     found = [entry["labels"]["node"] for entry in json.loads(folder.discovery.read_text())]
     assert sorted(found) == ["node0", "spare-0"]
     pen.running()

@@ -17,11 +17,8 @@ pytestmark = pytest.mark.process
 
 
 def orch(home: Path, *words: str, **wishes: str) -> subprocess.CompletedProcess[str]:
-    env = (
-        os.environ
-        | {"ORCH_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        | {f"ORCH_TEST_{k}": v for k, v in wishes.items()}
-    )
+    env = os.environ | {"ORCH_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env |= {f"ORCH_TEST_{word}": value for word, value in wishes.items()}
     argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
     return subprocess.run(argv, cwd=home, env=env, capture_output=True, text=True, timeout=300)
 

@@ -19,11 +19,8 @@ from tests.beds.bundles import kill_runs, wait_end, wait_for
 
 
 def small(gpus: int) -> list[str]:
-    return [
-        *("cluster=local", "cluster.nodes=2", f"cluster.gpus_per_node={gpus}"),
-        "parallel=tp1",
-        "backend.max_restarts=0",
-    ]
+    cluster = ["cluster=local", "cluster.nodes=2", f"cluster.gpus_per_node={gpus}"]
+    return [*cluster, "parallel=tp1", "backend.max_restarts=0"]
 
 
 SMALL = small(2)
@@ -252,18 +249,8 @@ def test_logs_follow_until_the_end(home, capsys):
 def test_the_submitting_shell_may_go_away(home, capsys):
     """Submitted from a process group that is then killed as a terminal's would be: with SIGHUP to everybody in it."""
     program("import time; time.sleep(2); print('still here')")
-    argv = [
-        sys.executable,
-        "-m",
-        "orchestrator.cli.main",
-        "submit",
-        *SMALL,
-        "--run-id",
-        "lonely",
-        "--",
-        "python",
-        "my_train.py",
-    ]
+    words = ["submit", *SMALL, "--run-id", "lonely", "--", "python", "my_train.py"]
+    argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
     shell = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert shell.communicate(timeout=300)[0] == "local://lonely\n"
     with pytest.raises(ProcessLookupError):

@@ -52,7 +52,9 @@ def make_bundle(
     env: dict[str, str] | None = None,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
     agent_flags: Sequence[str] = LocalBackend.agent_flags,
+    **wishes: object,
 ) -> SubmissionBundle:
+    """`wishes`: what the stand-in worker is to do, as STEPS=9 (see worker.py)."""
     fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0, "min_nodes_grace_s": 0}
     fields |= backend or {}
     site = Site(
@@ -66,12 +68,17 @@ def make_bundle(
         agent_flags=list(agent_flags),
         join_timeout_s=join_timeout_s,
     )
-    return make_request(SmallConfig(BackendSpec(**fields, env=env or {})), plan, site, command, sizes=sizes)
+    assert all(word.isupper() for word in wishes), wishes
+    env = {f"ORCH_TEST_{word}": str(value) for word, value in wishes.items()} | (env or {})
+    return make_request(SmallConfig(BackendSpec(**fields, env=env)), plan, site, command, sizes=sizes)
 
 
 def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
-    """Start a run of the stand-in worker; `env` tells it what to do (see worker.py)."""
-    bundle = make_bundle(plan, runs, **options)
+    """Start a run of the stand-in worker; see `make_bundle`."""
+    return submitted(make_bundle(plan, runs, **options))
+
+
+def submitted(bundle: SubmissionBundle) -> RunFolder:
     LocalBackend().submit(bundle, os.environ)
     return RunFolder(Path(bundle.request.run_dir))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -48,8 +49,6 @@ def test_a_damaged_file_is_an_empty_one(memory, raw):
 
 
 def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
-    import time
-
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
     memory, now = NodeMemory(tmp_path / "home"), time.time()
     assert main(["nodes"]) == 0 and capsys.readouterr().out == "no node is left out\n"
@@ -67,19 +66,9 @@ def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
 
 
 def test_a_submission_to_slurm_leaves_them_out_and_says_so(tmp_path, monkeypatch, capsys):
-    import time
-
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    words = [
-        "submit",
-        "--dry-run",
-        "--json",
-        "backend=slurm",
-        "cluster=h100x64",
-        "model=llama3_70b",
-        "parallel=tp8_pp4",
-    ]
-    words += ["backend.options.exclude=[n7]", "--in-place"]
+    words = ["submit", "--dry-run", "--json", "--in-place", "backend.options.exclude=[n7]"]
+    words += ["backend=slurm", "cluster=h100x64", "model=llama3_70b", "parallel=tp8_pp4"]
     NodeMemory(tmp_path / "home").add(bad("n5", at=time.time(), cluster="h100x64"))
     NodeMemory(tmp_path / "home").add(bad("n6", at=time.time(), cluster="elsewhere"))
     assert main(words) == 0

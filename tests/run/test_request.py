@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,37 +96,26 @@ def test_a_bad_variable_name_is_refused(name):
 
 
 def test_the_composed_environment_has_pythons_folder_first_and_nothing_else():
-    environment = Environment(
-        names=["PATH", "HOME"], values={"A": "1"}, path_first=["/venv/bin"], python_path_first=["/code"]
-    )
+    first = {"path_first": ["/venv/bin"], "python_path_first": ["/code"]}
+    environment = Environment(names=["PATH", "HOME"], values={"A": "1"}, **first)
     shell = {"PATH": "/bin:/venv/bin:/usr/bin", "HOME": "/h", "SECRET": "s", "PYTHONPATH": "/mine"}
-    assert compose_environment(environment, shell) == {
-        **{"PATH": "/venv/bin:/bin:/usr/bin", "HOME": "/h", "A": "1", "PYTHONPATH": "/code"}
-    }
+    expected = {"PATH": "/venv/bin:/bin:/usr/bin", "HOME": "/h", "A": "1", "PYTHONPATH": "/code"}
+    assert compose_environment(environment, shell) == expected
 
 
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db-password", "AUTH", "apikey"]
-)
+SECRET = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db-password", "AUTH", "apikey"]
+HARMLESS = ["tokenizer", "global_batch_tokens", "tokens_per_s", "keep_last", "kv_heads", "author"]
+
+
+@pytest.mark.parametrize("name", SECRET + HARMLESS)
 def test_secret_names(name):
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["tokenizer", "global_batch_tokens", "tokens_per_s", "keep_last", "kv_heads", "author"]
-)
-def test_harmless_names(name):
-    assert not is_secret_name(name)
+    assert is_secret_name(name) == (name in SECRET)
 
 
 def test_redaction_reaches_every_depth():
     found = redacted({"a": [{"api_key": "x", "n": 1}], "token": {"b": "y"}, "password": None, "tokens": ["p", "q"]})
-    assert found == {
-        "a": [{"api_key": HIDDEN, "n": 1}],
-        "token": {"b": "y"},
-        "password": None,
-        "tokens": [HIDDEN, HIDDEN],
-    }
+    kept = {"token": {"b": "y"}, "password": None}
+    assert found == {"a": [{"api_key": HIDDEN, "n": 1}], "tokens": [HIDDEN, HIDDEN], **kept}
 
 
 def test_the_frozen_configuration_is_redacted():
@@ -142,9 +132,8 @@ def test_a_damaged_request_is_one_line(raw):
 
 def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
     monkeypatch.setattr(local, "gpus_here", lambda: 0)
-    request = msgspec.structs.replace(
-        make_bundle(PLAN, RUNS).request, device="cuda", cluster="h100x64", gpus_per_node=8
-    )
+    gpus = {"device": "cuda", "cluster": "h100x64", "gpus_per_node": 8}
+    request = msgspec.structs.replace(make_bundle(PLAN, RUNS).request, **gpus)
     with pytest.raises(OrchError, match=r"h100x64 is 2 nodes of 8 GPUs; this machine has no GPU, \d+ CPUs") as refused:
         LocalBackend().check(request)
     assert refused.value.exit == 76
@@ -163,8 +152,6 @@ def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
     ],
 )
 def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
-    import subprocess
-
     work = tmp_path / "work"
     work.mkdir()
     subprocess.run(["git", "init", "-q"], cwd=work, check=True)

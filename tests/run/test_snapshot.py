@@ -26,14 +26,8 @@ def project(tmp_path):
     """A repository with a tracked, a changed, a new, an ignored and a deleted file."""
     root = tmp_path / "project"
     (root / "sub").mkdir(parents=True)
-    files = {
-        "kept.py": "kept",
-        "changed.py": "old",
-        "deleted.py": "x",
-        ".gitignore": "*.log\n",
-        "sub/deep ü\n.py": "deep",
-    }
-    for name, text in files.items():
+    files = {"kept.py": "kept", "changed.py": "old", "deleted.py": "x", ".gitignore": "*.log\n"}
+    for name, text in (files | {"sub/deep ü\n.py": "deep"}).items():
         (root / name).write_text(text)
     git(root, "init", "-q")
     git(root, "add", "-A")
@@ -139,9 +133,8 @@ def test_a_checkout_of_orch_is_copied_for_the_bundled_trainer_too():
 def test_too_much_is_refused_naming_the_largest(project, folder, monkeypatch):
     monkeypatch.setattr(snapshot, "MOST_BYTES", 1 << 20)
     (project / "weights.bin").write_bytes(b"x" * (3 << 20))
-    with pytest.raises(
-        OrchError, match=r"3 MiB, over 1 MiB; largest is weights\.bin \(3 MiB\): ignore it in"
-    ) as refused:
+    largest = r"3 MiB, over 1 MiB; largest is weights\.bin \(3 MiB\): ignore it in"
+    with pytest.raises(OrchError, match=largest) as refused:
         copy(find_code(project, wanted=True), folder)
     assert refused.value.exit == 65
     monkeypatch.setattr(snapshot, "MOST_FILES", 3)

@@ -114,9 +114,8 @@ def test_nothing_at_all_is_still_a_page(folder):
 
 
 def test_a_failure_is_told_with_its_first_cause(folder):
-    cause = Cause(
-        kind="worker_exit", text="rank 3 on node1: killed by SIGKILL", epoch=1, log="logs/rank-00003.log", tail=["boom"]
-    )
+    where = {"epoch": 1, "log": "logs/rank-00003.log", "tail": ["boom"]}
+    cause = Cause(kind="worker_exit", text="rank 3 on node1: killed by SIGKILL", **where)
     failed = state(state="failed", exit_code=1, reason=cause.text, cause=cause)
     page = run_page(failed, read_live(folder, failed, 0.0), Style())
     lived = EpochState(epoch=0, started_at=1.0, outcome="restart", cause=cause), EpochState(epoch=1, started_at=2.0)
@@ -144,13 +143,10 @@ def test_a_request_is_shown_whole_but_for_contents(tmp_path):
 
 
 def test_a_replayed_step_counts_once_in_the_report(folder):
-    write_steps(
-        folder, "node0", *[{"rank": 0, "epoch": 0, "step": step, "loss": 9.0, "step_s": 9.0} for step in range(1, 7)]
-    )
-    write_steps(folder, "node0", *[{"rank": 0, "epoch": 1, "step": step, "loss": 10.0 - step} for step in range(4, 11)])
-    write_steps(
-        folder, "node1", *[{"rank": 3, "epoch": 1, "step": 10, "memory_bytes": {"total": 7}, "comm_bytes": {"dp": 5}}]
-    )
+    old = [{"rank": 0, "epoch": 0, "step": step, "loss": 9.0, "step_s": 9.0} for step in range(1, 7)]
+    write_steps(folder, "node0", *old, *({"rank": 0, "epoch": 1, "step": n, "loss": 10.0 - n} for n in range(4, 11)))
+    last = {"rank": 3, "epoch": 1, "step": 10, "memory_bytes": {"total": 7}, "comm_bytes": {"dp": 5}}
+    write_steps(folder, "node1", last)
     done = state(state="done", exit_code=0, started_at=1.0, ended_at=3.5)
     report = make_report(PLAN, done, read_steps(folder, PLAN.cluster.node_names))
     assert report["steps"] == {"planned": 10, "completed": 10, "replayed": 3, "tokens": 4000}
