@@ -48,7 +48,7 @@ def prepare_sweep(
             submission = prepare(config, structs.replace(options, run_id=run_id))
             check(submission, structs.replace(options, dry_run=False))
             if backend is not None and type(submission.backend) is not type(backend):
-                raise OrchError(f"backend {submission.backend.name} beside {backend.name}: a sweep has one backend")
+                raise OrchError(f"backend {submission.backend.name} and {backend.name}: a sweep has one backend")
             backend = backend or submission.backend
             candidate, _ = choose(submission._replace(backend=backend), options)
             if not options.dry_run:

@@ -58,7 +58,7 @@ def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
     page = capsys.readouterr().out
     assert "n1" in page and "n3" not in page and "it fell over" in page and "r1" in page
     assert main(["nodes", "--forget", "n"]) == Exit.USAGE
-    assert "no node 'n' is remembered" in capsys.readouterr().err
+    assert "no node 'n' is on the list of bad nodes" in capsys.readouterr().err
     assert main(["nodes", "--forget", "n1", "--json"]) == 0
     assert [one["node"] for one in json.loads(capsys.readouterr().out)["nodes"]] == ["n2", "n3"]
     assert main(["nodes", "--forget-all", "--cluster", "d"]) == 0

@@ -28,7 +28,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         known = {one.node for one in memory.read(now, args.cluster)}
         for name in args.forget:
             if name not in known:
-                raise OrchError(f"no node {name!r} is remembered; {did_you_mean(name, known)}", Exit.USAGE)
+                raise OrchError(
+                    f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, known)}", Exit.USAGE
+                )
         names = known if args.forget_all else set(args.forget)
         memory.forget(now, lambda one: one.node in names and args.cluster in (None, one.cluster))
     left = memory.read(now, args.cluster)
