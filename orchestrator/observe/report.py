@@ -104,7 +104,7 @@ def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
     write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def write_last_word(folder: RunFolder, state: RunState) -> None:
+def write_final_state(folder: RunFolder, state: RunState) -> None:
     """Write a final state where no coordinator can. The report comes first, since a reader of the end looks for it."""
     with contextlib.suppress(Exception):  # only the final state must be written here; metrics and report may fail
         Discovery(folder, read_request(folder).discovery_dir).withdraw()

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from orchestrator.backends.base import Backend, decode_options, read_record, write_record
 from orchestrator.errors import OrchError
-from orchestrator.observe.report import write_last_word
+from orchestrator.observe.report import write_final_state
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import create_run_folder
@@ -93,7 +93,7 @@ def supervise(folder: RunFolder, lock: int) -> None:
     codes = [agent.wait() for agent in agents]
     if not (state := read_state(folder)).is_final:
         phase, code = ("cancelled", Exit.RESTART) if read_cancel(folder) else ("failed", Exit.CAPACITY)
-        write_last_word(folder, finish(state, phase, code, f"agents ended with {codes}", at=time.time()))
+        write_final_state(folder, finish(state, phase, code, f"agents ended with {codes}", at=time.time()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
-from orchestrator.observe.report import write_last_word
+from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
@@ -194,7 +194,7 @@ class Supervisor:
         if wish:
             code, final = int(Exit.RESTART), "cancelled"
         reason = "cancelled by force" if wish and wish.force else cause.text
-        write_last_word(self._folder, finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
+        write_final_state(self._folder, finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
         return code
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:

@@ -227,9 +227,9 @@ def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = N
     if folder.cancel.exists():
         code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
     cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)
-    from orchestrator.observe.report import write_last_word
+    from orchestrator.observe.report import write_final_state
 
-    write_last_word(folder, finish(state, phase, code, reason, cause, at=time.time(), writer="backend"))
+    write_final_state(folder, finish(state, phase, code, reason, cause, at=time.time(), writer="backend"))
     return code
 
 
