@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from orchestrator.plan.document import Axis, CpMethod, Frozen, Mla, Moe, Precision, Recompute
+from orchestrator.plan.document import Axis, CpMethod, Frozen, Matmul, Mla, Moe, Precision, Recompute
 
 # ------------------------------------------------------------------------------------------- kinds of values
 
@@ -232,7 +232,8 @@ class TrainSpec(Frozen):
     global_batch_tokens: Count | None = None
     seed: Natural = 1234
     precision: Precision = "bf16"
-    grad_dtype: Literal["fp32", "bf16"] = "fp32"  # of accumulation and reduction
+    matmul: Matmul = ""  # of the layers' matrix products, by fp8 or fp4 recipe; "": precision
+    grad_dtype: Precision = "fp32"  # of accumulation and reduction
     recompute: Recompute | Literal["budget"] | None = (
         None  # budget: by layer, as little as fits; None: none, or searched
     )
@@ -242,6 +243,13 @@ class TrainSpec(Frozen):
     skip_non_finite_steps: Natural = 0  # in a row, whose gradient is inf or nan and not applied, before the run stops
     log_every_steps: Count = 1
     compile: bool = False
+
+
+class CostSpec(Frozen):
+    """What predictions assume; it changes no run."""
+
+    software: Text = "orch"  # whose kernels, overlap and memory: a family of orchestrator/planner/cost/software.py
+    profile: Path | None = None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones
 
 
 class CheckpointSpec(Frozen):
@@ -299,5 +307,6 @@ class Config(Frozen):
     metrics: MetricsSpec
     backend: BackendSpec
     run: RunSpec = RunSpec()
+    cost: CostSpec = CostSpec()
     nodes: NodeRange | None = None  # sizes that the job may be started at, in place of cluster.nodes
     choices: dict[str, str] = {}

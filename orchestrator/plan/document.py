@@ -21,6 +21,9 @@ Axis = Literal["tp", "cp", "ep", "pp", "dp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
 
 Precision = Literal["fp32", "bf16", "fp16"]
+#: Precision of the layers' matrix products where it is narrower than the tensors', by recipe of scaling: one scale a
+#: tensor, one a block of 128 (DeepSeek-V3, arXiv 2412.19437), one a block of 32 (OCP MX); 4 bits, one a block of 16.
+Matmul = Literal["", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -199,7 +202,7 @@ class Certificate(Frozen):
     given_step_s: float  # predicted step with the nodes in the order in which they came
 
 
-class Memory(Frozen):
+class Memory(Frozen, omit_defaults=True):
     """Bytes on the worst rank."""
 
     params: int
@@ -210,14 +213,19 @@ class Memory(Frozen):
     total: int
     capacity: int
     worst_rank: int
+    sd: float = 0.0  # standard deviation of the relative error of `total`, from the profile
 
 
-class Time(Frozen):
+class Time(Frozen, omit_defaults=True):
     step_s: float
     compute_s: float
     exposed_comm_s: dict[str, float]  # by axis
     bubble_ratio: float  # idle time of a pipeline / its busy time
     limited_by: str  # one phrase: what to change first
+    sd: float = 0.0  # standard deviation of the relative error of `step_s`, from the profile
+    terms: dict[str, float] = {}  # seconds of the step by term of the cost model; they sum to `step_s`
+    software: str = ""  # whose kernels and overlap were assumed
+    profile: str = ""  # the fitted parameters: "<name> <first digits of the file's hash>"
 
 
 # ---------------------------------------------------------------------------------------------- the job
@@ -235,7 +243,7 @@ class Train(Frozen):
     seq_len: int
     seed: int
     precision: Precision
-    grad_dtype: Literal["fp32", "bf16"]  # accumulation and reduction
+    grad_dtype: Precision  # accumulation and reduction
     recompute: Recompute | Literal["budget"]
     clip_grad_norm: float  # 0 = off
     log_every_steps: int
@@ -282,12 +290,13 @@ class Metrics(Frozen):
     trace_steps: int = 0  # the first steps are recorded: what ran when, memory by category over time
 
 
-class Job(Frozen):
+class Job(Frozen, omit_defaults=True):
     train: Train
     optim: Optim
     data: Data
     checkpoint: Checkpoint
     metrics: Metrics
+    matmul: Matmul = ""  # "": in `train.precision`
 
 
 # ---------------------------------------------------------------------------------------------- the plan

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from msgspec import Struct
 
 from .batch import share
-from .document import TABLE, BatchRamp, Cluster, CpMethod, Model, Plan
+from .document import TABLE, BatchRamp, Cluster, CpMethod, Matmul, Model, Plan, Precision
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
@@ -46,6 +46,8 @@ class Case(Struct, frozen=True, kw_only=True):
     replica_micro_batches: list[int] = []  # those numbers, where a plan says them
     batch_ramp: BatchRamp | None = None
     seq_len: int
+    matmul: Matmul = ""
+    grad_dtype: Precision = "fp32"
     model: Model
     cluster: Cluster
 
@@ -297,6 +299,14 @@ def _moe(case: Case) -> str | None:
     return f"model {case.model.name} is a mixture of experts, which the trainer does not run yet"
 
 
+def _matmul(case: Case) -> str | None:
+    return f"train.matmul={case.matmul}: the trainer does not run it yet" if case.matmul else None
+
+
+def _grad_dtype(case: Case) -> str | None:
+    return "train.grad_dtype=fp16: the trainer sums gradients in fp32 or bf16" if case.grad_dtype == "fp16" else None
+
+
 def _mla(case: Case) -> str | None:
     if case.model.mla is None:
         return None
@@ -336,7 +346,7 @@ def _batch_ramp(case: Case) -> str | None:
 #: leaves this list.
 MODELS: dict[str, Rule] = {"moe": _moe, "mla": _mla, "causal": _causal, "kv_groups": _kv_groups, "rotary": _rotary}
 #: All that the bundled trainer does not run.
-TRAINER: dict[str, Rule] = {**MODELS, "batch_ramp": _batch_ramp}
+TRAINER: dict[str, Rule] = {**MODELS, "batch_ramp": _batch_ramp, "matmul": _matmul, "grad_dtype": _grad_dtype}
 
 
 def broken(case: Case, rules: Mapping[str, Rule] = LAYOUT) -> tuple[str, str] | None:
@@ -349,6 +359,8 @@ def case_of(plan: Plan) -> Case:
     par, train = plan.parallel, plan.job.train
     return Case(
         tp=par.tp,
+        matmul=plan.job.matmul,
+        grad_dtype=train.grad_dtype,
         cp=par.cp,
         ep=par.ep,
         pp=par.pp,

@@ -39,6 +39,8 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         global_batch_samples=samples,
         batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
         seq_len=train.seq_len,
+        matmul=train.matmul,
+        grad_dtype=train.grad_dtype,
         model=model,
         cluster=cluster,
     )

@@ -30,6 +30,7 @@ def make_job(config: Config) -> doc.Job:
             memory_every_steps=checkpoint.memory_every_steps,
         ),
         metrics=doc.Metrics(**{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}),
+        matmul=config.train.matmul,
     )
 
 

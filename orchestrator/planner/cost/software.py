@@ -1,0 +1,107 @@
+"""Families of training software as traits: which kernels run, what overlaps, what memory holds.
+
+A trait chooses between parameters of the profile; it is never a fitted number itself. `Software.name` is what
+`cost.software` says, and what `software_of` reads from a table's `framework`.
+Sources: the papers and repositories named beside each family; accuracy.md sections 2 and 5.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+#: unfused: scores are written out; triton: the flash kernel of 2023; flash: FlashAttention-2, as torch's SDPA has it;
+#: cudnn: cuDNN's or FlashAttention-3 on Hopper and later.
+Attention = Literal["unfused", "triton", "flash", "cudnn"]
+#: Class of the memory-bound kernels: fused by hand or by a compiler, or one kernel an operation.
+Elementwise = Literal["fused", "eager"]
+#: How a kind of communication hides behind compute.
+Overlap = Literal["modern", "early", "fsdp", "jax", "zero_2021"]
+
+
+class Software(Struct, frozen=True, kw_only=True):
+    """One family."""
+
+    name: str
+    attention: Attention = "flash"
+    elementwise: Elementwise = "eager"
+    dp_overlap: Overlap = "fsdp"
+    tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
+    pp_overlap: bool = False  # transfers between stages overlap
+    grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
+    host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
+    memory: str = "orch"  # recipe of model states and activations: `planner.memory.recipe`
+    known: bool = True  # False: assumed for software that nobody named
+
+
+_LISTED = (
+    Software(name="orch"),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
+    Software(
+        name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
+        attention="unfused",
+        elementwise="fused",
+        dp_overlap="early",
+        memory="megatron_fp16",
+    ),
+    Software(
+        name="megatron_deepspeed",  # BLOOM: BigScience's fork of Megatron-DeepSpeed
+        attention="unfused",
+        elementwise="fused",
+        dp_overlap="early",
+        memory="megatron_deepspeed",
+    ),
+    Software(
+        name="megatron",  # Megatron-LM's own scripts since 2023
+        attention="cudnn",
+        elementwise="fused",
+        dp_overlap="modern",
+        tp_overlap=True,
+        pp_overlap=True,
+        memory="megatron",
+    ),
+    Software(
+        name="nemo",  # NeMo, Megatron-Bridge and Megatron-Core with its recipes: gradients in 16 bits
+        attention="cudnn",
+        elementwise="fused",
+        dp_overlap="modern",
+        tp_overlap=True,
+        pp_overlap=True,
+        grad_bytes=2,
+        memory="megatron_bf16_grads",
+    ),
+    Software(name="torchtitan", elementwise="eager", memory="fsdp"),
+    Software(name="fsdp", attention="flash", memory="fsdp"),  # PyTorch FSDP, compiled or not
+    Software(name="fsdp_triton", attention="triton", memory="fsdp"),  # MosaicML LLM-Foundry of 2023
+    Software(name="nanotron", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
+    Software(
+        name="deepspeed_2021",  # ZeRO-3 as Narayanan et al. measured it: bound by its own communication
+        attention="unfused",
+        elementwise="fused",
+        dp_overlap="zero_2021",
+        memory="fsdp",
+    ),
+    Software(name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"),  # MaxText, PaxML
+    Software(name="eager", known=False),  # software that nobody named
+)
+SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
+
+
+def software_named(name: str) -> Software:
+    """Raises OrchError (65) for an unknown name, with those there are."""
+    found = SOFTWARE.get(name)
+    if found is None:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, SOFTWARE, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise OrchError(f"cost.software={name}: legal: {', '.join(SOFTWARE)}{hint}", Exit.CONFIG)
+    return found
+
+
+def with_traits(software: Software, **traits: object) -> Software:
+    """A family with some traits of its own, as one row of a table or one release has them."""
+    return structs.replace(software, **traits)
