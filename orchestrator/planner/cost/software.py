@@ -19,6 +19,9 @@ from orchestrator.plan.exits import Exit
 Attention = Literal["unfused", "triton", "flash", "cudnn"]
 #: Class of the memory-bound kernels: fused by hand or by a compiler, or one kernel an operation.
 Elementwise = Literal["fused", "eager"]
+#: What selective recomputation repeats: this trainer's norms, rotary and activation; attention's core (Korthikanti et
+#: al. 2022); what PyTorch's per-operation policy does not keep; every other layer.
+Selective = Literal["orch", "core", "ops", "alternate"]
 #: How a kind of communication hides behind compute.
 Overlap = Literal["modern", "early", "fsdp", "jax", "zero_2021"]
 
@@ -33,18 +36,22 @@ class Software(Struct, frozen=True, kw_only=True):
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
+    selective: Selective = "ops"
     host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
     memory: str = "orch"  # recipe of model states and activations: `planner.memory.recipe`
     known: bool = True  # False: assumed for software that nobody named
 
 
 _LISTED = (
-    Software(name="orch"),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
+    Software(
+        name="orch", selective="orch"
+    ),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
+        selective="core",
         memory="megatron_fp16",
     ),
     Software(
@@ -52,6 +59,7 @@ _LISTED = (
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
+        selective="core",
         memory="megatron_deepspeed",
     ),
     Software(
@@ -61,6 +69,7 @@ _LISTED = (
         dp_overlap="modern",
         tp_overlap=True,
         pp_overlap=True,
+        selective="core",
         memory="megatron",
     ),
     Software(
@@ -70,6 +79,7 @@ _LISTED = (
         dp_overlap="modern",
         tp_overlap=True,
         pp_overlap=True,
+        selective="core",
         grad_bytes=2,
         memory="megatron_bf16_grads",
     ),

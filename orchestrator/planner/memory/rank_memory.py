@@ -8,7 +8,6 @@ from __future__ import annotations
 from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
-from orchestrator.planner.cost.profile import Profile, profile_for
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
 from orchestrator.planner.model.stages import rank_stages
@@ -54,11 +53,15 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train) -> StateB
     )
 
 
-def buffers(model: Model, parallel: Parallel, train: Train, profile: Profile) -> float:
+#: Device context, communicators and workspaces of a GPU process; a CPU rank's share of memory does not include them.
+CONTEXT_BYTES = {"cuda": 2 << 30, "cpu": 0}
+
+
+def buffers(model: Model, parallel: Parallel, train: Train, device: str) -> float:
     """Bytes outside the model: device context and communicators, gathered sequences, temporary buffers of ZeRO."""
     width = DTYPE_BYTES[train.precision]
     hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
-    result = float(profile.context_bytes)
+    result = float(CONTEXT_BYTES[device])
     if parallel.tp > 1:
         result += 2 * hidden  # one gathered input and one partial sum
     return result + zero_buffers(model, parallel, train)
@@ -91,7 +94,7 @@ def _unsharded_params(model: Model, parallel: Parallel) -> float:
 
 def memory_by_pp_rank(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:
     """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to a rank)."""
-    buffer_bytes = buffers(model, parallel, train, profile_for(cluster.gpu.name, cluster.device))
+    buffer_bytes = buffers(model, parallel, train, cluster.device)
     loss, last, result = loss_bytes(model, parallel, train), len(parallel.stage_layers) - 1, []
     held = activations(model, parallel, train, kernels_of(cluster, model, parallel))
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)

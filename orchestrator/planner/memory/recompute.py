@@ -11,8 +11,11 @@ from msgspec import structs
 
 from orchestrator.plan import document as doc
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
-from orchestrator.planner.cost.compute import layer_seconds, rates
-from orchestrator.planner.cost.profile import profile_of
+from orchestrator.planner.cost.compute import layer_seconds
+from orchestrator.planner.cost.dual import value_of
+from orchestrator.planner.cost.profile import SHIPPED
+from orchestrator.planner.cost.rates import rates
+from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.stages import rank_stages, stage_range
 
@@ -32,8 +35,7 @@ def resolve_recompute(
     """
     if train.recompute != "budget":
         return train
-    profile = profile_of(cluster)
-    buffer_bytes = buffers(model, parallel, train, profile)
+    buffer_bytes = buffers(model, parallel, train, cluster.device)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
@@ -54,11 +56,11 @@ def _cheapest(
     """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
     if not layers:
         return []
-    rate = rates(cluster, profile_of(cluster), train.precision)
-    layer = layer_seconds(model, layers[-1], parallel, train, rate)
+    rate = rates(cluster, SHIPPED.values, train.precision, SOFTWARE["orch"])
+    layer = layer_seconds(model, layers[-1], parallel, train, rate, SOFTWARE["orch"])
     many = len(layers)
     choices = sorted(
-        (full * layer.forward + selective * layer.selective, full, selective)
+        (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
         for full in range(many + 1)
         for selective in range(many + 1 - full)
     )

@@ -26,7 +26,7 @@ from orchestrator.plan.document import AXES, Axis, Certificate, Cluster, Paralle
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.collective import PATTERN
-from orchestrator.planner.cost.step_time import Work, step_work
+from orchestrator.planner.cost.step_time import Work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 
 from .axis_order import Candidate, CostContext, PathCache, candidates, orders
@@ -271,15 +271,15 @@ def place_job(
 
     Without `move` the nodes keep their order and are only certified.
     """
-    traffic = step_traffic(context.model, parallel, context.train)
-    work = step_work(context.model, parallel, context.train, context.rate)
+    traffic = step_traffic(context.model, parallel, context.train, context.software)
+    work = context.work(parallel, context.train)
     if not move:
         costs = PlacementCosts(context.path_cache, parallel, traffic, work, only)
         bound = costs.bound()
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
     found = place_nodes(context.path_cache, parallel, traffic, work, only)
     if found.nodes != tuple(range(len(found.nodes))):
-        context = CostContext(reorder(context.cluster, found.nodes), context.model, context.train)
+        context = context.on(reorder(context.cluster, found.nodes))
     given = found.given.step_s
     return context, Certificate(bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
-
-from msgspec import structs
+from typing import Any, NamedTuple
 
 from orchestrator.plan.document import AXES
-from orchestrator.planner.cost.compute import Rates
+from orchestrator.planner.cost.profile import SHIPPED, Profile
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.placement.axis_order import CostContext, solve
+from orchestrator.planner.placement.axis_order import CostContext, PathCache, solve
 
 from .rows import Job, RowError, read_row
 
@@ -32,26 +30,21 @@ class Prediction(NamedTuple):
         return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in self]
 
 
-def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
+def predict(rows: Iterable[Mapping[str, str]], profile: Profile = SHIPPED) -> Iterator[Prediction]:
     """A prediction for each row, in order. Rows on the same hardware share its paths."""
-    contexts: dict[tuple[object, ...], CostContext] = {}
+    paths: dict[int, PathCache] = {}
     for number, cells in enumerate(rows, 1):
         name = (cells.get("id") or "").strip() or str(number)
         try:
             job = read_row(cells)
-            yield _one(name, job, contexts)
+            yield _one(name, job, paths, profile)
         except RowError as error:
             yield Prediction(name, None, None, None, f"error: {error}", "")
 
 
-def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -> Prediction:
+def _one(name: str, job: Job, paths: dict[int, PathCache], profile: Profile) -> Prediction:
     par = job.parallel
-    key = id(job.cluster), job.train.precision, job.matmul
-    if key not in contexts:  # paths and rates depend on the cluster alone; the model is set for each row
-        contexts[key] = CostContext(job.cluster, job.model, job.train)
-        contexts[key].rate = _rate(contexts[key], job.matmul)
-    context = contexts[key]
-    context.model, context.train = job.model, job.train
+    context = context_of(job, paths, profile)
     solution = solve(context, par, AXES)
     worst = max(account.total for account in memory.memory_by_pp_rank(job.cluster, job.model, par, job.train))
     tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
@@ -59,8 +52,11 @@ def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -
     return Prediction(name, solution.time.step_s, tokens, worst / GIB, status, "; ".join(job.assumed))
 
 
-def _rate(context: CostContext, matmul: str) -> Rates:
-    """Rates of the 16-bit precision, with matrix products at that of `matmul`."""
-    peak = context.cluster.gpu.peak_flops[matmul]
-    reached = context.profile.gemm.get(matmul, context.profile.gemm_default)
-    return structs.replace(context.rate, matmul=peak * reached)
+def context_of(job: Job, paths: dict[int, PathCache], profile: Profile) -> CostContext:
+    """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
+    cache = paths.get(id(job.cluster))
+    if cache is None:
+        cache = paths[id(job.cluster)] = PathCache(job.cluster)
+    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
+    named |= {"task": job.task, "slow_fabric": job.slow_fabric}
+    return CostContext(job.cluster, job.model, job.train, cache, **named)

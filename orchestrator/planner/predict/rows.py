@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from orchestrator.plan.document import AXES, Cluster, Model, Moe, Parallel, Train
+from orchestrator.plan.document import AXES, Cluster, Matmul, Model, Moe, Parallel, Train
+from orchestrator.planner.cost.software import SOFTWARE, Software, with_traits
 from orchestrator.planner.model.layers import parameter_count
 from orchestrator.planner.model.stages import balance_stages
 
@@ -28,8 +29,11 @@ class Job(NamedTuple):
     model: Model
     parallel: Parallel
     train: Train
-    matmul: str  # precision of matrix products; "fp8" with 16-bit tensors
+    matmul: Matmul  # precision of matrix products where it is narrower
     assumed: list[str]
+    software: Software = SOFTWARE["eager"]
+    task: str = "pretrain"
+    slow_fabric: bool = False
 
 
 class Row:
@@ -100,7 +104,46 @@ def read_row(cells: Mapping[str, str]) -> Job:
         global_batch_tokens=batch * train.seq_len,
         bucket_bytes=_bucket(model, tp, zero),
     )
-    return Job(_cluster(row, gpus), model, parallel, train, matmul, row.assumed)
+    return Job(
+        _cluster(row, gpus),
+        model,
+        parallel,
+        train,
+        matmul,
+        row.assumed,
+        _software(row),
+        row.text("task") or "pretrain",
+        any(w in row.text("interconnect") for w in ("EFA", "RoCE", "not stated")),
+    )
+
+
+def _software(row: Row) -> Software:
+    f = row.text("framework").lower()
+    if "zero-3" in f:
+        return SOFTWARE["deepspeed_2021"]
+    if "deepspeed" in f:
+        return SOFTWARE["megatron_deepspeed"]
+    if "zero bubble" in f:
+        return SOFTWARE["megatron_2021"]
+    if "simumax" in f:
+        return SOFTWARE["megatron"]
+    if "core" in f or "bridge" in f:
+        return SOFTWARE["nemo"]
+    if "nemo" in f:
+        return with_traits(SOFTWARE["nemo"], attention="unfused") if "A100" in row.text("gpu") else SOFTWARE["nemo"]
+    if "megatron" in f:
+        return SOFTWARE["megatron_2021"]
+    if "maxtext" in f or "paxml" in f:
+        return SOFTWARE["maxtext"]
+    if "foundry" in f:
+        return SOFTWARE["fsdp_triton"]
+    if "titan" in f:
+        return SOFTWARE["torchtitan"]
+    if "nanotron" in f:
+        return SOFTWARE["nanotron"]
+    if "fsdp" in f:
+        return SOFTWARE["fsdp"]
+    return SOFTWARE["eager"]
 
 
 def _bucket(model: Model, tp: int, zero: int) -> int:
@@ -126,7 +169,7 @@ def _schedule(row: Row, pp: int, vpp: int) -> str:
     return SCHEDULE.get(name, "1f1b")
 
 
-def _train(row: Row) -> tuple[Train, str]:
+def _train(row: Row) -> tuple[Train, Matmul]:
     precision = row.text("precision").lower()
     narrow = precision.startswith(("fp8", "mxfp8", "nvfp4", "fp4"))
     if narrow and "4" in precision:
@@ -143,7 +186,7 @@ def _train(row: Row) -> tuple[Train, str]:
         row.assumed.append("recompute=full for every layer")
     values: dict[str, Any] = {"seq_len": row.positive("seq_len"), "precision": wide, "recompute": mode}
     train = Train(steps=1, seed=0, grad_dtype="fp32", clip_grad_norm=1.0, log_every_steps=1, **values)
-    return train, "fp8" if narrow else wide
+    return train, ("nvfp4" if "4" in precision else "fp8_tensor") if narrow else ""
 
 
 def _cluster(row: Row, gpus: int) -> Cluster:
