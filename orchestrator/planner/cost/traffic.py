@@ -113,7 +113,7 @@ def _rank_traffic(
     ends: tuple[float, float],
     parameters: tuple[int, int],
 ) -> list[Traffic]:
-    """Of a rank with `held` layers, `moe` of them MoE layers, `ends` as in `end_shares` and (dense, expert) parameters."""
+    """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters: (dense, expert)."""
     width = DTYPE_BYTES[train.precision]
     copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
     layers, m = held / copies, parallel.micro_batches
