@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from orchestrator.plan import Plan
+from orchestrator.plan.document import Parallel, Train
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
-from .cost.dual import value_of
-from .cost.profile import SHIPPED, Profile
+from .cost.dual import Dual, duals, value_of
+from .cost.parameters import NAMES
+from .cost.profile import Profile
 from .cost.software import SOFTWARE
 from .cost.step_time import StepCost
 from .cost.traffic import step_traffic
-from .placement.axis_order import CostContext, candidates
+from .placement.axis_order import Candidate, CostContext, candidates
 
 
-def context_of(plan: Plan, profile: Profile = SHIPPED) -> CostContext:
+def context_of(plan: Plan, profile: Profile | None = None) -> CostContext:
     """The cost context that a plan was made in, with another profile where one is given."""
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     return CostContext(
         plan.cluster, plan.model, plan.job.train, matmul=plan.job.matmul, software=software, profile=profile
     )
+
+
+def jacobian(context: CostContext, candidate: Candidate, parallel: Parallel, train: Train) -> NDArray[np.float64]:
+    """d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost model]."""
+    rate = context.rates(duals(context.profile.values))
+    step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
+    return step.grad / step.value if isinstance(step, Dual) else np.zeros(len(NAMES))
 
 
 def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:

@@ -6,6 +6,8 @@ differentiation). Every cost formula works on floats and on duals alike; the sea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -92,3 +94,9 @@ def scaled_like(value: float, number: Number) -> Number:
     if isinstance(number, Dual):
         return Dual(value, number.grad * (value / number.value) if number.value else number.grad * 0.0)
     return value
+
+
+def duals(values: Mapping[str, float]) -> dict[str, Number]:
+    """Parameters by name as numbers that carry their own derivatives, in the order of `values`."""
+    unit = np.eye(len(values))
+    return {name: Dual(value, unit[at] * value) for at, (name, value) in enumerate(values.items())}

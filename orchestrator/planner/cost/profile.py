@@ -1,27 +1,205 @@
-"""Profiles: the cost model's parameters after a fit, with their covariance and provenance."""
+"""Profiles: values of the cost model's parameters after a fit, with covariance and provenance.
+
+`shipped.json` beside this file is the profile that orch comes with; `orch calibrate --table` writes such a file. A site
+profile has the same form and holds only what its own measurements made of another one. Predictions take their error
+from it: the parameters' covariance, what differs between tables measured by different people, and noise within a table.
+"""
 
 from __future__ import annotations
 
-from msgspec import Struct
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 
-from .parameters import PRIOR
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+
+from .parameters import INDEX, NAMES, PRIOR
+
+SCHEMA = "orch.profile/1"
+SHIPPED_FILE = Path(__file__).with_name("shipped.json")
+NOISE = 0.06  # standard deviation of ln t within a table (accuracy.md section 4)
+#: Standard deviation of a parameter between tables: what a machine or a release differs by. By the longest prefix.
+BETWEEN = {
+    **{
+        "gemm": 0.06,
+        "gemm.hopper.fp8": 0.08,
+        "gemm.blackwell.fp8": 0.08,
+        "gemm.blackwell.nvfp4": 0.1,
+        "gemm_bytes": 0.2,
+    },
+    **{"attention": 0.2, "hbm": 0.05, "elementwise": 0.2, "cast": 0.3, "accumulate": 0.2, "head": 0.1, "logits": 0.2},
+    "gemm_bytes": 0.2,
+    **{"lora": 0.3, "recompute": 0.3, "moe": 0.4, "host": 0.4, "optimizer": 0.2, "nvlink": 0.15, "nic": 0.2},
+    **{"latency": 0.5, "tp": 0.3, "pp": 0.4, "cp": 0.3, "ep": 0.4, "dp": 0.4, "nodes": 0.4, "family": 0.06},
+    **{"family.eager": 0.15, "family.orch": 0.15, "link": 0.5, "gemm.cpu": 0.3, "attention.cpu": 0.5, "hbm.cpu": 0.3},
+}
 
 
-class Profile(Struct, frozen=True, kw_only=True):
-    """Values of all parameters."""
-
+class FittedParameter(Frozen):
     name: str
-    digest: str
-    values: dict[str, float]
+    value: float
+    prior: float
+    sd: float  # of the logarithm, after the fit
+    unit: str
+    source: str
+
+
+class LeftOut(Frozen):
+    """Mean absolute error of a source's step times: before the fit, in it, and when the source is left out of it."""
+
+    source: str
+    rows: int
+    prior: float
+    fitted: float
+    left_out: float
+
+
+class FittedOn(Frozen):
+    """Where the values come from."""
+
+    what: str  # "table", "run", "bench", "prior"
+    sha256: str = ""  # of the table
+    date: str = ""
+    rows: dict[str, int] = {}  # by source
+    base: str = ""  # label of the profile that was updated
+
+
+class Profile(Frozen, dict=True):
+    schema: str
+    name: str
+    fitted_on: FittedOn
+    parameters: list[FittedParameter]
+    covariance: list[list[float]]  # of the logarithms, lower triangle, in the order of `parameters`
+    left_out: list[LeftOut] = []
+
+    @cached_property
+    def values(self) -> dict[str, float]:
+        """By name; parameters that the file does not know have their prior."""
+        return {one.name: one.value for one in PRIOR} | {one.name: one.value for one in self.parameters}
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
     @property
     def label(self) -> str:
-        return f"{self.name} {self.digest[:8]}".strip()
+        return f"{self.name} {self.digest[:8]}"
+
+    @cached_property
+    def posterior(self) -> NDArray[np.float64]:
+        """Covariance of the logarithms of `NAMES`."""
+        result = np.diag([one.sd**2 for one in PRIOR])
+        known = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
+        rows = [at for at, one in enumerate(self.parameters) if one.name in INDEX]
+        full = np.zeros((len(self.parameters), len(self.parameters)))
+        for at, row in enumerate(self.covariance):
+            full[at, : at + 1] = row
+        full += np.tril(full, -1).T
+        result[np.ix_(known, known)] = full[np.ix_(rows, rows)]
+        return result
+
+    @cached_property
+    def between(self) -> NDArray[np.float64]:
+        """Variances between tables; nothing for a site's own profile, whose machines are those that run."""
+        if self.fitted_on.base:
+            return np.zeros(len(NAMES))
+        return np.array([between_sd(name) ** 2 for name in NAMES])
+
+    @cached_property
+    def uncertainty(self) -> NDArray[np.float64]:
+        """Covariance of the parameters for a job on machines that were not in the fit."""
+        return self.posterior + np.diag(self.between)
 
 
-def prior() -> Profile:
-    """What is believed before any fit."""
-    return Profile(name="prior", digest="", values={one.name: one.value for one in PRIOR})
+def between_sd(name: str) -> float:
+    return BETWEEN[max((stem for stem in BETWEEN if name.startswith(stem)), key=len)]
 
 
-SHIPPED: Profile = prior()
+def relative_sd(jacobian: NDArray[np.float64], profile: Profile) -> float:
+    """Standard deviation of ln t. jacobian: d ln t / d ln(parameter), float [len(NAMES)]."""
+    return float(np.sqrt(jacobian @ profile.uncertainty @ jacobian + NOISE**2))
+
+
+def difference_sd(first: NDArray[np.float64], second: NDArray[np.float64], profile: Profile) -> float:
+    """Standard deviation of the difference of two ln t on the same machines: what they share does not count."""
+    own = first - second
+    return float(np.sqrt(own @ profile.uncertainty @ own + 0.02**2))
+
+
+def make_profile(
+    name: str, values: Mapping[str, float], covariance: NDArray[np.float64], fitted_on: FittedOn, left_out: Any = ()
+) -> Profile:
+    """A profile in the form of its file: values rounded to six digits, covariances to four."""
+    parameters = [
+        FittedParameter(
+            name=one.name,
+            value=_digits(values[one.name], 6),
+            prior=one.value,
+            sd=_digits(float(np.sqrt(covariance[at, at])), 4),
+            unit=one.unit,
+            source=one.source,
+        )
+        for at, one in enumerate(PRIOR)
+    ]
+    triangle = [
+        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[at, : at + 1]] for at in range(len(PRIOR))
+    ]
+    return Profile(
+        schema=SCHEMA,
+        name=name,
+        fitted_on=fitted_on,
+        parameters=parameters,
+        covariance=triangle,
+        left_out=list(left_out),
+    )
+
+
+def _digits(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def prior_profile() -> Profile:
+    """What is believed before any run was seen."""
+    values = {one.name: one.value for one in PRIOR}
+    return make_profile("prior", values, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises OrchError (65) for a file that is not a profile."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise OrchError(f"profile {path}: {error.strerror}", Exit.CONFIG) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise OrchError(f"profile {path}: {error}; orch calibrate writes one", Exit.CONFIG) from None
+    problem = _problem(profile)
+    if problem:
+        raise OrchError(f"profile {path}: {problem}", Exit.CONFIG)
+    return profile
+
+
+def _problem(profile: Profile) -> str | None:
+    if profile.schema != SCHEMA:
+        return f"schema is {profile.schema!r}, this version reads {SCHEMA!r}"
+    for one in profile.parameters:
+        if not (0 < one.value < 1e12):
+            return f"parameter {one.name} is {one.value}, must be positive"
+    if [len(row) for row in profile.covariance] != list(range(1, len(profile.parameters) + 1)):
+        return f"covariance is not the lower triangle of {len(profile.parameters)} parameters"
+    if not all(np.isfinite(row).all() for row in map(np.array, profile.covariance)):
+        return "covariance holds a number that is not finite"
+    return None
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Profile:
+    """The profile that orch comes with."""
+    return read_profile(SHIPPED_FILE) if SHIPPED_FILE.exists() else prior_profile()

@@ -13,7 +13,7 @@ from orchestrator.plan import document as doc
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
 from orchestrator.planner.cost.compute import layer_seconds
 from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.profile import SHIPPED
+from orchestrator.planner.cost.profile import shipped
 from orchestrator.planner.cost.rates import rates
 from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import rank_parameters
@@ -56,7 +56,7 @@ def _cheapest(
     """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
     if not layers:
         return []
-    rate = rates(cluster, SHIPPED.values, train.precision, SOFTWARE["orch"])
+    rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
     layer = layer_seconds(model, layers[-1], parallel, train, rate, SOFTWARE["orch"])
     many = len(layers)
     choices = sorted(

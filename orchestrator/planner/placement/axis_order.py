@@ -25,7 +25,7 @@ from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.dual import Number, value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path
-from orchestrator.planner.cost.profile import SHIPPED, Profile
+from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
 from orchestrator.planner.cost.step_time import PathKey, StepCost, Work, predict, step_work
@@ -187,14 +187,14 @@ class CostContext:
         *,
         matmul: Matmul = "",
         software: Software = SOFTWARE["orch"],
-        profile: Profile = SHIPPED,
+        profile: Profile | None = None,
         **job: Any,
     ):
         """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as `rates` takes them."""
         self.cluster, self.model, self.train, self.software = cluster, model, train, software
-        self.matmul, self.profile, self.job = matmul, profile, job
+        self.matmul, self.profile, self.job = matmul, profile or shipped(), job
         self.path_cache = path_cache or PathCache(cluster)
-        self.rate: Rates = self.rates(profile.values)
+        self.rate: Rates = self.rates(self.profile.values)
         self.level_names = [level.name for level in cluster.levels]
 
     def rates(self, values: Mapping[str, Number]) -> Rates:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from orchestrator.plan.document import AXES
-from orchestrator.planner.cost.profile import SHIPPED, Profile
+from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.placement.axis_order import CostContext, PathCache, solve
 
@@ -30,9 +30,10 @@ class Prediction(NamedTuple):
         return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in self]
 
 
-def predict(rows: Iterable[Mapping[str, str]], profile: Profile = SHIPPED) -> Iterator[Prediction]:
+def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -> Iterator[Prediction]:
     """A prediction for each row, in order. Rows on the same hardware share its paths."""
     paths: dict[int, PathCache] = {}
+    profile = profile or shipped()
     for number, cells in enumerate(rows, 1):
         name = (cells.get("id") or "").strip() or str(number)
         try:
