@@ -73,5 +73,5 @@ def fit(
         if np.abs(step).max() < 1e-3:
             break
     values = {name: float(value) for name, value in zip(NAMES, np.exp(theta), strict=True)}
-    covariance: Floats = np.linalg.inv(normal)
+    covariance = np.asarray(np.linalg.inv(normal), dtype=np.float64)
     return Fitted(values, covariance, residuals)

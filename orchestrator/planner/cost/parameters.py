@@ -45,7 +45,7 @@ _GEMM |= {"blackwell.fp8": 0.63, "blackwell.nvfp4": 0.45, "other.16": 0.70, "oth
 _ATTENTION = {"unfused": 0.39, "triton": 0.34, "flash.v100": 0.40, "flash.a100": 0.48, "flash.hopper": 0.35}
 _ATTENTION |= {"cudnn.hopper": 0.50, "blackwell": 0.42, "other": 0.40}
 _FAMILY = {"orch": 1.0, "megatron_2021": 0.93, "megatron_deepspeed": 1.14, "megatron": 1.15, "nemo": 1.02}
-_FAMILY |= {"torchtitan": 1.08, "fsdp": 0.97, "fsdp_triton": 1.0, "nanotron": 1.0, "deepspeed_2021": 1.0}
+_FAMILY |= {"torchtitan": 1.08, "fsdp": 1.0, "fsdp_compile": 0.97, "fsdp_triton": 1.0, "nanotron": 1.0, "deepspeed_2021": 1.0}
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
 
 PRIOR: tuple[Parameter, ...] = (

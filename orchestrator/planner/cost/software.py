@@ -63,11 +63,10 @@ _LISTED = (
         memory="megatron_deepspeed",
     ),
     Software(
-        name="megatron",  # Megatron-LM's own scripts since 2023
+        name="megatron",  # Megatron-LM's own scripts since 2023: overlap with tensor parallelism is off by default
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        tp_overlap=True,
         pp_overlap=True,
         selective="core",
         memory="megatron",
@@ -84,7 +83,8 @@ _LISTED = (
         memory="megatron_bf16_grads",
     ),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
-    Software(name="fsdp", attention="flash", memory="fsdp"),  # PyTorch FSDP, compiled or not
+    Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
+    Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
     Software(name="fsdp_triton", attention="triton", memory="fsdp"),  # MosaicML LLM-Foundry of 2023
     Software(name="nanotron", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
     Software(
