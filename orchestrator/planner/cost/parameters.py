@@ -91,6 +91,7 @@ PRIOR: tuple[Parameter, ...] = (
     Parameter("dp.modern", 0.28, 0.4, "of the time", "Megatron-Core: the rest hides behind a micro-batch"),
     Parameter("dp.early", 0.80, 0.2, "of the time", "before 2023: gradients after backward"),
     Parameter("dp.fsdp", 0.30, 0.4, "of the time", "FSDP, ZeRO-3: never hidden; the rest hides behind compute"),
+    Parameter("dp.fsdp_megatron", 0.50, 0.4, "of the time", "the same in Megatron-Core's own sharding of weights"),
     Parameter("dp.jax", 0.10, 0.5, "of the time", "XLA's latency-hiding scheduler"),
     Parameter("dp.zero_2021", 6.0, 0.4, "of the time", "DeepSpeed's ZeRO-3 of 2021"),
     Parameter("nodes", 0.006, 0.5, "of the step", "jitter: for each doubling of the nodes"),

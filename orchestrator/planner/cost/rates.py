@@ -58,7 +58,7 @@ class Rates(Struct, frozen=True):
     cp_exposed: Number
     ep_exposed: Number
     dp_exposed: Number  # share of gradient communication that nothing hides
-    dp_sharded: Number  # the same with ZeRO-3
+    dp_sharded: Number  # the same with ZeRO-3 of software whose other stages hide it otherwise
     slow_fabric_s: Number  # a step on a cloud network, by the root of the replicas
     nodes: Number
     family: Number
@@ -132,7 +132,7 @@ def rates(
         cp_exposed=values["cp.exposed"] if not cpu else 1.0,
         ep_exposed=values["ep.exposed"] if not cpu else 1.0,
         dp_exposed=values[overlap],
-        dp_sharded=values["dp.fsdp"],
+        dp_sharded=values["dp.fsdp_megatron"],
         slow_fabric_s=values["latency.slow"] if slow_fabric else 0.0,
         nodes=values["nodes"] if not cpu else 0.0,
         family=values[f"family.{software.name}"],
