@@ -15,7 +15,8 @@ GENERATIONS: dict[str, str] = {
     **dict.fromkeys(("V100",), "v100"),
     **dict.fromkeys(("A100", "A800", "A10", "A30", "A40"), "a100"),
     **dict.fromkeys(("H100", "H200", "H800", "H20", "GH200", "L40", "L4"), "hopper"),
-    **dict.fromkeys(("B100", "B200", "B300", "GB200", "GB300"), "blackwell"),
+    **dict.fromkeys(("B100", "B200", "GB200"), "blackwell"),
+    **dict.fromkeys(("B300", "GB300"), "blackwell_ultra"),  # more power, twice the exponentials a clock
 }
 
 
@@ -41,9 +42,11 @@ def _share(names: dict[str, float], stem: str, sd: float, unit: str, source: str
 
 
 _GEMM = {"v100.16": 0.77, "a100.16": 0.80, "hopper.16": 0.73, "hopper.fp8": 0.63, "blackwell.16": 0.64}
+_GEMM |= {"blackwell_ultra.16": 0.70, "blackwell_ultra.fp8": 0.70, "blackwell_ultra.nvfp4": 0.50}
 _GEMM |= {"blackwell.fp8": 0.63, "blackwell.nvfp4": 0.45, "other.16": 0.70, "other.fp8": 0.60}
 _ATTENTION = {"unfused": 0.39, "triton": 0.34, "flash.v100": 0.40, "flash.a100": 0.48, "flash.hopper": 0.35}
-_ATTENTION |= {"cudnn.hopper": 0.50, "blackwell": 0.42, "other": 0.40}
+_ATTENTION |= {"cudnn.hopper": 0.50, "blackwell": 0.42, "blackwell_ultra": 0.55, "other": 0.40}
+_CAST = {"fp8_tensor": 4.0, "fp8_block": 5.0, "mxfp8": 5.5, "nvfp4": 5.5}
 _FAMILY = {"orch": 1.0, "megatron_2021": 0.93, "megatron_deepspeed": 1.14, "megatron": 1.15, "nemo": 1.02}
 _FAMILY |= {"torchtitan": 1.08, "fsdp": 1.0, "fsdp_compile": 0.97, "fsdp_triton": 1.0, "nanotron": 1.0, "deepspeed_2021": 1.0}
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
@@ -61,7 +64,7 @@ PRIOR: tuple[Parameter, ...] = (
     Parameter("hbm.cpu", 0.60, 0.5, "of memory", "assumed"),
     Parameter("elementwise.fused", 1.0, 0.15, "of bytes", "bytes of norms, residuals, activation, rotary"),
     Parameter("elementwise.eager", 1.9, 0.2, "of bytes", "the same, one kernel an operation"),
-    Parameter("cast", 4.0, 0.3, "bytes", "fp8: to cast and transpose an input of a matrix product"),
+    *_share(_CAST, "cast", 0.3, "bytes", "fp8: to scale, cast and transpose an input of a matrix product"),
     Parameter("accumulate", 2.5, 0.3, "bytes", "fp32 sum of a weight gradient: 8, mostly in the product's epilogue"),
     Parameter("head", 0.82, 0.15, "of the product", "output projection: larger than the layers' products"),
     Parameter("logits", 10.0, 0.3, "bytes", "loss, of a logit, forward; one and a half times in backward"),
@@ -88,10 +91,11 @@ PRIOR: tuple[Parameter, ...] = (
     Parameter("pp.exposed_overlap", 0.27, 0.5, "of the time", "sends overlap with compute"),
     Parameter("cp.exposed", 0.5, 0.4, "of the time", "keys and values of the others"),
     Parameter("ep.exposed", 0.56, 0.4, "of the time", "all-to-all"),
+    Parameter("ep.exposed_overlap", 0.25, 0.5, "of the time", "all-to-all that overlaps with other tokens' compute"),
     Parameter("dp.modern", 0.28, 0.4, "of the time", "Megatron-Core: the rest hides behind a micro-batch"),
     Parameter("dp.early", 0.80, 0.2, "of the time", "before 2023: gradients after backward"),
     Parameter("dp.fsdp", 0.30, 0.4, "of the time", "FSDP, ZeRO-3: never hidden; the rest hides behind compute"),
-    Parameter("dp.fsdp_megatron", 0.50, 0.4, "of the time", "the same in Megatron-Core's own sharding of weights"),
+    Parameter("dp.fsdp_megatron", 0.50, 0.3, "of the time", "the same in Megatron-Core's own sharding of weights"),
     Parameter("dp.jax", 0.10, 0.5, "of the time", "XLA's latency-hiding scheduler"),
     Parameter("dp.zero_2021", 6.0, 0.4, "of the time", "DeepSpeed's ZeRO-3 of 2021"),
     Parameter("nodes", 0.006, 0.5, "of the step", "jitter: for each doubling of the nodes"),

@@ -35,6 +35,7 @@ class Software(Struct, frozen=True, kw_only=True):
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
+    ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
     selective: Selective = "ops"
     host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches

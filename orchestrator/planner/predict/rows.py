@@ -118,6 +118,14 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 
 def _software(row: Row) -> Software:
+    import re
+    notes=row.text("notes").lower(); s=_software0(row)
+    release=re.search(r"container (\d+)\.(\d+)",notes)
+    if "hybridep" in notes or "drop" in notes and "dropless" not in notes or release and (int(release[1]),int(release[2]))>=(26,6): s=with_traits(s,host="modern")
+    if "hybridep" in notes or "ep overlap on" in notes: s=with_traits(s,ep_overlap=True)
+    return s
+
+def _software0(row: Row) -> Software:
     f = row.text("framework").lower()
     if "zero-3" in f:
         return SOFTWARE["deepspeed_2021"]
@@ -186,7 +194,7 @@ def _train(row: Row) -> tuple[Train, Matmul]:
         row.assumed.append("recompute=full for every layer")
     values: dict[str, Any] = {"seq_len": row.positive("seq_len"), "precision": wide, "recompute": mode}
     train = Train(steps=1, seed=0, grad_dtype="fp32", clip_grad_norm=1.0, log_every_steps=1, **values)
-    return train, ("nvfp4" if "4" in precision else "fp8_tensor") if narrow else ""
+    return train, ("nvfp4" if "4" in precision else "mxfp8" if "mx" in precision else "fp8_tensor") if narrow else ""
 
 
 def _cluster(row: Row, gpus: int) -> Cluster:
