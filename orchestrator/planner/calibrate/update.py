@@ -1,7 +1,7 @@
 """Parameters after one more measurement: a Bayesian update that moves the terms that caused the miss.
 
 For a measured step with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior of a linear model
-with covariance S and noise s is theta - S J z / (J S J + s^2) (Kalman 1960). A miss is cut at half, so that one odd
+with covariance S and noise s is theta - S J z / (J S J + s^2) (Kalman 1960). A miss is cut at 0.3, so that one odd
 row cannot turn the model around (accuracy.md section 4). The prediction moves with the parameters, others with theirs.
 """
 
@@ -17,8 +17,8 @@ from orchestrator.planner.cost.parameters import NAMES
 from orchestrator.planner.cost.profile import Profile
 
 Floats = NDArray[np.float64]
-ROW_NOISE = 0.08  # standard deviation of ln t of one measured row
-MOST_MISS = 0.5
+ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
+MOST_MISS = 0.3
 
 
 class Update(NamedTuple):

@@ -48,7 +48,14 @@ _ATTENTION = {"unfused": 0.39, "triton": 0.34, "flash.v100": 0.40, "flash.a100":
 _ATTENTION |= {"cudnn.hopper": 0.50, "blackwell": 0.42, "blackwell_ultra": 0.55, "other": 0.40}
 _CAST = {"fp8_tensor": 4.0, "fp8_block": 5.0, "mxfp8": 5.5, "nvfp4": 5.5}
 _FAMILY = {"orch": 1.0, "megatron_2021": 0.93, "megatron_deepspeed": 1.14, "megatron": 1.15, "nemo": 1.02}
-_FAMILY |= {"torchtitan": 1.08, "fsdp": 1.0, "fsdp_compile": 0.97, "fsdp_triton": 1.0, "nanotron": 1.0, "deepspeed_2021": 1.0}
+_FAMILY |= {
+    "torchtitan": 1.08,
+    "fsdp": 1.0,
+    "fsdp_compile": 0.97,
+    "fsdp_triton": 1.0,
+    "nanotron": 1.0,
+    "deepspeed_2021": 1.0,
+}
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
 
 PRIOR: tuple[Parameter, ...] = (

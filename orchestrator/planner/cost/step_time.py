@@ -150,12 +150,18 @@ class StepCost:
         work, path = self.work, self.paths[("tp",), "ring"]
         total: Number = 0.0
         links = self._links(path)
+        shown = work.rate.tp_exposed
         for operation, overlap, count in operations:
             once = collective.seconds(operation, size, self.parallel.tp, path, links)
-            if overlap:
-                once = larger(0.0, once - work.overlap_s[overlap])
-            total += count * once
-        return total * work.rate.tp_exposed
+            if overlap:  # whole, behind a product that does not need it
+                total += count * shown * larger(0.0, once - work.overlap_s[overlap])
+            elif work.software.tp_overlap:  # in pieces, behind the product before or after it
+                for block in ("attention", "mlp"):
+                    late = larger(0.0, once - work.overlap_s[block])
+                    total += count / 2 * (shown * once + (1.0 - shown) * late)
+            else:
+                total += count * shown * once
+        return total
 
     def _vocabulary_communication(self) -> tuple[Number, Number]:
         """Exposed seconds of a micro-batch on the first stage, and on the last."""

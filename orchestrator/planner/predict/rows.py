@@ -119,11 +119,22 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 def _software(row: Row) -> Software:
     import re
-    notes=row.text("notes").lower(); s=_software0(row)
-    release=re.search(r"container (\d+)\.(\d+)",notes)
-    if "hybridep" in notes or "drop" in notes and "dropless" not in notes or release and (int(release[1]),int(release[2]))>=(26,6): s=with_traits(s,host="modern")
-    if "hybridep" in notes or "ep overlap on" in notes: s=with_traits(s,ep_overlap=True)
+
+    notes = row.text("notes").lower()
+    s = _software0(row)
+    release = re.search(r"container (\d+)\.(\d+)", notes)
+    if (
+        "hybridep" in notes
+        or "drop" in notes
+        and "dropless" not in notes
+        or release
+        and (int(release[1]), int(release[2])) >= (26, 6)
+    ):
+        s = with_traits(s, host="modern")
+    if "hybridep" in notes or "ep overlap on" in notes:
+        s = with_traits(s, ep_overlap=True)
     return s
+
 
 def _software0(row: Row) -> Software:
     f = row.text("framework").lower()
