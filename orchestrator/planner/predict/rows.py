@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -118,51 +119,26 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 
 def _software(row: Row) -> Software:
-    import re
-
-    notes = row.text("notes").lower()
-    s = _software0(row)
+    """The family of a row's software; replaced by a reader of its own."""
+    notes, found = row.text("notes").lower(), _family(row)
     release = re.search(r"container (\d+)\.(\d+)", notes)
-    if (
-        "hybridep" in notes
-        or "drop" in notes
-        and "dropless" not in notes
-        or release
-        and (int(release[1]), int(release[2])) >= (26, 6)
-    ):
-        s = with_traits(s, host="modern")
-    if "hybridep" in notes or "ep overlap on" in notes:
-        s = with_traits(s, ep_overlap=True)
-    return s
+    late = release is not None and (int(release[1]), int(release[2])) >= (26, 6)
+    if "hybridep" in notes or ("drop" in notes and "dropless" not in notes) or late:
+        found = with_traits(found, host="modern")
+    return with_traits(found, ep_overlap=True) if "hybridep" in notes or "ep overlap on" in notes else found
 
 
-def _software0(row: Row) -> Software:
-    f = row.text("framework").lower()
-    if "zero-3" in f:
-        return SOFTWARE["deepspeed_2021"]
-    if "deepspeed" in f:
-        return SOFTWARE["megatron_deepspeed"]
-    if "zero bubble" in f:
-        return SOFTWARE["megatron_2021"]
-    if "simumax" in f:
-        return SOFTWARE["megatron"]
-    if "core" in f or "bridge" in f:
-        return SOFTWARE["nemo"]
-    if "nemo" in f:
-        return with_traits(SOFTWARE["nemo"], attention="unfused") if "A100" in row.text("gpu") else SOFTWARE["nemo"]
-    if "megatron" in f:
-        return SOFTWARE["megatron_2021"]
-    if "maxtext" in f or "paxml" in f:
-        return SOFTWARE["maxtext"]
-    if "foundry" in f:
-        return SOFTWARE["fsdp_triton"]
-    if "titan" in f:
-        return SOFTWARE["torchtitan"]
-    if "nanotron" in f:
-        return SOFTWARE["nanotron"]
-    if "fsdp" in f:
-        return SOFTWARE["fsdp"]
-    return SOFTWARE["eager"]
+def _family(row: Row) -> Software:
+    text = row.text("framework").lower()
+    if "fms" in text:
+        return with_traits(SOFTWARE["fsdp_compile"], selective="alternate")
+    if "nemo" in text and "A100" in row.text("gpu"):
+        return with_traits(SOFTWARE["nemo"], attention="unfused")
+    words = {"zero-3": "deepspeed_2021", "deepspeed": "megatron_deepspeed", "zero bubble": "megatron_2021"}
+    words |= {"simumax": "megatron", "core": "nemo", "bridge": "nemo", "nemo": "nemo", "megatron": "megatron_2021"}
+    words |= {"maxtext": "maxtext", "paxml": "maxtext", "foundry": "fsdp_triton", "titan": "torchtitan"}
+    words |= {"nanotron": "nanotron", "fsdp": "fsdp"}
+    return SOFTWARE[next((name for word, name in words.items() if word in text), "eager")]
 
 
 def _bucket(model: Model, tp: int, zero: int) -> int:
