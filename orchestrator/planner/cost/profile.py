@@ -27,19 +27,19 @@ SCHEMA = "orch.profile/1"
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 NOISE = 0.06  # standard deviation of ln t within a table (accuracy.md section 4)
 #: Standard deviation of a parameter between tables: what a machine or a release differs by. By the longest prefix.
-BETWEEN = {
-    **{
-        "gemm": 0.06,
-        "gemm.hopper.fp8": 0.08,
-        "gemm.blackwell.fp8": 0.08,
-        "gemm.blackwell.nvfp4": 0.1,
-        "gemm_bytes": 0.2,
-    },
-    **{"attention": 0.2, "hbm": 0.05, "elementwise": 0.2, "cast": 0.3, "accumulate": 0.2, "head": 0.1, "logits": 0.2},
-    "gemm_bytes": 0.2,
-    **{"lora": 0.3, "recompute": 0.3, "moe": 0.4, "host": 0.4, "optimizer": 0.2, "nvlink": 0.15, "nic": 0.2},
-    **{"latency": 0.5, "tp": 0.3, "pp": 0.4, "cp": 0.3, "ep": 0.4, "dp": 0.4, "nodes": 0.4, "family": 0.06},
-    **{"family.eager": 0.15, "family.orch": 0.15, "link": 0.5, "gemm.cpu": 0.3, "attention.cpu": 0.5, "hbm.cpu": 0.3},
+BETWEEN: dict[str, float] = {
+    "": 0.3,
+    **dict.fromkeys(("gemm", "family"), 0.06),
+    **dict.fromkeys(("gemm.hopper.fp8", "gemm.blackwell.fp8", "gemm.blackwell_ultra.fp8"), 0.08),
+    **dict.fromkeys(("gemm.blackwell.nvfp4", "gemm.blackwell_ultra.nvfp4", "head"), 0.1),
+    **dict.fromkeys(("family.eager", "family.orch", "nvlink"), 0.15),
+    **dict.fromkeys(("gemm_bytes", "gemm.other", "attention", "elementwise", "accumulate", "logits"), 0.2),
+    **dict.fromkeys(("optimizer", "nic"), 0.2),
+    **dict.fromkeys(("moe", "host", "pp", "ep", "dp", "nodes"), 0.4),
+    **dict.fromkeys(("latency", "link", "attention.cpu"), 0.5),
+    "hbm": 0.05,
+    "hbm.cpu": 0.3,
+    "gemm.cpu": 0.3,
 }
 
 
