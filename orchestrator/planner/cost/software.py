@@ -83,6 +83,17 @@ _LISTED = (
         grad_bytes=2,
         memory="megatron_bf16_grads",
     ),
+    Software(
+        name="deepseek",  # DeepSeek-V3's: DualPipe hides all-to-all and sends behind the other direction's compute
+        attention="cudnn",
+        elementwise="fused",
+        dp_overlap="modern",
+        pp_overlap=True,
+        ep_overlap=True,
+        selective="core",
+        host="modern",
+        memory="megatron",
+    ),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
