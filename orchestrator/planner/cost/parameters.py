@@ -54,7 +54,7 @@ _FAMILY |= {
     "fsdp_compile": 0.97,
     "fsdp_triton": 1.0,
     "nanotron": 1.0,
-    "deepspeed_2021": 1.0,
+    "deepspeed_2021": 1.0, "deepseek": 1.0,
 }
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
 
