@@ -113,13 +113,13 @@ def step_lower_bound(work: Work, exposed: Mapping[str, float], parallel: Paralle
 
 def predict(work: Work, exposed: Mapping[str, float], parallel: Parallel, outside: Container[str] = ()) -> Time:
     """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in `limited_by`."""
-    step, bubble, ratio = assemble(work, exposed, parallel)
+    step, bubble, _ = assemble(work, exposed, parallel)
     compute = parallel.micro_batches * max(work.ranks) + work.optimizer_s
     return Time(
         step_s=step,
         compute_s=compute,
         exposed_comm_s=dict(exposed),
-        bubble_ratio=ratio,
+        bubble_ratio=bubble / step,
         limited_by=_limited_by(step, compute, bubble, exposed, parallel, outside),
     )
 
