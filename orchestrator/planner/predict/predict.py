@@ -12,14 +12,15 @@ from orchestrator.planner.cost.compute import Rates
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.placement.axis_order import CostContext, solve
 
-from .rows import Job, RowError, read_row
+from .cells import RowError
+from .rows import Job, read_row
 
 GIB = 1 << 30
 COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed")
 
 
 class Prediction(NamedTuple):
-    """One row of the result. `status`: ok, oom, or "error: <column and why>" with the numbers left empty."""
+    """One row of the result. `status`: ok, oom, or "error: row <number>: <column and why>", the numbers left empty."""
 
     id: str
     step_time_s: float | None
@@ -41,15 +42,16 @@ def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
             job = read_row(cells)
             yield _one(name, job, contexts)
         except RowError as error:
-            yield Prediction(name, None, None, None, f"error: {error}", "")
+            yield Prediction(name, None, None, None, f"error: row {number}: {error}", "")
 
 
 def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -> Prediction:
     par = job.parallel
-    key = id(job.cluster), job.train.precision, job.matmul
+    matmul = job.matmul or job.train.precision
+    key = id(job.cluster), job.train.precision, matmul
     if key not in contexts:  # paths and rates depend on the cluster alone; the model is set for each row
         contexts[key] = CostContext(job.cluster, job.model, job.train)
-        contexts[key].rate = _rate(contexts[key], job.matmul)
+        contexts[key].rate = _rate(contexts[key], matmul)
     context = contexts[key]
     context.model, context.train = job.model, job.train
     solution = solve(context, par, AXES)
@@ -61,6 +63,7 @@ def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -
 
 def _rate(context: CostContext, matmul: str) -> Rates:
     """Rates of the 16-bit precision, with matrix products at that of `matmul`."""
-    peak = context.cluster.gpu.peak_flops[matmul]
-    reached = context.profile.gemm.get(matmul, context.profile.gemm_default)
+    kind = matmul if matmul in context.cluster.gpu.peak_flops else "fp8"
+    peak = context.cluster.gpu.peak_flops[kind]
+    reached = context.profile.gemm.get(kind, context.profile.gemm_default)
     return structs.replace(context.rate, matmul=peak * reached)
