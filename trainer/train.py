@@ -254,7 +254,7 @@ class Run:
             lr=lr,
             phase_s=phase_s,
             own_s=max(0.0, seconds - waited_s),
-            bubble_ratio=self.engine.pipeline.action_times.bubble_ratio() if plan.parallel.pp > 1 else None,
+            bubble_ratio=self.engine.pipeline.action_times.idle_seconds() / seconds if plan.parallel.pp > 1 else None,
             comm_bytes=comm_bytes,
             comm_s=comm_s,
             memory_bytes=memory_bytes,

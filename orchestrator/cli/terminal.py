@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,15 +36,18 @@ def print_json(value: object) -> None:
     print(msgspec.json.encode(value).decode(), flush=True)
 
 
-def write_file(path: Path, content: bytes, flag: str) -> None:
-    """A file given on the command line with `flag`: whole or not at all. OrchError (64)."""
+def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
+    """A file given on the command line with `flag`, also piece by piece: whole or not at all. OrchError (64)."""
     scratch = path.with_name(f".{path.name}.partial")
     try:
-        scratch.write_bytes(content)
+        with scratch.open("wb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise OrchError(f"{flag} {path}: {error.strerror or error}", Exit.USAGE) from None
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 def follow_run(handle: str, folder: RunFolder, backend: Backend, as_json: bool) -> int:

@@ -8,7 +8,9 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 #: In the order in which people think of them: one folder of `conf/` each, one field of the schema's `Config`.
-GROUPS = ("cluster", "parallel", "model", "data", "optim", "train", "checkpoint", "metrics", "backend")
+GROUPS = ("cluster", "parallel", "model", "data", "optim", "train", "checkpoint", "metrics", "backend", "experiment")
+#: Of these, the one that the primary file does not choose from: a published run, composed of files of the others.
+OPTIONAL = "experiment"
 PRIMARY = "orch"  # conf/orch.yaml; not `config`, which a project's own conf folder probably has for itself
 
 

@@ -16,7 +16,7 @@ from orchestrator.errors import OrchError
 from . import grammar
 from .config_errors import Origin, annotation_at, from_msgspec, open_at
 from .content import check_interpolations, check_leaves
-from .groups import PRIMARY, Library
+from .groups import OPTIONAL, PRIMARY, Library
 from .hydra_errors import SpecNeeded, reason, refuse
 from .overrides import Override, quote, read
 from .schema import Config
@@ -40,7 +40,11 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
     for override in given:
         if override.group and override.key == "parallel" and not library.path("parallel", override.text):
             _register_spec(override.text)
-    words = [f"{override.key}={override.text}" for override in given if override.group]
+    words = [
+        f"{'+' if override.key == OPTIONAL else ''}{override.key}={override.text}"
+        for override in given
+        if override.group
+    ]
     words += _UNUSED
     primary = PRIMARY
     if len(library.folders) > 1:

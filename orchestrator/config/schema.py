@@ -252,6 +252,14 @@ class CostSpec(Frozen):
     profile: Path | None = None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones
 
 
+class ExperimentSpec(Frozen):
+    """What was published of the run that a file of the group `experiment` repeats; it changes no run."""
+
+    step_s: Positive  # seconds of one optimizer step, as printed or as they follow from what was
+    published: Text  # the figure as printed, and how it counts
+    source: Source
+
+
 class CheckpointSpec(Frozen):
     every_steps: Natural = 0  # 0: only at the end and on a notice
     keep_last: Count = 2
@@ -308,5 +316,6 @@ class Config(Frozen):
     backend: BackendSpec
     run: RunSpec = RunSpec()
     cost: CostSpec = CostSpec()
+    experiment: ExperimentSpec | None = None
     nodes: NodeRange | None = None  # sizes that the job may be started at, in place of cluster.nodes
     choices: dict[str, str] = {}

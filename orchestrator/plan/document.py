@@ -220,7 +220,7 @@ class Time(Frozen, omit_defaults=True):
     step_s: float
     compute_s: float
     exposed_comm_s: dict[str, float]  # by axis
-    bubble_ratio: float  # idle time of a pipeline / its busy time
+    bubble_ratio: float  # share of `step_s` in which the slowest rank waits for other pipeline stages
     limited_by: str  # one phrase: what to change first
     sd: float = 0.0  # standard deviation of the relative error of `step_s`, from the profile
     terms: dict[str, float] = {}  # seconds of the step by term of the cost model; they sum to `step_s`

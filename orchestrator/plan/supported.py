@@ -125,9 +125,10 @@ def _ffn(case: Case) -> str | None:
 
 
 def _layers(case: Case) -> str | None:
-    if case.pp * case.vpp > case.model.layers:
-        return f"pp{case.pp} x vpp{case.vpp} = {case.pp * case.vpp} stages for {case.model.layers} layers"
-    return None
+    """Embedding and head may be virtual stages of their own, without layers."""
+    stages, layers = case.pp * case.vpp, case.model.layers
+    legal = stages <= layers or (case.vpp > 1 and stages == layers + 2)
+    return None if legal else f"pp{case.pp} x vpp{case.vpp} = {stages} stages for {layers} layers"
 
 
 def _virtual_stages(case: Case) -> str | None:

@@ -149,7 +149,7 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
     mfu: float | None = None
     hfu: float | None = None
-    bubble_ratio: float | None = None  # of this rank's pipeline: idle / busy time between its first and last action
+    bubble_ratio: float | None = None  # share of the step in which this rank waits for other pipeline stages
     dropped_reports: int = 0
 
 

@@ -6,7 +6,13 @@ from orchestrator.plan import Plan
 from orchestrator.plan.supported import refusal
 
 GIB = 1 << 30
-BUBBLE = 0.20  # idle share of a pipeline above which it is reported
+BUBBLE = 0.20  # share of the step above which it is reported
+
+#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it; where)
+BEST_MEASURED = {
+    "A100": (0.627, "MPT 3B on 8 A100 80GB: llm-foundry scripts/train/benchmarking/README.md"),
+    "H100": (0.556, "Llama 3.1 8B on 8 H100 80GB: NVIDIA dgxc-benchmarking llama3.1/README.md"),
+}
 
 
 def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False) -> list[str]:
@@ -18,6 +24,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_lay
     found = [
         None if any_layout else refusal(plan),
         _memory(plan),
+        _faster_than_measured(plan),
         _left_out(plan),
         _tp_outside(plan, inside_nvlink),
         _bubble(plan),
@@ -45,6 +52,16 @@ def _memory(plan: Plan) -> str | None:
     return (
         f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of {memory.capacity / GIB:.1f} GiB;"
         f" the largest part is {largest} with {parts[largest] / GIB:.1f} GiB: {change}"
+    )
+
+
+def _faster_than_measured(plan: Plan) -> str | None:
+    best, where = BEST_MEASURED.get(plan.cluster.gpu.name.split("-")[0], (1.0, ""))
+    if plan.model.moe or plan.job.matmul or plan.job.train.precision == "fp32" or plan.mfu <= best:
+        return None
+    return (
+        f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on this GPU ({where}):"
+        " count on a slower step"
     )
 
 
@@ -77,7 +94,7 @@ def _bubble(plan: Plan) -> str | None:
         return None
     par = plan.parallel
     return (
-        f"pipeline bubble {plan.time.bubble_ratio:.0%} of the busy time: {par.micro_batches} micro-batches for"
+        f"pipeline bubble {plan.time.bubble_ratio:.0%} of the step: {par.micro_batches} micro-batches for"
         f" {par.pp} stages; raise the global batch, lower pp, or use virtual stages (vppN)"
     )
 

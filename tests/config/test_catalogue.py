@@ -28,6 +28,9 @@ PARAMETERS = {
     "deepseek_v3": 671_026_404_352,
     "turing_nlg_17b": pytest.approx(17.2e9, rel=0.005),
     "gpt3_175b": pytest.approx(174.6e9, rel=0.0005),
+    "megatron_530b": pytest.approx(529.6e9, rel=0.0001),
+    "megatron_1t": pytest.approx(1008.0e9, rel=0.0001),
+    "zero_100b": pytest.approx(100e9, rel=0.012),
 }
 
 

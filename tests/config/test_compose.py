@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.compose import load
-from orchestrator.config.groups import GROUPS, Library, folders, shipped
+from orchestrator.config.groups import GROUPS, OPTIONAL, Library, folders, shipped
 from orchestrator.config.schema import Config
 from orchestrator.config.structured import config_dataclass, fields, struct_of
 
@@ -81,7 +81,19 @@ def test_a_word_equals_its_file_and_is_recorded():
     by_file, by_word = load(["parallel=tp8_pp4_zero1"]), load(["parallel=zero1_pp4_tp8"])
     assert by_file.parallel == by_word.parallel
     assert by_word.choices["parallel"] == "zero1_pp4_tp8"
-    assert set(GROUPS) <= set(by_word.choices)
+    assert set(GROUPS) - {OPTIONAL} == set(by_word.choices)
+
+
+def test_an_experiment_chooses_files_of_the_other_groups_and_words_win_over_it():
+    found = load(["+experiment=megatron_530b", "cluster.nodes=70", "train.recompute=full"])
+    assert (found.model.name, found.cluster.name, found.choices["parallel"]) == (
+        "megatron_530b",
+        "selene",
+        "tp8_pp35_vpp3",
+    )
+    assert (found.cluster.nodes, found.train.recompute, found.cost.software) == (70, "full", "megatron_2021")
+    assert found.experiment.step_s == 37.83 and load([]).experiment is None
+    assert load(["experiment=megatron_530b", "parallel=tp8_pp7", "cluster=h100x64"]).parallel.pp == 7
 
 
 def test_a_long_run_name_is_cut_to_a_label():

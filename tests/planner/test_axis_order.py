@@ -63,6 +63,7 @@ def test_stages_are_even_where_that_is_nearly_as_fast_and_else_the_published_one
     """arXiv 2407.21783, section 3.3.2: one layer fewer on the first and on the last stage."""
     assert balance_stages(shapes.llama3_405b(), 16, 8192) == [7, *[8] * 14, 7]
     assert balance_stages(shapes.llama3_70b(), 4, 8192) == [20, 20, 20, 20]
+    assert balance_stages(shapes.llama3_405b(), 128, 8192) == [0, *[1] * 126, 0]  # embedding and head alone
 
 
 def slowest(model, counts, seq_len):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+from msgspec import structs
+
 from orchestrator.plan import from_json, to_json
+from orchestrator.planner.advice import warnings
 
 from . import shapes
 from .configs import main_line, planned
@@ -39,3 +43,9 @@ def test_memory_adds_up_and_zero_one_shards_only_the_optimizer():
     for m in (whole, sharded):
         assert m.total == m.params + m.grads + m.optimizer + m.activations + m.buffers
     assert whole.optimizer == 2 * sharded.optimizer and whole.params == sharded.params
+
+
+@pytest.mark.parametrize(("mfu", "matmul", "said"), [(0.57, "", True), (0.55, "", False), (0.57, "fp8_block", False)])
+def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(mfu, matmul, said):
+    plan = structs.replace(main_line(), mfu=mfu, job=structs.replace(main_line().job, matmul=matmul))
+    assert any("best ever measured" in line for line in warnings(plan)) == said

@@ -77,6 +77,8 @@ UNTRAINED = {
         {"batch_ramp": BatchRamp(start_samples=1, over_samples=9)},
         "starts at 1 samples; legal",
     ),
+    "matmul": (shapes.tiny(), {"matmul": "fp8_block"}, "train.matmul=fp8_block"),
+    "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
 }
 
 

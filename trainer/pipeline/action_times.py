@@ -48,11 +48,10 @@ class ActionTimes:
         seconds = self._origin.elapsed_time
         return [Span(action, seconds(start) / 1e3, seconds(end) / 1e3) for action, start, end in self._marks]
 
-    def bubble_ratio(self) -> float:
-        """Idle over busy time between this rank's first start and last end; idle is waiting for other stages."""
+    def idle_seconds(self) -> float:
+        """Between this rank's first start and last end, when it waits for other stages."""
         spans = self.spans()
-        busy = sum(span.end - span.start for span in spans)
-        return (spans[-1].end - spans[0].start) / busy - 1.0 if busy else 0.0
+        return spans[-1].end - spans[0].start - sum(span.end - span.start for span in spans) if spans else 0.0
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:

@@ -51,7 +51,7 @@ _GAUGES = {
     "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
-    "orch_pipeline_bubble_ratio": "Ratio of idle to busy time of a pipeline, last step, of this node's worst worker.",
+    "orch_pipeline_bubble_ratio": "Share of the last step that a worker of this node waited for other stages, at most.",
     "orch_checkpoint_bytes": "Size of the last durable checkpoint.",
     "orch_memory_bytes": "Memory by category, of the worker of this node that uses most of it.",
     "orch_last_durable_checkpoint_timestamp_seconds": "When the last checkpoint was safely on disk.",

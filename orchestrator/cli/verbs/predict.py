@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orchestrator.planner.predict.predict import Prediction
     from orchestrator.planner.predict.score import Score
 
-MOST_BYTES = 256 << 20
+#: Rows between two lines of progress on a terminal.
+PROGRESS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,51 +23,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import csv
-    import io
-
+    """Rows are read, predicted and written one at a time; a score keeps of each what it compares."""
     from orchestrator.cli.terminal import write_file
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.predict.predict import COLUMNS, predict
+    from orchestrator.planner.predict.score import COMPARED, score
 
-    rows = read_table(args.table)
-    predictions = list(predict(rows))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(one.cells() for one in predictions)
+    measured: list[dict[str, str]] = []
+    predictions: list[Prediction] = []
+
+    def kept() -> Iterator[dict[str, str]]:
+        for row in read_table(args.table):
+            if args.score:
+                measured.append({name: row[name] for name in COMPARED if name in row})
+            yield row
+
+    def lines() -> Iterator[str]:
+        yield csv_line(COLUMNS)
+        for prediction in progress(predict(kept())):
+            if args.score:
+                predictions.append(prediction)
+            yield csv_line(prediction.cells())
+
     if args.out:
-        write_file(args.out, text.getvalue().encode(), "--out")
-    elif not args.score:
-        print(text.getvalue(), end="")
+        write_file(args.out, (line.encode(errors="replace") for line in lines()), "--out")
+    else:
+        for line in lines():
+            if not args.score:
+                print(line, end="")
     if args.score:
-        from orchestrator.planner.predict.score import score
-
-        print(page(score(rows, predictions), args.json))
+        print(page(score(measured, predictions), args.json))
     return Exit.DONE
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
-    """Raises OrchError (65) with the place where the file is not a table that can be predicted."""
+def csv_line(cells: Sequence[str]) -> str:
     import csv
+    import io
 
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
+    """The same, with a count on stderr where that is a terminal and the table is long."""
+    shown = sys.stderr.isatty()
+    count = 0
+    for count, prediction in enumerate(predictions, 1):
+        yield prediction
+        if shown and count % PROGRESS == 0:
+            print(f"\r{count:,} rows", end="", file=sys.stderr, flush=True)
+    if shown and count >= PROGRESS:
+        print(f"\r{count:,} rows", file=sys.stderr)
+
+
+def read_table(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a file, one at a time. Raises OrchError (64, 65) with what makes it unreadable."""
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.predict.rows import NEEDED
+    from orchestrator.planner.predict.table import TableError, read_rows
 
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise OrchError(f"--table {path}: larger than {MOST_BYTES >> 20} MiB", Exit.CONFIG)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, restkey="", restval="")
-            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise OrchError(f"--table {path}: there is no column {missing[0]!r} in its first line", Exit.CONFIG)
-            return list(reader)
+        with path.open("rb") as file:
+            yield from read_rows(file)
+    except TableError as error:
+        raise OrchError(f"--table {path}: {error}", Exit.CONFIG) from None
     except OSError as error:
         raise OrchError(f"--table {path}: {error.strerror}", Exit.USAGE) from None
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise OrchError(f"--table {path}: not a CSV file: {error}", Exit.CONFIG) from None
 
 
 def page(found: Score, as_json: bool) -> str:

@@ -145,7 +145,7 @@ def _time(plan: Plan, style: Style) -> str:
     lines.append("")
     lines.append(
         f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%},"
-        f" bubble {time.bubble_ratio:.1%} of the busy time"
+        f" pipeline bubble {time.bubble_ratio:.1%} of the step"
     )
     label = "limited by "
     lines += textwrap.wrap(label + time.limited_by, style.width, subsequent_indent=" " * len(label))

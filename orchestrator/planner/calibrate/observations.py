@@ -10,8 +10,9 @@ from orchestrator.planner.cost.profile import shipped
 from orchestrator.planner.cost.step_time import StepCost
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import PathCache, candidates
+from orchestrator.planner.predict.cells import RowError
 from orchestrator.planner.predict.predict import context_of
-from orchestrator.planner.predict.rows import Job, RowError, read_row
+from orchestrator.planner.predict.rows import Job, read_row
 
 from .fit import Observation
 

@@ -42,7 +42,7 @@ def _share(names: dict[str, float], stem: str, sd: float, unit: str, source: str
 
 
 _GEMM = {"v100.16": 0.77, "a100.16": 0.80, "hopper.16": 0.73, "hopper.fp8": 0.63, "blackwell.16": 0.64}
-_GEMM |= {"blackwell_ultra.16": 0.70, "blackwell_ultra.fp8": 0.70, "blackwell_ultra.nvfp4": 0.50}
+_GEMM |= {"blackwell_ultra.16": 0.70, "blackwell_ultra.fp8": 0.70, "blackwell_ultra.nvfp4": 0.36}
 _GEMM |= {"blackwell.fp8": 0.63, "blackwell.nvfp4": 0.45}
 _ATTENTION = {"unfused": 0.39, "triton": 0.34, "flash.v100": 0.40, "flash.a100": 0.48, "flash.hopper": 0.35}
 _ATTENTION |= {"cudnn.hopper": 0.50, "blackwell": 0.42, "blackwell_ultra": 0.55, "other": 0.40}
@@ -54,7 +54,8 @@ _FAMILY |= {
     "fsdp_compile": 0.97,
     "fsdp_triton": 1.0,
     "nanotron": 1.0,
-    "deepspeed_2021": 1.0, "deepseek": 1.0,
+    "deepspeed_2021": 1.0,
+    "deepseek": 1.0,
 }
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
 

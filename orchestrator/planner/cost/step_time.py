@@ -342,7 +342,7 @@ def predict(cost: StepCost, sd: float = 0.0, profile: str = "", outside: Contain
         step_s=step,
         compute_s=compute,
         exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
-        bubble_ratio=cost.span[1],
+        bubble_ratio=bubble / step,
         limited_by=_limited_by(step, compute, bubble, exposed, par, outside),
         sd=sd,
         terms=terms,

@@ -17,8 +17,11 @@ def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0
 
     The head counts as work of the last stage; of equal stages the first gets fewer layers, as it holds the token table.
     For 126 layers in 16 stages that gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783, section 3.3.2). An even
-    split is taken where it is within `tolerance` of the best, because equal stages interleave better.
+    split is taken where it is within `tolerance` of the best, because equal stages interleave better. Two stages more
+    than layers: embedding and head stand alone.
     """
+    if stages == model.layers + 2:
+        return [0] + [1] * model.layers + [0]
     head = head_flops(model) / layer_flops(model, model.layers - 1, seq_len).total  # in layers
     return list(_balance(model.layers, stages, head, tolerance))
 

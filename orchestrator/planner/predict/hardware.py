@@ -4,49 +4,195 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import NamedTuple
 
 from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 
 GIB = 1 << 30
 
-#: Name -> (memory GiB, dense TFLOP/s of bf16 and fp16, of fp8, memory GB/s, NVLink GB/s one way, NIC Gb/s a GPU).
-#: Data sheets of NVIDIA V100, A100, H100, H200, B200, GB200, B300 and GB300; the NIC is the reference system's.
-GPUS: dict[str, tuple[float, float, float, float, float, float]] = {
-    "V100-32GB": (32, 125, 125, 900, 150, 50),
-    "A100-40GB": (40, 312, 312, 1555, 300, 200),
-    "A100-80GB": (80, 312, 312, 2039, 300, 200),
-    "H100-96GB-HBM2e": (96, 989, 1979, 2400, 450, 400),
-    "H100-80GB": (79.6, 989, 1979, 3350, 450, 400),
-    "H200": (141, 989, 1979, 4800, 450, 400),
-    "B200": (180, 2250, 4500, 8000, 900, 400),
-    "GB200": (186, 2500, 5000, 8000, 900, 400),
-    "B300": (270, 2250, 4500, 8000, 900, 800),
-    "GB300": (277, 2500, 5000, 8000, 900, 800),
+
+class GpuData(NamedTuple):
+    """Data-sheet values; rates are dense."""
+
+    memory_gib: float
+    half_tflops: float  # bf16 and fp16
+    fp8_tflops: float
+    hbm_gb_per_s: float
+    link_gb_per_s: float  # one way, of one GPU to the others of its node: NVLink, Infinity Fabric or PCIe
+    nic_gbit: float  # of the reference system, a GPU
+    per_node: int = 8
+    fp4_tflops: float = 0.0
+
+
+#: Data sheets of NVIDIA and AMD. Memory is what the driver shows. A GPU without 8-bit products has the 16-bit rate.
+GPUS: dict[str, GpuData] = {
+    "V100-16GB": GpuData(16, 125, 125, 900, 150, 25),
+    "V100-32GB": GpuData(32, 125, 125, 900, 150, 50),
+    "A100-40GB": GpuData(40, 312, 312, 1555, 300, 200),
+    "A100-40GB-PCIe": GpuData(40, 312, 312, 1555, 32, 100),
+    "A100-80GB": GpuData(80, 312, 312, 2039, 300, 200),
+    "A100-80GB-PCIe": GpuData(80, 312, 312, 1935, 32, 100),
+    "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # NVLink of 400 GB/s
+    "A40": GpuData(45, 150, 150, 696, 32, 50),
+    "A30": GpuData(24, 165, 165, 933, 32, 50),
+    "A10G": GpuData(22.5, 70, 70, 600, 32, 12.5),
+    "A10": GpuData(22.5, 125, 125, 600, 32, 25),
+    "A6000": GpuData(47.5, 155, 155, 768, 32, 25),
+    "T4": GpuData(15, 65, 65, 320, 16, 12.5),
+    "RTX3090": GpuData(24, 71, 71, 936, 32, 12.5),
+    "RTX4090": GpuData(24, 165, 330, 1008, 32, 12.5),
+    "L4": GpuData(22.5, 121, 242, 300, 32, 12.5),
+    "L40S": GpuData(45, 362, 733, 864, 32, 50),
+    "L40": GpuData(45, 181, 362, 864, 32, 50),
+    "H20": GpuData(95.6, 148, 296, 4000, 450, 400),
+    "H800": GpuData(79.6, 989, 1979, 3350, 200, 400),  # NVLink of 400 GB/s
+    "H100-80GB": GpuData(79.6, 989, 1979, 3350, 450, 400),
+    "H100-96GB-HBM2e": GpuData(95, 860, 1721, 2400, 450, 400),  # 500 W: 0.87 of the clock of 700 W
+    "H100-PCIe": GpuData(79.6, 756, 1513, 2000, 64, 100),
+    "H100-NVL": GpuData(93.6, 835, 1671, 3900, 300, 200),
+    "GH200": GpuData(95.6, 989, 1979, 4000, 450, 200, 4),
+    "H200": GpuData(140.4, 989, 1979, 4800, 450, 400),
+    "B200": GpuData(179, 2250, 4500, 8000, 900, 400, 8, 9000),
+    "GB200": GpuData(185, 2500, 5000, 8000, 900, 400, 4, 10000),
+    "B300": GpuData(268, 2250, 4500, 8000, 900, 800, 8, 13500),
+    "GB300": GpuData(277, 2500, 5000, 8000, 900, 800, 4, 15000),
+    "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),  # one of the two dies, each a device
+    "MI300X": GpuData(192, 1307, 2615, 5300, 448, 400),
+    "MI325X": GpuData(256, 1307, 2615, 6000, 448, 400),
+    "MI355X": GpuData(288, 2516, 5033, 8000, 538, 400, 8, 10066),
 }
-SOURCE = "NVIDIA data sheets"
+SOURCE = "data sheets"
+#: Patterns of names, without separators and in upper case, before the GPU they mean. The first match counts.
+_NAMES: tuple[tuple[str, str], ...] = (
+    *((name, name) for name in ("GB300", "GB200", "B300", "B200", "GH200", "H200", "H800", "A10G", "L40S", "T4")),
+    *(
+        ("H100.*(HBM2E|500W)", "H100-96GB-HBM2e"),
+        ("H100.*(PCIE|PCI-E)", "H100-PCIe"),
+        ("H100.*(NVL(?!INK)|94)", "H100-NVL"),
+    ),
+    *(
+        ("H100", "H100-80GB"),
+        ("H20", "H20"),
+        ("A800", "A800-80GB"),
+        ("A100.*80.*PCIE|A100.*PCIE.*80", "A100-80GB-PCIe"),
+    ),
+    *(("A100.*PCIE", "A100-40GB-PCIe"), ("A100.*40", "A100-40GB"), ("A100", "A100-80GB"), ("V100.*16", "V100-16GB")),
+    *(
+        ("V100", "V100-32GB"),
+        ("A6000", "A6000"),
+        ("3090", "RTX3090"),
+        ("4090", "RTX4090"),
+        ("A40", "A40"),
+        ("A30", "A30"),
+    ),
+    *(("A10", "A10"), ("L40", "L40"), ("L4", "L4"), ("MI250", "MI250X"), ("MI300", "MI300X"), ("MI325", "MI325X")),
+    ("MI35", "MI355X"),
+)
 
 
+@lru_cache(maxsize=1024)
 def gpu_of(name: str) -> tuple[str, bool]:
-    """(known GPU that is the longest prefix of `name`, True), or an H100 and False."""
-    matches = [known for known in GPUS if name.upper().startswith(known.upper())]
-    return (max(matches, key=len), True) if matches else ("H100-80GB", False)
+    """(the GPU that `name` means, True), or an H100 and False."""
+    word = re.sub(r"[\s_\-]+", "", name[:80]).upper()
+    for pattern, known in _NAMES:
+        if re.search(
+            rf"(?<![A-Z0-9])(?:\d*X)?(?:NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX)*{pattern}", word
+        ):
+            return known, True
+    return "H100-80GB", False
 
 
-def nic_gbit_per_s(network: str, gpus_per_node: int) -> float | None:
-    """Gb/s of network per GPU, from an interconnect's name: "8x200Gb/s", "400Gb/s per GPU", "1600Gb/s per node"."""
-    if several := re.search(r"(\d+)x(\d+)\s*Gb/s", network):
-        return int(several[1]) * int(several[2]) / gpus_per_node
-    if one := re.search(r"(\d+)\s*Gb/s(?: per (GPU|node))?", network):
-        return int(one[1]) / (gpus_per_node if one[2] == "node" else 1)
-    return None
+class Network(NamedTuple):
+    """What an interconnect's words say."""
+
+    gbit_per_gpu: float | None  # None: no rate
+    nics_per_node: int | None
+    nvlink: bool | None  # None: not said; False: "PCIe", "no NVLink"
+    domain_gpus: int | None  # of one NVLink domain that spans nodes
+    per_node: int | None  # GPUs of a node, from "DGX-2" or "(8 GPU)"
+    slow: bool  # a cloud's or an Ethernet fabric
+
+
+_SEVERAL = re.compile(r"(\d+)\s*[x×]\s*(\d+(?:\.\d+)?)\s*(g|t)(?:b/?e?|bps|bit|ig)", re.I)
+_ONE = re.compile(
+    r"(\d+(?:\.\d+)?)\s*(g|t)(bps|b/s|bit/s|igabit|bit|be|ige|b)\b[^,;+]*?(?:(?:per|a|/)\s*(gpu|nic|node|host|server|port)|$|[+,;(])",
+    re.I,
+)
+_NICS = re.compile(r"(\d+)\s*(?:x\s*)?(?:nics?|hcas?|ports?|rails?)", re.I)
+_CLASSES = re.compile(r"(\d+)\s*[x×]\s*(?:ib\s*|infiniband\s*|mellanox\s*)?(?:[ehnxf]dr|connectx|cx-?\d)", re.I)
+_WHOLE_NODE = re.compile(r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I)  # a rate without "per" is the node's
+_CLASS = {"edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, "ndr": 400, "xdr": 800, "fdr": 56, "slingshot-10": 100}
+_CLASS |= {"slingshot": 200, "omni": 100}
+_SLOW = re.compile(
+    r"\befa\b|roce|ethernet|gigabit|\d\s*g(?:b?e|ige)\b|tcp|cloud|not stated|unknown|\baws\b|\bgcp\b|azure|\boci\b",
+    re.I,
+)
+_FAST = re.compile(r"infiniband|\bib\b|[ehnx]dr\b|omni|slingshot|quantum|nvl ?\d{2}|dgx", re.I)
+
+
+@lru_cache(maxsize=1024)
+def network_of(words: str, gpus_per_node: int) -> Network:
+    """What `interconnect` says of a system whose nodes have `gpus_per_node` GPUs."""
+    text = words[:200]
+    lower = text.lower()
+    domain = re.search(r"nvl ?(\d{2,3})\b", lower)
+    node = re.search(r"\((\d+) ?gpus?\)", lower)
+    per_node = int(node[1]) if node else 16 if "dgx-2" in lower else None
+    size = per_node or gpus_per_node
+    nics = int(_NICS.search(lower)[1]) if _NICS.search(lower) else None  # type: ignore[index]
+    by_class = _CLASSES.search(lower)
+    if by_class and nics is None:
+        nics = int(by_class[1])
+    outside = re.sub(r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower)  # the rate of NVLink is its generation's
+    gbit = None
+    if several := _SEVERAL.search(outside):
+        nics = int(several[1])
+        gbit = nics * _gbit(several[2], several[3]) / size
+    elif one := _ONE.search(outside):
+        rate, unit = _gbit(one[1], one[2]), one[4] or ""
+        if unit in ("nic", "port", "") and nics:
+            gbit = rate * nics / size
+        elif unit in ("node", "host", "server") or (not unit and (rate > 800 or _WHOLE_NODE.search(lower))):
+            gbit = rate / size
+        else:
+            gbit = rate
+    else:
+        named = next((rate for word, rate in _CLASS.items() if word in outside), None)
+        if named and nics:
+            gbit = named * nics / size
+        elif named and "omni" in outside:
+            gbit = named / size
+        elif named:
+            gbit = float(named)
+    linked = None
+    if re.search(r"no nv ?link|without nv ?link|\bpci-?e\d?\b", lower) and not re.search(
+        r"(?<!no )nvlink\d|nvswitch", lower
+    ):
+        linked = False
+    elif "nvlink" in lower or "nvswitch" in lower or domain:
+        linked = True
+    slow = bool(_SLOW.search(lower)) or (gbit is not None and gbit < 100 and not _FAST.search(lower))
+    return Network(gbit, nics, linked, int(domain[1]) if domain else None, per_node, slow)
+
+
+def _gbit(number: str, letter: str) -> float:
+    return float(number) * (1000 if letter.lower() == "t" else 1)
 
 
 @lru_cache(maxsize=512)
-def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, nic_gbit: float, domain_gpus: int) -> Cluster:
-    """A cluster with one switch level over all nodes: tables say nothing about switches."""
-    memory, half, fp8, hbm, nvlink, _ = GPUS[gpu]
+def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) -> Cluster:
+    """A cluster with one switch level over all nodes: tables say nothing about switches.
+
+    Where nothing is said of the network it is that of the GPU's reference system.
+    """
+    data = GPUS[gpu]
     nodes = -(-num_gpus // gpus_per_node)
-    per_domain = max(1, domain_gpus // gpus_per_node)
+    per_domain = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
+    half = data.half_tflops * 1e12
+    peaks = {"fp32": half / 8, "bf16": half, "fp16": half, "fp8": data.fp8_tflops * 1e12}
+    peaks["nvfp4"] = max(data.fp4_tflops, data.fp8_tflops) * 1e12
+    link = min(data.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0) if network.nvlink is False else 0.0
+    nics = network.nics_per_node or gpus_per_node
     return Cluster(
         name=f"{gpu}x{num_gpus}",
         device="cuda",
@@ -54,20 +200,20 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, nic_gbit: float, dom
         gpus_per_node=gpus_per_node,
         gpu=Gpu(
             name=gpu,
-            memory_bytes=int(memory * GIB),
-            peak_flops={"fp32": half * 1e12 / 8, "bf16": half * 1e12, "fp16": half * 1e12, "fp8": fp8 * 1e12},
-            hbm_bytes_per_s=hbm * 1e9,
+            memory_bytes=int(data.memory_gib * GIB),
+            peak_flops=peaks,
+            hbm_bytes_per_s=data.hbm_gb_per_s * 1e9,
             source=SOURCE,
         ),
         nvlink_domains=[list(range(at, min(at + per_domain, nodes))) for at in range(0, nodes, per_domain)],
-        nvlink=Link(bytes_per_s=nvlink * 1e9, latency_s=3.4e-6, source=SOURCE),
-        nics_per_node=gpus_per_node,
-        rails=gpus_per_node,
+        nvlink=Link(bytes_per_s=(link or data.link_gb_per_s) * 1e9, latency_s=3.4e-6, source=SOURCE),
+        nics_per_node=nics,
+        rails=nics,
         levels=[
             SwitchLevel(
                 name="fabric",
                 switches=[list(range(nodes))],
-                bytes_per_s=nic_gbit * 1e9 / 8,
+                bytes_per_s=(network.gbit_per_gpu or data.nic_gbit) * 1e9 / 8,
                 latency_s=1e-5,
                 oversubscription=1.0,
                 source=SOURCE,

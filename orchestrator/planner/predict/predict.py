@@ -10,14 +10,15 @@ from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.placement.axis_order import CostContext, PathCache, solve
 
-from .rows import Job, RowError, read_row
+from .cells import RowError
+from .rows import Job, read_row
 
 GIB = 1 << 30
 COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed")
 
 
 class Prediction(NamedTuple):
-    """One row of the result. `status`: ok, oom, or "error: <column and why>" with the numbers left empty."""
+    """One row of the result. `status`: ok, oom, or "error: row <number>: <column and why>", the numbers left empty."""
 
     id: str
     step_time_s: float | None
@@ -40,7 +41,7 @@ def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -
             job = read_row(cells)
             yield _one(name, job, paths, profile)
         except RowError as error:
-            yield Prediction(name, None, None, None, f"error: {error}", "")
+            yield Prediction(name, None, None, None, f"error: row {number}: {error}", "")
 
 
 def _one(name: str, job: Job, paths: dict[int, PathCache], profile: Profile) -> Prediction:

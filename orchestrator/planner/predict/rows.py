@@ -1,236 +1,218 @@
-"""One row of a table -> model, cluster, degrees. Missing values are assumed, and each assumption is reported."""
+"""One row of a table -> model, cluster, degrees, software. Missing values are assumed, and each assumption is said."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
-from msgspec import structs
+from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Precision, Recompute, Train
+from orchestrator.planner.cost.software import Selective, Software, with_traits
 
-from orchestrator.plan.document import AXES, Cluster, Matmul, Model, Moe, Parallel, Train
-from orchestrator.planner.cost.software import SOFTWARE, Software, with_traits
-from orchestrator.planner.model.layers import parameter_count
-from orchestrator.planner.model.stages import balance_stages
+from .cells import Row, RowError
+from .family import Facts, software_of
+from .hardware import GPUS, Network, cluster_of, gpu_of, network_of
+from .layout import layout_of, zero_of
+from .shapes import model_of
+from .table import PROBLEM
 
-from .hardware import GPUS, cluster_of, gpu_of, nic_gbit_per_s
-
-SCHEDULE = {"1f1b": "1f1b", "zb-1p": "zb_h1", "zb-2p": "zb_h2", "none": "1f1b"}
-NEEDED = ("layers", "hidden", "heads", "seq_len")
-
-
-class RowError(ValueError):
-    """A row that cannot be predicted; the message names the column."""
+Task = Literal["pretrain", "sft", "lora"]
 
 
 class Job(NamedTuple):
+    """What a row ran."""
+
     cluster: Cluster
     model: Model
     parallel: Parallel
-    train: Train
-    matmul: Matmul  # precision of matrix products where it is narrower
+    train: Train  # `train.recompute` is "none" where the row does not say
+    matmul: Matmul  # precision of matrix products where it is narrower than the tensors'
+    software: Software
+    task: Task
+    mem_kind: str  # how memory was measured, in the table's words
+    recompute: Recompute | None  # None: the row does not say
+    recompute_share: float  # of the layers, that recompute
+    slow_fabric: bool  # a cloud's or an Ethernet network
+    expert_tp: int  # ranks that share one expert
+    expert_ranks: int  # `ep` of the row; `parallel.ep` is what fits the plan's axes
+    group: str  # the row's source: its id without the number
     assumed: list[str]
-    software: Software = SOFTWARE["eager"]
-    task: str = "pretrain"
-    slow_fabric: bool = False
-
-
-class Row:
-    """Typed access to one row; collects the assumptions."""
-
-    def __init__(self, cells: Mapping[str, str]):
-        self.cells = cells
-        self.assumed: list[str] = []
-
-    def text(self, name: str) -> str:
-        return (self.cells.get(name) or "").strip()
-
-    def number(self, name: str, default: int | None = None) -> int:
-        text = self.text(name)
-        if not text:
-            if default is None:
-                raise RowError(f"{name} is missing")
-            self.assumed.append(f"{name}={default}")
-            return default
-        try:
-            value = float(text)
-        except ValueError:
-            raise RowError(f"{name}={text!r} is not a number") from None
-        if not (value.is_integer() and 0 <= value <= 2**40):
-            raise RowError(f"{name}={text!r} is not a whole number in range")
-        return int(value)
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.number(name, default)
-        if value < 1:
-            raise RowError(f"{name}={value} must be at least 1")
-        return value
 
 
 def read_row(cells: Mapping[str, str]) -> Job:
     """The job of one row. Raises RowError naming the column."""
+    if problem := cells.get(PROBLEM):
+        raise RowError(problem)
     row = Row(cells)
-    model = _model(row)
-    tp, pp, cp = row.positive("tp", 1), row.positive("pp", 1), row.positive("cp", 1)
-    gpus = row.positive("num_gpus", tp * pp * cp * row.positive("dp", 1))
-    ranks = gpus // (tp * pp * cp)
-    if ranks * tp * pp * cp != gpus:
-        raise RowError(f"tp{tp} x pp{pp} x cp{cp} does not divide num_gpus={gpus}")
-    ep = _experts(row, ranks)
-    size = row.positive("micro_batch", 1)
-    batch = row.positive("global_batch", ranks * size)
-    vpp = row.positive("vpp", 1) if pp > 1 else 1
-    vpp = min(vpp, model.layers // pp) or 1
-    if pp > model.layers:
-        raise RowError(f"pp={pp} stages for {model.layers} layers")
-    micro_batches = max(1, math.ceil(batch / (size * ranks)))
-    train, matmul = _train(row)
-    zero = row.number("zero_stage", 1)
-    if zero > 3:
-        raise RowError(f"zero_stage={zero}: 0 to 3")
-    degrees: dict[str, Any] = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": ranks // ep, "zero": zero, "vpp": vpp}
-    parallel = Parallel(
-        **degrees,
-        sp=tp > 1 and row.text("sp") == "1",
-        world_size=gpus,
-        order=list(AXES),
-        schedule=_schedule(row, pp, vpp),
-        stage_layers=balance_stages(model, pp * vpp, train.seq_len),
-        micro_batch_size=size,
-        micro_batches=micro_batches,
-        accumulation=micro_batches,
-        global_batch_samples=batch,
-        global_batch_tokens=batch * train.seq_len,
-        bucket_bytes=_bucket(model, tp, zero),
+    model = model_of(row)
+    gpu, network, per_node = _hardware(row)
+    matmul, precision = _precision(row, gpu)
+    seq_len = model.max_seq_len
+    facts = Facts(
+        row.text("framework"),
+        row.text("notes"),
+        gpu,
+        precision == "fp16",
+        model.mlp == "gated",
+        seq_len,
+        zero_of(row.text("zero_stage")),
+    )
+    software, said = software_of(facts)
+    if said:
+        row.say(said)
+    layout = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
+    parallel = layout.parallel
+    gpus = parallel.world_size
+    per_node = min(per_node, gpus)
+    if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
+        row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
+    recompute, share, selective = _recompute(row, software)
+    if software.selective != selective:
+        software = with_traits(software, selective=selective)
+    modes: list[Recompute] = []
+    if recompute == "full" and share < 1.0:  # spread over the layers
+        modes = ["full" if int((at + 1) * share) > int(at * share) else "none" for at in range(model.layers)]
+    train = Train(
+        steps=1,
+        seq_len=seq_len,
+        seed=0,
+        precision=precision,
+        grad_dtype=precision if software.grad_bytes == 2 else "fp32",
+        recompute="budget" if modes else recompute or "none",
+        recompute_layers=modes,
+        clip_grad_norm=1.0,
+        log_every_steps=1,
     )
     return Job(
-        _cluster(row, gpus),
+        cluster_of(gpu, gpus, per_node, network),
         model,
         parallel,
         train,
         matmul,
+        software,
+        _task(row),
+        row.text("mem_kind"),
+        recompute,
+        share,
+        network.slow and gpus > per_node,
+        layout.expert_tp,
+        layout.expert_ranks,
+        group_of(cells),
         row.assumed,
-        _software(row),
-        row.text("task") or "pretrain",
-        any(w in row.text("interconnect") for w in ("EFA", "RoCE", "not stated")),
     )
 
 
-def _software(row: Row) -> Software:
-    """The family of a row's software; replaced by a reader of its own."""
-    notes, found = row.text("notes").lower(), _family(row)
-    release = re.search(r"container (\d+)\.(\d+)", notes)
-    late = release is not None and (int(release[1]), int(release[2])) >= (26, 6)
-    if "hybridep" in notes or ("drop" in notes and "dropless" not in notes) or late:
-        found = with_traits(found, host="modern")
-    return with_traits(found, ep_overlap=True) if "hybridep" in notes or "ep overlap on" in notes else found
+def group_of(cells: Mapping[str, str]) -> str:
+    """The source of a row: its id without the number."""
+    return (cells.get("id") or "").rpartition("-")[0] or "all"
 
 
-def _family(row: Row) -> Software:
-    text = row.text("framework").lower()
-    if "fms" in text:
-        return with_traits(SOFTWARE["fsdp_compile"], selective="alternate")
-    if "nemo" in text and "A100" in row.text("gpu"):
-        return with_traits(SOFTWARE["nemo"], attention="unfused")
-    words = {"zero-3": "deepspeed_2021", "deepspeed": "megatron_deepspeed", "zero bubble": "megatron_2021"}
-    words |= {"simumax": "megatron", "core": "nemo", "bridge": "nemo", "nemo": "nemo", "megatron": "megatron_2021"}
-    words |= {"maxtext": "maxtext", "paxml": "maxtext", "foundry": "fsdp_triton", "titan": "torchtitan"}
-    words |= {"nanotron": "nanotron", "fsdp": "fsdp"}
-    return SOFTWARE[next((name for word, name in words.items() if word in text), "eager")]
-
-
-def _bucket(model: Model, tp: int, zero: int) -> int:
-    """Bytes of a gradient bucket: a layer with ZeRO-3 (FSDP), else 25 MiB."""
-    return 25 << 20 if zero < 3 else max(25 << 20, 4 * model.parameters // model.layers // tp)
-
-
-def _experts(row: Row, ranks: int) -> int:
-    """The ep axis. Tables count dp over all replicas of the dense weights; here ep and dp are separate axes."""
-    ep = row.positive("ep", 1)
-    fits = math.gcd(ep, ranks)
-    if fits != ep:
-        row.assumed.append(f"ep={fits} of {ep}: the rest folded over other axes")
-    return fits
-
-
-def _schedule(row: Row, pp: int, vpp: int) -> str:
-    name = row.text("pp_schedule")
-    if vpp > 1:
-        return "interleaved"
-    if pp > 1 and name not in SCHEDULE:
-        row.assumed.append("pp_schedule=1f1b")
-    return SCHEDULE.get(name, "1f1b")
-
-
-def _train(row: Row) -> tuple[Train, Matmul]:
-    precision = row.text("precision").lower()
-    narrow = precision.startswith(("fp8", "mxfp8", "nvfp4", "fp4"))
-    if narrow and "4" in precision:
-        row.assumed.append("matmuls as fp8")
-    wide = "fp16" if precision == "fp16" else "fp32" if precision == "fp32" else "bf16"
-    if not precision:
-        row.assumed.append("precision=bf16")
-    recompute = row.text("recompute")
-    mode = "full" if recompute.startswith("full") else recompute
-    if mode not in ("none", "selective", "full"):
-        mode = "none"
-        row.assumed.append("recompute=none")
-    elif mode != recompute:
-        row.assumed.append("recompute=full for every layer")
-    values: dict[str, Any] = {"seq_len": row.positive("seq_len"), "precision": wide, "recompute": mode}
-    train = Train(steps=1, seed=0, grad_dtype="fp32", clip_grad_norm=1.0, log_every_steps=1, **values)
-    return train, ("nvfp4" if "4" in precision else "mxfp8" if "mx" in precision else "fp8_tensor") if narrow else ""
-
-
-def _cluster(row: Row, gpus: int) -> Cluster:
-    network = row.text("interconnect")
-    name, known = gpu_of(row.text("gpu"))
+def _hardware(row: Row) -> tuple[str, Network, int]:
+    """(name of the GPU, what is said of the network, GPUs of a node)."""
+    words = row.text("gpu")
+    name, known = gpu_of(words)
     if not known:
-        row.assumed.append(f"gpu={name}")
-    per_node = min(row.positive("gpus_per_node", 8), gpus)
-    gbit = nic_gbit_per_s(network, per_node)
-    if gbit is None:
-        gbit = GPUS[name][5]
-        if gpus > per_node:
-            row.assumed.append(f"network {gbit:g} Gb/s a GPU")
-    return cluster_of(name, gpus, per_node, gbit, 72 if "NVL72" in network else per_node)
+        row.say(f"gpu={name}" if not words else f"gpu={name}: {words[:30]!r} is not known")
+    per_node = row.whole("gpus_per_node")
+    interconnect = row.text("interconnect")
+    network = network_of(interconnect, per_node or GPUS[name].per_node)
+    if per_node is None:
+        per_node = network.per_node or (4 if network.domain_gpus else GPUS[name].per_node)
+        row.say(f"gpus_per_node={per_node}")
+        network = network_of(interconnect, per_node)
+    return name, network, per_node
 
 
-def _model(row: Row) -> Model:
-    vocab = row.positive("vocab", 51200)
-    hidden, heads = row.positive("hidden"), row.positive("heads")
-    experts = row.number("experts", 0) if row.text("experts") else 0
-    moe = None
-    if experts > 1:
-        moe = (experts, row.positive("topk", 1), row.positive("moe_ffn", row.positive("ffn_hidden", 4 * hidden)))
-    shape = (
-        *(row.text("model") or "model", row.positive("layers"), hidden, heads, row.positive("kv_heads", heads)),
-        *(row.positive("ffn_hidden", 4 * hidden), vocab, row.positive("seq_len"), moe),
-    )
-    try:
-        billions = float(row.text("params_b") or 0)
-    except ValueError:
-        billions = 0.0
-    return _nearest(shape, billions)
+_WIDE: tuple[tuple[str, Precision], ...] = (("bf16|bfloat", "bf16"), ("fp16|float16|half|f16", "fp16"), ("32", "fp32"))
+
+
+def _precision(row: Row, gpu: str) -> tuple[Matmul, Precision]:
+    """(precision of the matrix products where narrower, precision of the tensors)."""
+    text = row.text("precision")
+    matmul, wide, said = _precision_words(text.lower(), gpu)
+    if said:
+        row.say(said)
+    return matmul, wide
 
 
 @lru_cache(maxsize=1024)
-def _nearest(shape: tuple[Any, ...], billions: float) -> Model:
-    """The model of this shape (gated or plain MLP, tied or untied head) whose size is nearest to `billions`."""
-    name, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, moe = shape
-    found = []
-    for mlp in ("gated", "plain"):
-        for tied in (False, True):
-            plain = mlp == "plain"
-            values = dict(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn_hidden=ffn)
-            values |= dict(head_dim=max(1, hidden // heads), vocab=vocab, max_seq_len=seq_len, tied_embeddings=tied)
-            values |= dict(norm="layer" if plain else "rms", norm_eps=1e-5, position="none" if plain else "rope")
-            values |= dict(rope_theta=1e4, mlp=mlp, activation="gelu" if plain else "silu", bias=plain)
-            experts = Moe(experts=moe[0], top_k=moe[1], ffn_hidden=moe[2]) if moe else None
-            model = Model(**values, causal=True, parameters=0, source="table", moe=experts)
-            found.append(structs.replace(model, parameters=parameter_count(model)))
-    if not billions:
-        return found[0]
-    return min(found, key=lambda model: abs(model.parameters / 1e9 - billions))
+def _precision_words(word: str, gpu: str) -> tuple[Matmul, Precision, str]:
+    usual: Precision = "fp16" if gpu.startswith(("V100", "T4")) else "bf16"
+    matmul: Matmul = ""
+    if re.search(r"nvfp4|mxfp4|fp4", word):
+        matmul = "nvfp4"
+    elif re.search(r"mxfp8|fp8[-_ ]?mx|mx[-_ ]?fp8|microscal", word):
+        matmul = "mxfp8"
+    elif re.search(r"(fp8|float8|f8|e4m3).*(row|block|sub|sc\b|tile|128)", word):
+        matmul = "fp8_block"
+    elif re.search(r"fp8|float8|f8|e4m3|e5m2", word):
+        matmul = "fp8_tensor"
+    said = ""
+    if matmul:
+        if GPUS[gpu].fp8_tflops == GPUS[gpu].half_tflops:
+            return "", usual, f"precision={usual}: {gpu} has no 8-bit products"
+        if matmul == "nvfp4" and not GPUS[gpu].fp4_tflops:
+            matmul, said = "fp8_tensor", f"precision=fp8: {gpu} has no 4-bit products"
+        if matmul == "mxfp8" and not GPUS[gpu].fp4_tflops:
+            matmul, said = "fp8_block", f"precision=fp8 in blocks: {gpu} has no microscaling"
+        return matmul, "bf16", said
+    for pattern, wide in _WIDE:
+        if re.search(pattern, word):
+            return "", wide, ""
+    said = f"precision={usual}" + (
+        f": {word[:20]!r} is not read" if word and word not in ("amp", "mixed", "16") else ""
+    )
+    return "", usual, said
+
+
+_TASKS: tuple[tuple[str, Task], ...] = (
+    ("lora|peft|adapter", "lora"),
+    ("sft|fine|instruct|dpo|align|rlhf|post", "sft"),
+)
+
+
+def _task(row: Row) -> Task:
+    word = row.text("task").lower()
+    found = next((task for pattern, task in _TASKS if re.search(pattern, word)), None)
+    if found:
+        return found
+    if word and "pre" not in word and word not in ("train", "training", "lm", "llm"):
+        row.say(f"task=pretrain: {word[:20]!r} is not read")
+    return "pretrain"
+
+
+def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
+    """(mode, None where the row does not say; share of the layers; what selective means to this software)."""
+    selective: Selective = "core"
+    if software.memory in ("fsdp", "orch"):
+        words = f"{row.text('framework')}; {row.text('notes')}".lower()
+        alternate = "fms" in words or "fraction of" in words
+        selective = "alternate" if alternate else "ops"
+    word = row.text("recompute").lower()
+    mode, share, said = _recompute_words(word)
+    if said:
+        row.say(said)
+    if mode == "selective" and selective == "alternate" and share == 1.0:
+        share = 0.5
+    return mode, share, selective
+
+
+@lru_cache(maxsize=1024)
+def _recompute_words(word: str) -> tuple[Recompute | None, float, str]:
+    if not word or word == "not recorded":
+        return None, 1.0, "recompute: not stated"
+    share = 1.0
+    if re.search(r"every (other|second|2nd)|alternat|half|1/2", word):
+        share = 0.5
+    elif found := re.search(r"every (\d)(?:rd|th)|1 (?:in|of) (\d)\b|1/(\d)", word):
+        share = 1 / max(1, int(next(filter(None, found.groups()))))
+    elif percent := re.search(r"(\d{1,3})\s*%", word):
+        share = min(100, int(percent[1])) / 100
+    if re.search(r"selective|core|attn|attention|mlp|\bops?\b|partial|moe_act|layernorm|\bsel\b", word):
+        return "selective", share, ""
+    if re.search(r"full|^(yes|true|on|1|y|ac|gc)\b|block|uniform|checkpoint|layer|all|remat", word):
+        return "full", share, ""
+    if re.search(r"^(none|no|off|false|0|n|disabled|without)\b", word):
+        return "none", 1.0, ""
+    return None, 1.0, f"recompute: {word[:20]!r} is not read"

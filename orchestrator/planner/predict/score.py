@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .predict import Prediction
+from .rows import group_of
 
 #: Rows that agree in these differ in layout only.
 SWEEP = ("model", "layers", "hidden", "seq_len", "gpu", "num_gpus", "global_batch", "precision", "framework")
+#: What a score reads of a row.
+COMPARED = (*SWEEP, "id", "step_time_s", "peak_mem_gib", "status")
 
 
 class Errors(NamedTuple):
@@ -55,11 +58,6 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
         if row.get("status") in ("ok", "oom"):
             fits[row["status"], got.status] += 1
     return Score(_errors(time), _errors(memory), _orders(sweeps), dict(fits))
-
-
-def group_of(row: Mapping[str, str]) -> str:
-    """The source of a row: its id without the number."""
-    return (row.get("id") or "").rpartition("-")[0] or "all"
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:

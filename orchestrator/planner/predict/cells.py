@@ -1,0 +1,99 @@
+"""The cells of one row as numbers and words, and what was assumed where they say nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+#: What tables write where they have no number.
+BLANK = frozenset(("", "-", "--", "—", "?", "n/a", "na", "nan", "null", "none", "unknown", "not stated", "tbd", "auto"))
+#: What tables write where they have no word; "none" is a word.
+_NO_WORD = BLANK - {"none", "auto"}
+#: Largest plausible value of a column; a larger one is an error in the row, not a model to predict.
+MOST: dict[str, int] = {
+    **dict.fromkeys(("layers", "tp", "cp", "pp", "vpp", "topk"), 4096),
+    **dict.fromkeys(("heads", "kv_heads", "experts", "ep", "gpus_per_node"), 1 << 16),
+    **dict.fromkeys(("hidden", "num_gpus", "dp", "micro_batch"), 1 << 20),
+    **dict.fromkeys(("ffn_hidden", "moe_ffn", "vocab"), 1 << 24),
+    "seq_len": 1 << 28,
+    "global_batch": 1 << 40,  # samples, or tokens
+    "zero_stage": 3,
+}
+#: Columns of powers of two: 4k is 4096. Elsewhere k is 1000.
+_BINARY = ("seq_len", "global_batch", "hidden", "ffn_hidden", "moe_ffn", "num_gpus", "micro_batch")
+_SCALES = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
+_UNITS = "x|×|gpus?|gpu|layers?|heads?|tokens?|tok|samples?|sequences?|seqs?|ranks?|experts?|stages?|gb|gib|devices?"
+_NUMBER = re.compile(
+    rf"[~≈]?([+-]?(?:\d{{1,3}}(?:[,_' ]\d{{3}})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?|[+-]?\.\d+)\s*([kmbt]?)\s*(?:{_UNITS})?"
+    r"(?:\s*\([^()]*\))?"
+)
+_PRODUCT = re.compile(r"(\d{1,7})\s*[x×*]\s*(\d{1,7})(?:\s*(?:gpus?|=.*|\([^()]*\)))?")
+
+
+class RowError(ValueError):
+    """A row that cannot be predicted; the message names the column."""
+
+
+@lru_cache(maxsize=8192)
+def number_of(name: str, text: str) -> float | None:
+    """The number in a cell of column `name`: "1,024", "8x", "128k", "2x8". None where blank; RowError."""
+    short = text[:40]
+    lower = text.strip().lower()
+    if lower in BLANK:
+        return None
+    if len(lower) > 60:
+        raise RowError(f"{name}={short!r}... is not a number: {len(text)} characters")
+    if several := _PRODUCT.fullmatch(lower):
+        return float(int(several[1]) * int(several[2]))
+    found = _NUMBER.fullmatch(lower)
+    if found is None:
+        raise RowError(f"{name}={short!r} is not a number")
+    value = float(re.sub("[,_' ]", "", found[1]))
+    return value * (1024.0 if name in _BINARY else 1000.0) ** _SCALES[found[2]]
+
+
+class Row:
+    """Typed access to one row; collects the assumptions."""
+
+    __slots__ = ("assumed", "cells")
+
+    def __init__(self, cells: Mapping[str, str]):
+        self.cells = cells
+        self.assumed: list[str] = []
+
+    def text(self, name: str) -> str:
+        """The words of a cell; empty where it says nothing."""
+        text = (self.cells.get(name) or "").strip()
+        return "" if text.lower() in _NO_WORD else text
+
+    def whole(self, name: str, least: int = 1) -> int | None:
+        """A whole number of at least `least`, None where blank. RowError, also above what is plausible."""
+        text = self.cells.get(name) or ""
+        if not text:
+            return None
+        value = number_of(name, text)
+        if value is None:
+            return None
+        if value < least:
+            raise RowError(f"{name}={text[:40]!r} must be at least {least}")
+        if value > MOST[name]:
+            raise RowError(f"{name}={text[:40]!r} is above {MOST[name]:,}, the most that is plausible")
+        if value != int(value):
+            raise RowError(f"{name}={text[:40]!r} is not a whole number")
+        return int(value)
+
+    def degree(self, name: str) -> int | None:
+        """A degree of parallelism; None where blank. Tables write 0 where an axis is not used."""
+        value = self.whole(name, least=0)
+        return 1 if value == 0 else value
+
+    def say(self, assumption: str) -> None:
+        self.assumed.append(assumption)
+
+    def assume(self, name: str, value: int | None, default: int) -> int:
+        """`value`, or where it is None `default`, which is said."""
+        if value is not None:
+            return value
+        self.assumed.append(f"{name}={default}")
+        return default
