@@ -46,6 +46,9 @@ from .traffic import (
 PathKey = tuple[tuple[Axis, ...], Pattern]
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 
+#: Schedules without idle time where a step may begin before the last one has ended on all ranks (arXiv 2401.10241).
+NO_BUBBLE = ("zb_h2", "zbv")
+
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
 EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
 
@@ -242,8 +245,11 @@ class StepCost:
     @cached_property
     def span(self) -> tuple[Number, float]:
         """(seconds from the first forward to the last backward, idle / busy). May simulate the schedule."""
+        par = self.parallel
+        if self.work.software.overlapped_steps and par.schedule in NO_BUBBLE:
+            return par.micro_batches * self.ranks[self.slowest], 0.0
         forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
-        span, idle = span_seconds(self.parallel, forward, backward)
+        span, idle = span_seconds(par, forward, backward)
         # the span is proportional to the slowest rank where that rank's time changes
         return scaled_like(span, self.ranks[self.slowest]), idle
 
