@@ -50,7 +50,9 @@ def cases(draw):
     gib = draw(st.sampled_from([16, 24, 40, 80]))
     spec = structs.replace(spec, gpu=structs.replace(spec.gpu, memory_gib=gib))
     train = {"seq_len": draw(st.sampled_from([1024, 4096])), "global_batch_samples": draw(st.sampled_from([4, 6, 16]))}
-    return configs.config(spec, model, {"auto": True, **given_}, **train)
+    software = draw(st.sampled_from(["orch", "orch", "megatron_2021", "nemo", "torchtitan", "deepspeed_2021"]))
+    found = configs.config(spec, model, {"auto": True, **given_}, **train)
+    return structs.replace(found, cost=structs.replace(found.cost, software=software))
 
 
 @given(cases())
