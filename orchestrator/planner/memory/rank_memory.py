@@ -130,8 +130,8 @@ def memory_by_pp_rank(
     held = activations(model, parallel, train, kernels)
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
     for pp_rank, ((dense, experts), kept, stages) in enumerate(ranks):
-        experts = experts * cut / (expert_shards or cut)
-        states = rank_state_bytes(dense, experts, parallel, train, recipe, replicas)
+        shards = expert_shards or cut
+        states = rank_state_bytes(dense, experts * cut / shards, parallel, train, recipe, replicas)
         sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optimizer, "activations": kept}
         sizes["buffers"] = buffer_bytes + (loss if last in stages else 0.0)
         tensors = sum(sizes.values())
@@ -158,11 +158,19 @@ def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:
 
 
 def least_recompute(
-    cluster: Cluster, model: Model, parallel: Parallel, train: Train, recipe: Recipe = ORCH, matmul: str = ""
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
+    expert_shards: int = 0,
 ) -> Recompute:
     """The recomputation mode with the least work whose memory fits: what a report that does not say may have used."""
-    for mode in ("none", "selective"):
-        accounts = memory_by_pp_rank(cluster, model, parallel, structs.replace(train, recompute=mode), recipe, matmul)
+    modes: tuple[Recompute, ...] = ("none", "selective")
+    for mode in modes:
+        tried = structs.replace(train, recompute=mode)
+        accounts = memory_by_pp_rank(cluster, model, parallel, tried, recipe, matmul, expert_shards)
         if all(account.total <= account.capacity for account in accounts):
             return mode
     return "full"

@@ -9,10 +9,10 @@ from msgspec import structs
 
 from orchestrator.plan.document import AXES
 from orchestrator.planner.cost.compute import Rates
-from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.placement.axis_order import CostContext, solve
 
 from .cells import RowError
+from .job_memory import job_memory
 from .rows import Job, read_row
 
 GIB = 1 << 30
@@ -54,11 +54,12 @@ def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -
         contexts[key].rate = _rate(contexts[key], matmul)
     context = contexts[key]
     context.model, context.train = job.model, job.train
-    solution = solve(context, par, AXES)
-    worst = max(account.total for account in memory.memory_by_pp_rank(job.cluster, job.model, par, job.train))
+    held = job_memory(job)
+    solution = solve(context, par, AXES, held.train)
     tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
-    status = "oom" if worst > job.cluster.gpu.memory_bytes else "ok"
-    return Prediction(name, solution.time.step_s, tokens, worst / GIB, status, "; ".join(job.assumed))
+    assumed = "; ".join([*job.assumed, *held.assumed])
+    status = "ok" if held.fits else "oom"
+    return Prediction(name, solution.time.step_s, tokens, held.peak_bytes / GIB, status, assumed)
 
 
 def _rate(context: CostContext, matmul: str) -> Rates:
