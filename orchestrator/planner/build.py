@@ -44,6 +44,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
     context = CostContext(cluster, model, train, searched.path_cache if searched else None)
+    whole = context
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
@@ -55,7 +56,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
                 " put tp first, or set parallel.allow_tp_across_nvlink=true to see what it costs",
                 Exit.CONFIG,
             )
-        alternative = _inside_nvlink(config, case, context)
+        alternative = _inside_nvlink(config, case, whole)
 
     coordinates = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size

@@ -35,7 +35,7 @@ def small_model(moe: bool, layers: int = 4):
 
 @st.composite
 def cases(draw):
-    nodes, gpus = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (2, 4)]))
+    nodes, gpus = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (2, 4), (3, 2)]))
     leaf = draw(st.sampled_from([1, nodes]))
     levels = [("leaf", leaf, draw(st.sampled_from([1.0, 8.0]))), ("spine", nodes, 1.0)]
     spec = configs.cluster(nodes, gpus, levels, domain_nodes=draw(st.sampled_from([1, leaf])))

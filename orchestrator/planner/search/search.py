@@ -49,6 +49,7 @@ class CostedLayout(NamedTuple):
     solution: Solution
     memory: doc.Memory  # of the fullest pipeline rank
     config: Config  # with every key that the search chose filled in
+    fills: bool  # dp is what is taken where it is left out
 
     @property
     def step_s(self) -> float:
@@ -61,6 +62,7 @@ class CostedLayout(NamedTuple):
         degrees: dict[str, int | bool] = {
             name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1
         }
+        degrees |= {} if self.fills else {"dp": mesh.dp}
         degrees |= {"zero": par.zero} if par.zero else {}
         degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
         found = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
@@ -279,7 +281,8 @@ class Search:
         solution = solve(self.context, parallel, config.parallel.order, train)
         if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
             return None  # `parallel.order` puts tensor-parallel groups across nodes
-        return CostedLayout(layout, solution, worst, config)
+        fills = self.space.filled(case.tp, case.cp, case.ep, case.pp) == case.ranks
+        return CostedLayout(layout, solution, worst, config, fills)
 
 
 def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
