@@ -81,6 +81,8 @@ def _software(facts: Facts) -> tuple[Software, str]:
         traits["attention"] = "flash"
     if base.endswith("_2021") and not said:
         said = "software of 2021: attention is not fused"
+    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in words:
+        traits["attention"] = "unfused"  # flash kernels want Ampere
     traits |= _stated(words, software, hopper)
     return (with_traits(software, **traits) if traits else software), said
 
