@@ -155,7 +155,7 @@ def _usual_split(
     row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int, gpus: int | None
 ) -> tuple[int, int]:
     """(tp, pp) where a row says neither: none with sharded states, else as few ranks as hold the states."""
-    if software.memory in ("fsdp", "orch") or zero == 3:
+    if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
         return 1, 1
     most = gpus or 1 << 14
     need = model.parameters * _STATE_BYTES / (memory * _FULL)
@@ -221,6 +221,9 @@ def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, 
     if stated is None:
         stated = math.gcd(model.moe.experts, min(replicas, 8)) if replicas > 1 else 1
         row.say(f"ep={stated}")
+    if stated > model.moe.experts:
+        row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
+        stated = model.moe.experts
     ep = math.gcd(stated, replicas)
     words = row.text("notes").lower()
     found = re.search(r"\betp[ =:]*(\d{1,3})\b", words)
