@@ -95,6 +95,8 @@ def test_virtual_stages_that_a_row_does_not_record():
     assert split.schedule == "zb_h2" and split.stage_layers == [2, 3, 3, 3, 3, 3, 3, 2]
     assert job_of(MIXTRAL).parallel.vpp == 7  # blank schedule, Megatron-Core: 56 layers on 8 stages
     assert job_of(GPT_1_7B, pp="8", dp="4", pp_schedule="", vpp="").parallel.schedule == "1f1b"  # software of 2021
+    titan = job_of(LLAMA_70B, framework="torchtitan", pp_schedule="Interleaved1F1B", vpp="").parallel
+    assert (titan.schedule, titan.vpp) == ("interleaved", 2)
 
 
 def test_experts_folded_over_tensor_parallelism():
@@ -119,6 +121,13 @@ def test_degrees_follow_from_each_other():
     assert split.tp * split.pp >= 8 and split.zero == 1
 
 
+def test_sequences_sharded_without_tensor_parallelism():
+    job = job_of(GPT_1_7B, tp="1", sp="8", framework="DeepSpeed-Ulysses", dp="", gpu="H100-80GB")
+    assert (job.parallel.cp, job.parallel.dp, job.parallel.cp_method) == (8, 4, "ulysses")
+    assert not job.parallel.sp and "cp=8: from sp" in job.assumed
+    assert job_of(LLAMA_70B, sp="2").parallel.sp  # some tables repeat tp there
+
+
 def test_batches():
     assert job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size == 2
     tokens = job_of(LLAMA_70B, global_batch="4M").parallel
@@ -139,6 +148,7 @@ def test_batches():
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
+        (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
         (LLAMA_70B | {"framework": "torchtitan", "notes": "compile; async TP"}, "torchtitan", {"elementwise": "fused"}),
         (LLAMA_70B | {"framework": "MaxText (JAX)"}, "maxtext", {}),
         (LLAMA_70B | {"framework": "LLM-Foundry/Composer (FSDP)", "gpu": "A100-80GB"}, "fsdp_triton", {}),

@@ -32,7 +32,7 @@ class Software(Struct, frozen=True, kw_only=True):
     name: str
     attention: Attention = "flash"
     elementwise: Elementwise = "eager"
-    accumulate: Literal["fused", "separate"] = "separate"  # of weight gradients over micro-batches
+    accumulate: Literal["fused", "separate"] = "fused"  # how weight gradients are summed over micro-batches
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
@@ -60,6 +60,7 @@ _LISTED = (
     ),
     Software(
         name="megatron_deepspeed",  # BLOOM: BigScience's fork of Megatron-DeepSpeed
+        accumulate="separate",
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
@@ -72,7 +73,6 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        accumulate="fused",
         pp_overlap=True,
         selective="core",
         memory="megatron",
@@ -82,19 +82,17 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        accumulate="fused",
         tp_overlap=True,
         pp_overlap=True,
         selective="core",
         grad_bytes=2,
-        memory="megatron_bf16_grads",
+        memory="megatron",
     ),
     Software(
         name="deepseek",  # DeepSeek-V3's: DualPipe hides all-to-all and sends behind the other direction's compute
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        accumulate="fused",
         pp_overlap=True,
         ep_overlap=True,
         selective="core",
@@ -104,19 +102,17 @@ _LISTED = (
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
-    Software(name="fsdp_triton", attention="triton", memory="fsdp"),  # MosaicML LLM-Foundry of 2023
-    Software(name="nanotron", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
+    Software(name="fsdp_triton", attention="triton", memory="llm_foundry"),  # MosaicML LLM-Foundry of 2023
+    Software(name="nanotron", accumulate="separate", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
     Software(
         name="deepspeed_2021",  # ZeRO-3 as Narayanan et al. measured it: bound by its own communication
         attention="unfused",
         elementwise="fused",
         dp_overlap="zero_2021",
-        memory="fsdp",
+        memory="deepspeed",
     ),
-    Software(
-        name="maxtext", accumulate="fused", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"
-    ),  # MaxText, PaxML
-    Software(name="eager", known=False),  # software that nobody named
+    Software(name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"),  # MaxText, PaxML
+    Software(name="eager", accumulate="separate", memory="pytorch", known=False),  # software that nobody named
 )
 SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 

@@ -242,11 +242,15 @@ class StepCost:
     def factor(self) -> Number:
         return (1.0 + self.work.rate.nodes * log2(self.work.nodes)) * self.work.rate.family
 
+    @property
+    def _no_bubble(self) -> bool:
+        return self.work.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
+
     @cached_property
     def span(self) -> tuple[Number, float]:
         """(seconds from the first forward to the last backward, idle / busy). May simulate the schedule."""
         par = self.parallel
-        if self.work.software.overlapped_steps and par.schedule in NO_BUBBLE:
+        if self._no_bubble:
             return par.micro_batches * self.ranks[self.slowest], 0.0
         forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
         span, idle = span_seconds(par, forward, backward)
@@ -265,7 +269,7 @@ class StepCost:
         """
         ahead, total = [0.0], 0.0
         for forward, _ in self.stages:
-            total += value_of(forward)
+            total += 0.0 if self._no_bubble else value_of(forward)
             ahead.append(total)
         m = self.parallel.micro_batches
         firsts = map(min, rank_stages(self.parallel))

@@ -11,7 +11,7 @@ from orchestrator.plan.document import AXES, Model, Parallel
 from orchestrator.planner.cost.software import Software
 from orchestrator.planner.model.stages import balance_stages
 
-from .cells import Row, RowError
+from .cells import MOST, MOST_GPUS, Row, RowError
 
 #: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The first match counts.
 _SCHEDULES: tuple[tuple[str, str], ...] = (
@@ -54,6 +54,8 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
     tp, cp, pp, replicas, gpus = degrees
     if zero is None:
         zero = _usual_zero(row, model, software, degrees, memory_bytes)
+    if re.search(r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()):
+        row.say("offloading is not modelled")
     ep, expert_tp, expert_ranks = _experts(row, model, replicas, tp)
     size, batch, micro_batches = _batch(row, replicas, pp)
     schedule, vpp = _schedule(row, model, software, pp)
@@ -79,9 +81,15 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
         global_batch_samples=batch,
         global_batch_tokens=batch * model.max_seq_len,
         bucket_bytes=25 << 20 if zero < 3 else max(25 << 20, 4 * model.parameters // model.layers // tp),
+        cp_method="ulysses" if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row)) else "zigzag",
         zero_group=_zero_group(row, zero, replicas * cp, per_node),
     )
     return Layout(parallel, expert_tp, expert_ranks)
+
+
+def _words(row: Row) -> str:
+    """What the row says in free words."""
+    return f"{row.text('framework')}; {row.text('notes')}".lower()
 
 
 def zero_of(text: str) -> int | None:
@@ -106,6 +114,10 @@ def _degrees(row: Row, model: Model, software: Software, zero: int | None, memor
     tp, cp, pp, dp = (row.degree(name) for name in ("tp", "cp", "pp", "dp"))
     gpus = row.whole("num_gpus")
     cp = cp or 1
+    shards = row.text("sp")
+    if cp == 1 and tp in (None, 1) and shards.isdecimal() and 1 < int(shards) <= MOST["cp"]:
+        cp = int(shards)  # DeepSpeed-Ulysses and others shard the sequence without tensor parallelism
+        row.say(f"cp={cp}: from sp")
     if gpus is not None and dp is not None and (tp is None) != (pp is None):  # the one that is left follows
         left, rest = divmod(gpus, dp * cp * (tp or pp or 1))
         if left and not rest:
@@ -132,6 +144,8 @@ def _degrees(row: Row, model: Model, software: Software, zero: int | None, memor
             replicas = dp // cp
         gpus = replicas * tp * cp * pp
         row.say(f"num_gpus={gpus}: tp {tp} x pp {pp} x cp {cp} does not divide what the row says")
+    if gpus > MOST_GPUS:
+        raise RowError(f"num_gpus={gpus:,} is above {MOST_GPUS:,}: tp {tp} x pp {pp} x cp {cp} x dp {replicas}")
     if asked != (tp, cp, pp):
         row.say(f"pp={pp} of {asked[2]}: the model has {model.layers} layers")
     return Degrees(tp, cp, pp, replicas, gpus)
@@ -141,7 +155,7 @@ def _usual_split(
     row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int, gpus: int | None
 ) -> tuple[int, int]:
     """(tp, pp) where a row says neither: none with sharded states, else as few ranks as hold the states."""
-    if software.memory in ("fsdp", "orch") or zero == 3:
+    if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
         return 1, 1
     most = gpus or 1 << 14
     need = model.parameters * _STATE_BYTES / (memory * _FULL)
@@ -166,7 +180,7 @@ def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int
 
 def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
     """What a family's recipes do; where a family shards everything or nothing, what fits."""
-    words = f"{row.text('framework')}; {row.text('notes')}".lower()
+    words = _words(row)
     if found := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", words):
         zero = int(found[1])
     elif re.search(r"\bddp\b", words) and "fsdp" not in words:
@@ -186,7 +200,7 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
     """Ranks that share one copy of what ZeRO-3 shards, where `notes` or `framework` say a group; 0: all."""
     if zero < 3:
         return 0
-    words = f"{row.text('framework')}; {row.text('notes')}".lower()
+    words = _words(row)
     group = 0
     if found := re.search(r"shard(?:ing)? group(?: of| size)?[ =:]*(\d{1,6})\b", words):
         group = int(found[1])
@@ -207,6 +221,9 @@ def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, 
     if stated is None:
         stated = math.gcd(model.moe.experts, min(replicas, 8)) if replicas > 1 else 1
         row.say(f"ep={stated}")
+    if stated > model.moe.experts:
+        row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
+        stated = model.moe.experts
     ep = math.gcd(stated, replicas)
     words = row.text("notes").lower()
     found = re.search(r"\betp[ =:]*(\d{1,3})\b", words)
@@ -279,7 +296,9 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
         return ("interleaved" if vpp > 1 else "1f1b"), vpp
     if name == "interleaved" or (name is None and software.name in _INTERLEAVE):
         vpp = _most_stages(model.layers, pp)
-        if name is None:
+        if software.memory in ("fsdp", "orch"):
+            vpp = min(2, model.layers // pp)  # PyTorch's pipelines: two stages a rank
+        elif name is None:
             vpp = max((few for few in range(2, 13) if vpp % few == 0), default=vpp)
         schedule = "interleaved" if vpp > 1 else "1f1b"
         row.say(f"vpp={vpp}" if name else f"pp_schedule={schedule}, vpp={vpp}")
@@ -321,7 +340,7 @@ def _sequence_parallel(row: Row, software: Software, tp: int) -> bool:
     text = row.text("sp").lower()
     if tp == 1:
         return False
-    if text in ("1", "1.0", "true", "yes", "on", "y"):
+    if text in ("1", "1.0", "true", "yes", "on", "y", str(tp)):
         return True
     if text in ("0", "0.0", "false", "no", "off", "n", "none"):
         return False

@@ -39,6 +39,11 @@ class Job(NamedTuple):
     group: str  # the row's source: its id without the number
     assumed: list[str]
 
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return self.expert_tp * self.expert_ranks
+
 
 def read_row(cells: Mapping[str, str]) -> Job:
     """The job of one row. Raises RowError naming the column."""
@@ -48,6 +53,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
     model = model_of(row)
     gpu, network, per_node = _hardware(row)
     matmul, precision = _precision(row, gpu)
+    if matmul == "fp8_tensor" and model.mla and row.text("precision").lower() == "fp8":
+        matmul = "fp8_block"  # as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3)
     seq_len = model.max_seq_len
     facts = Facts(
         row.text("framework"),
@@ -70,17 +77,13 @@ def read_row(cells: Mapping[str, str]) -> Job:
     recompute, share, selective = _recompute(row, software)
     if software.selective != selective:
         software = with_traits(software, selective=selective)
-    modes: list[Recompute] = []
-    if recompute == "full" and share < 1.0:  # spread over the layers
-        modes = ["full" if int((at + 1) * share) > int(at * share) else "none" for at in range(model.layers)]
     train = Train(
         steps=1,
         seq_len=seq_len,
         seed=0,
         precision=precision,
         grad_dtype=precision if software.grad_bytes == 2 else "fp32",
-        recompute="budget" if modes else recompute or "none",
-        recompute_layers=modes,
+        recompute=recompute or "none",
         clip_grad_norm=1.0,
         log_every_steps=1,
     )
@@ -185,7 +188,7 @@ def _task(row: Row) -> Task:
 def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
     """(mode, None where the row does not say; share of the layers; what selective means to this software)."""
     selective: Selective = "core"
-    if software.memory in ("fsdp", "orch"):
+    if not software.memory.startswith(("megatron", "deepspeed")):
         words = f"{row.text('framework')}; {row.text('notes')}".lower()
         alternate = "fms" in words or "fraction of" in words
         selective = "alternate" if alternate else "ops"

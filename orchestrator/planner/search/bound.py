@@ -137,11 +137,11 @@ class ZeroStage:
     """State bytes and gradient communication of a mesh with one ZeRO stage."""
 
     def __init__(self, base: MeshBound, par: Parallel):
-        context, mesh, self.widths = base.cost.context, base.mesh, base.cost.widths
+        context, mesh, recipe, self.widths = base.cost.context, base.mesh, base.cost.recipe, base.cost.widths
         self.par, self.replicas = par, (mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp)
-        states = [memory.param_state_bytes(replicas, par, context.train) for replicas in self.replicas]
+        states = [memory.param_state_bytes(replicas, par, context.train, recipe) for replicas in self.replicas]
         self.dense_bytes, self.expert_bytes = (one.params + one.grads + one.optimizer for one in states)
-        self.buffer_bytes = memory.buffers(context.model, par, context.train, context.profile)
+        self.buffer_bytes = memory.buffers(context.model, par, context.train, context.cluster.device, recipe)
 
     def gradients(self, parameters: int, experts: bool, path: Path, windows: dict[str, float]) -> float:
         """Exposed seconds of gradient communication, as `traffic` and `step_time.exposed_seconds` count them."""
@@ -166,7 +166,8 @@ class RecomputeBound:
         plain, experts = cost.average_params(pp)
         states = min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
         kept = min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
-        return (states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept) * ROUNDING
+        tensors = states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept
+        return cost.recipe.process_bytes(tensors) * ROUNDING
 
     def least_seconds(self) -> float:
         return self.base.least_seconds(self.recompute)
@@ -257,14 +258,15 @@ class PipelineBound:
         if rank.head:
             more = logits_in_flight(schedule, m) - 1
             recomputing = max(recomputing, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
-        return held / self.held * in_flight + recomputing + (2 * cost.boundary if mesh.pp > 1 else 0.0)
+        received = 2 * cost.boundary if mesh.pp > 1 and cost.kernels.keep_sent else 0.0
+        return held / self.held * in_flight + recomputing + received
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
         fullest = 0.0
         for (plain, experts), keeps in zip(self.params.held, kept, strict=True):
             fullest = max(fullest, plain * sharded.dense_bytes + experts * sharded.expert_bytes + keeps)
-        return (fullest + sharded.buffer_bytes) * ROUNDING
+        return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
     def seconds_of(self, sharded: ZeroStage) -> float:
         """Lower bound of the step in seconds, for any nesting order."""

@@ -26,6 +26,7 @@ from orchestrator.planner.cost.traffic import (
     vocabulary_operations,
 )
 from orchestrator.planner.memory import activations
+from orchestrator.planner.memory.recipe import ORCH, Recipe, kernels_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
@@ -94,11 +95,19 @@ class PipelineParams(NamedTuple):
 class LayerCost:
     """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
 
-    def __init__(self, par: Parallel, context: CostContext, best: BestPaths, params: ShardParams):
+    def __init__(
+        self,
+        par: Parallel,
+        context: CostContext,
+        best: BestPaths,
+        params: ShardParams,
+        recipe: Recipe = ORCH,
+        matmul: str = "",
+    ):
         """`par`: only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
         model, train = context.model, context.train
         par = structs.replace(par, schedule="1f1b")  # a schedule that splits backward keeps no less
-        self.par, self.context, self.best, self.params = par, context, best, params
+        self.par, self.context, self.best, self.params, self.recipe = par, context, best, params, recipe
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.kinds = sample_layers(model)
         self.layer_s = layer_seconds_by_kind(model, par, train, context.rate)
@@ -109,10 +118,10 @@ class LayerCost:
         there = [one for one, layer in zip(self.layer_s, self.kinds, strict=True) if layer is not None]
         self.fastest_forward, self.slowest_forward = (of(one.forward for one in there) for of in (min, max))
         self.most_core = max(one.core for one in there)
-        self.kernels = activations.kernels_of(context.cluster, model, par)
+        self.kernels = kernels_of(recipe, context.cluster, model, par, matmul)
         self.boundary = activations.boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
-        self.loss_bytes = activations.loss_bytes(model, par, train)
+        self.loss_bytes = activations.loss_bytes(model, par, train, self.kernels)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
         self.recompute_cost, self.activation_bytes = cache(self._recompute_cost), cache(self._activation_bytes)
         self.cp_communication = cache(self._cp_communication)
