@@ -47,7 +47,7 @@ class Software(Struct, frozen=True, kw_only=True):
 
 _LISTED = (
     Software(
-        name="orch", selective="orch"
+        name="orch", selective="orch", accumulate="separate"
     ),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
