@@ -25,8 +25,9 @@ LOSS_CHUNK = 1 << 24  # logits that the loss converts to fp32 at a time
 
 #: What selective recomputation drops. orch: norms, activations and the last product of each half of a layer, as this
 #: project's trainer does; core: attention scores alone (Korthikanti et al., section 5); ops: all but fused attention
-#: and every second matrix product (torchtitan's selective checkpointing by operation); alternate: every second layer.
-Selective = Literal["orch", "core", "ops", "alternate"]
+#: and every second matrix product (torchtitan's selective checkpointing by operation); alternate: every second layer;
+#: up: norms, activations, MLA's up-projections, and the experts' outputs (DeepSeek-V3, arXiv 2412.19437, 3.2.3).
+Selective = Literal["orch", "core", "ops", "alternate", "up"]
 
 
 class Kernels(Struct, frozen=True, kw_only=True):
@@ -140,6 +141,10 @@ def layer_activation_bytes(
     if mode == "full":
         kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
         return ActivationBytes(kept, everything - kept)
+    if kernels.selective == "up":
+        stored = tensors["norm inputs"] + _without_up_projections(model, layer, tokens, parallel, kernels)
+        stored += sum(tensors[name] for name in tensors if name.startswith(("attention output", "softmax", "router")))
+        return ActivationBytes(stored, everything - stored)
     if kernels.selective == "alternate":
         return ActivationBytes((everything + boundary) / 2, everything - boundary)
     if kernels.selective == "ops":
@@ -151,6 +156,16 @@ def layer_activation_bytes(
     if parallel.cp > 1 or not kernels.fused_attention:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
     return ActivationBytes(stored, everything - stored)
+
+
+def _without_up_projections(model: Model, layer: int, tokens: float, parallel: Parallel, kernels: Kernels) -> float:
+    """Latents of attention; inputs of the experts and of the activation, in the products' width."""
+    product, moe = kernels.product_width or 2, layer_moe(model, layer)
+    latents = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) if model.mla else 0.0
+    if moe is None:
+        return tokens * (latents + 2 * model.ffn_hidden * product / parallel.tp)
+    ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
+    return tokens * (latents + (2 * ffn / parallel.tp + moe.top_k * model.hidden) * product)
 
 
 def _every_second_product(model: Model, layer: int, tokens: float, parallel: Parallel, train: Train) -> float:

@@ -92,6 +92,15 @@ _LISTED = (
         _PYTORCH, name="nanotron", kernels=structs.replace(_EAGER, copied_heads=True), gradient=4, more_gradient=2
     ),
     structs.replace(_PYTORCH, name="megatron", kernels=_MEGATRON, narrow=True),  # Megatron-LM's table: 2 + 4 + 12
+    # moments in bf16, no fp32 copy of what is cheap to compute again (arXiv 2412.19437, sections 3.2.3 and 3.3.3)
+    structs.replace(
+        _PYTORCH,
+        name="deepseek",
+        kernels=structs.replace(_MEGATRON, selective="up"),
+        gradient=4,
+        more_optimizer=-4,
+        narrow=True,
+    ),
     # 18 bytes a parameter (arXiv 2205.05198, figure 1): gradients summed in fp32
     structs.replace(_PYTORCH, name="megatron_fp16", kernels=_EARLY, gradient=4),
     # DeepSpeed's pipeline keeps sent outputs; ZeRO-1: 16-bit gradients whole, an fp32 copy of the rank's share; the
