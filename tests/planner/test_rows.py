@@ -80,7 +80,13 @@ def test_published_shapes_have_the_size_of_their_name():
 
 @pytest.mark.parametrize(
     ("cells", "billions"),
-    [({"params_b": "13"}, 13), ({"params_b": "1.3e9"}, 1.3), ({"model": "Foo-40B"}, 40), ({"params_b": "350M"}, 0.35)],
+    [
+        ({"params_b": "13"}, 13),
+        ({"params_b": "6700"}, 6.7),
+        ({"params_b": "1.3e9"}, 1.3),
+        ({"model": "Foo-40B"}, 40),
+        ({"params_b": "350M"}, 0.35),
+    ],
 )
 def test_a_size_alone_is_a_usual_shape_of_that_size(cells, billions):
     model = job_of(cells).model
@@ -103,9 +109,10 @@ def test_experts_folded_over_tensor_parallelism():
     job = job_of(MIXTRAL)
     assert (job.parallel.ep, job.parallel.dp, job.expert_tp) == (8, 1, 1)
     assert job_of(MIXTRAL, notes="").expert_tp == 2
-    beyond = job_of(MIXTRAL, ep="16", notes="")
-    assert (beyond.parallel.ep, beyond.expert_ranks, beyond.expert_tp) == (8, 16, 1)
-    assert any(said.startswith("ep=8 of 16") for said in beyond.assumed)
+    beyond = job_of(MIXTRAL, num_gpus="64", dp="4", notes="")
+    assert (beyond.parallel.ep, beyond.expert_ranks, beyond.expert_tp) == (4, 8, 1)
+    assert any(said.startswith("ep=4 of 8") for said in beyond.assumed)
+    assert job_of(MIXTRAL, ep="16").parallel.ep == 8  # there are 8 experts
 
 
 def test_degrees_follow_from_each_other():
@@ -115,6 +122,7 @@ def test_degrees_follow_from_each_other():
     assert job_of(LLAMA_70B, num_gpus="60").parallel.world_size == 64  # tp 2 x pp 4 does not divide 60
     deep = job_of(GPT_1_7B, pp="32", dp="1")
     assert deep.parallel.pp == 16 and deep.parallel.world_size == 32  # 24 layers
+    assert job_of({"model": "GPT-13B", "framework": "DeepSpeed ZeRO-2", "zero_stage": "2"}).parallel.tp == 1
     sharded = job_of({"model": "Llama-2-70b", "framework": "PyTorch FSDP", "gpu": "A100-80GB"}).parallel
     assert (sharded.tp, sharded.zero) == (1, 3) and sharded.world_size >= 32
     split = job_of({"model": "Llama-2-70b", "framework": "Megatron-LM", "num_gpus": "64"}).parallel
@@ -148,6 +156,7 @@ def test_batches():
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
+        (GPT_1_7B | {"framework": "Megatron-Core"}, "nemo", {"attention": "flash"}),
         (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
         (LLAMA_70B | {"framework": "torchtitan", "notes": "compile; async TP"}, "torchtitan", {"elementwise": "fused"}),
         (LLAMA_70B | {"framework": "MaxText (JAX)"}, "maxtext", {}),
@@ -211,6 +220,7 @@ def test_tasks_and_sources():
         ("NVSwitch + 100GbE", 12.5, None, True),
         ("InfiniBand HDR", 200, None, False),
         ("8x NDR", 400, 8, False),
+        ("NVLink + IB 4x200", 100, 4, False),
         ("3.2Tbps InfiniBand", 400, None, False),
         ("IB EDR, 4 NICs per node", 50, 4, False),
         ("25 Gb/s per GPU", 25, None, True),
