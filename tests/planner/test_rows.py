@@ -101,18 +101,21 @@ def test_virtual_stages_that_a_row_does_not_record():
     assert split.schedule == "zb_h2" and split.stage_layers == [2, 3, 3, 3, 3, 3, 3, 2]
     assert job_of(MIXTRAL).parallel.vpp == 7  # blank schedule, Megatron-Core: 56 layers on 8 stages
     assert job_of(GPT_1_7B, pp="8", dp="4", pp_schedule="", vpp="").parallel.schedule == "1f1b"  # software of 2021
+    stated = {task: job_of(LLAMA_70B, pp_schedule="1f1b", vpp="", task=task).parallel.vpp for task in ("sft", "lora")}
+    assert stated == {"sft": 20, "lora": 1}  # NeMo interleaves, but for LoRA; vpp 1 would say that it does not
     titan = job_of(LLAMA_70B, framework="torchtitan", pp_schedule="Interleaved1F1B", vpp="").parallel
     assert (titan.schedule, titan.vpp) == ("interleaved", 2)
 
 
 def test_experts_folded_over_tensor_parallelism():
-    job = job_of(MIXTRAL)
-    assert (job.parallel.ep, job.parallel.dp, job.expert_tp) == (8, 1, 1)
-    assert job_of(MIXTRAL, notes="").expert_tp == 2
+    job = job_of(MIXTRAL)  # 8 whole experts over tp x dp: 8 shards, in the plan's axes tp 2 x ep 4
+    assert (job.parallel.ep, job.parallel.dp, job.expert_tp, job.expert_ranks) == (4, 2, 1, 8)
+    split = job_of(MIXTRAL, notes="")
+    assert (split.parallel.ep, split.expert_tp) == (8, 2)
     beyond = job_of(MIXTRAL, num_gpus="64", dp="4", notes="")
     assert (beyond.parallel.ep, beyond.expert_ranks, beyond.expert_tp) == (4, 8, 1)
     assert any(said.startswith("ep=4 of 8") for said in beyond.assumed)
-    assert job_of(MIXTRAL, ep="16").parallel.ep == 8  # there are 8 experts
+    assert job_of(MIXTRAL, ep="16", notes="").parallel.ep == 8  # there are 8 experts
 
 
 def test_degrees_follow_from_each_other():
@@ -138,6 +141,8 @@ def test_sequences_sharded_without_tensor_parallelism():
 
 def test_batches():
     assert job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size == 2
+    wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64").parallel
+    assert wide.micro_batch_size == 4
     tokens = job_of(LLAMA_70B, global_batch="4M").parallel
     assert tokens.global_batch_samples == 512
     assert job_of(LLAMA_70B, global_batch="").parallel.global_batch_samples == 8 * 4 * 4  # 4 micro-batches a stage
