@@ -57,7 +57,7 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
     if re.search(r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()):
         row.say("offloading is not modelled")
     ep, expert_tp, expert_ranks = _experts(row, model, replicas, tp)
-    size, batch, micro_batches = _batch(row, replicas, pp)
+    size, batch, micro_batches = _batch(row, model, degrees)
     schedule, vpp = _schedule(row, model, software, pp)
     if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
         row.say("pp_schedule=1f1b: dualpipe wants even numbers")
@@ -212,8 +212,9 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
 def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, int]:
     """(the ep axis, ranks that share an expert, `ep` as stated).
 
-    Tables count dp over all replicas of the dense weights. `ep` above dp can only mean that
-    experts are spread over other axes too: then an expert is whole (expert TP 1).
+    Tables count dp over all replicas of the dense weights. `ep` above dp can only mean that experts are spread over
+    tensor parallelism too: an expert is whole (expert TP 1). The plan's axes split experts over tp x ep: `ep` is what
+    gives as many shards.
     """
     stated = row.degree("ep")
     if model.moe is None:
@@ -224,18 +225,18 @@ def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, 
     if stated > model.moe.experts:
         row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
         stated = model.moe.experts
-    ep = math.gcd(stated, replicas)
-    words = row.text("notes").lower()
-    found = re.search(r"\betp[ =:]*(\d{1,3})\b", words)
-    expert_tp = min(tp, int(found[1])) if found else tp
+    found = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
+    expert_tp = min(tp, int(found[1])) if found else tp if replicas % stated == 0 else 1
+    expert_tp = max(1, expert_tp)
+    ep = math.gcd(max(1, stated * expert_tp // tp), replicas)  # as many shards of the experts as the row has
     if ep != stated:
-        expert_tp = 1 if not found else expert_tp
-        row.say(f"ep={ep} of {stated}: the rest over tp or cp, an expert on {expert_tp} ranks")
-    return ep, max(1, expert_tp), stated
+        row.say(f"ep={ep} of {stated}: an expert on {expert_tp} ranks, as many shards with tp {tp}")
+    return ep, expert_tp, stated
 
 
-def _batch(row: Row, replicas: int, pp: int) -> tuple[int, int, int]:
+def _batch(row: Row, model: Model, degrees: Degrees) -> tuple[int, int, int]:
     """(samples of a micro-batch, of the global batch, micro-batches of a replica)."""
+    replicas, pp = degrees.replicas, degrees.pp
     size, batch = row.whole("micro_batch"), row.whole("global_batch")
     words = row.text("notes").lower()
     found = re.search(
@@ -250,6 +251,12 @@ def _batch(row: Row, replicas: int, pp: int) -> tuple[int, int, int]:
         size = 1
         if steps and batch and batch % (steps * replicas) == 0:
             size = batch // (steps * replicas)
+        elif (
+            pp == 1 and batch and model.moe is None and not steps
+        ):  # nothing idles: as many tokens a rank as without tp
+            size = max(
+                few for few in range(1, max(1, degrees.tp // 2) + 1) if few == 1 or batch % (few * replicas) == 0
+            )
         row.say(f"micro_batch={size}")
     if batch is None:
         if not steps and row.whole("micro_batch") is None:  # neither is stated: what pre-training takes
@@ -274,6 +281,8 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
     name = next((name for pattern, name in _SCHEDULES if re.search(pattern, word)), None)
     if word and name is None and word != "none":
         row.say(f"pp_schedule={word[:20]!r}: unknown")
+    if name == "1f1b" and vpp is None and software.name == "nemo" and "lora" not in row.text("task").lower():
+        name = "interleaved"  # its recipes interleave; tables that know better write vpp 1
     if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in word:
         if vpp is not None and vpp > 1:
             row.say(f"pp_schedule={name}: vpp={vpp} is not of it" if name != "1f1b" else "pp_schedule=interleaved")
