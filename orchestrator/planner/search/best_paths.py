@@ -36,7 +36,7 @@ class BestPaths:
         return mesh.pp <= self.members_in_block(mesh.tp) if near else mesh.pp > 1
 
     def paths(self, mesh: Mesh, near: bool) -> dict[PathKey, Path]:
-        """Best paths of a mesh. near: stages lie inside an NVLink domain, with fewer of its GPUs left to other rings."""
+        """Best paths of a mesh. near: stages lie inside an NVLink domain and leave less of it to other rings."""
         tp, cp, ep, dp = mesh.tp, mesh.cp, mesh.ep, mesh.dp
         sharing = mesh.pp if near else 1
         return {
