@@ -184,7 +184,7 @@ class ParallelSpec(Frozen):
     uneven: bool = False  # where the global batch does not divide, some replicas take a micro-batch more than others
     stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost
     order: list[Axis] | None = None  # nesting of the axes, innermost first; None: the planner chooses by bytes
-    allow_tp_across_nvlink: bool = False  # a tensor-parallel group may leave its NVLink domain
+    allow_tp_across_nvlink: bool = False  # tensor- and expert-parallel groups may leave their NVLink domain
     bucket_mib: Positive = 25.0  # gradient bucket, MiB of the reduce dtype
 
 

@@ -8,11 +8,13 @@ where the bundled trainer would run the job; the trainer asks once more before i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from msgspec import Struct
 
 from .batch import share
 from .document import TABLE, BatchRamp, Cluster, CpMethod, Matmul, Model, Plan, Precision
+from .domains import cut, domains_of
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
@@ -56,6 +58,10 @@ class Case(Struct, frozen=True, kw_only=True):
         return len(self.cluster.node_names) * self.cluster.gpus_per_node
 
     @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.ep * self.pp * self.dp
+
+    @property
     def micro_batches(self) -> int:
         """Of a replica; the most, where they take unequal numbers."""
         return max(self.unequal) if self.unequal else self.global_batch_samples // self.samples_at_once
@@ -92,13 +98,15 @@ Rule = Callable[[Case], str | None]
 
 
 def _gpus(case: Case) -> str | None:
-    model_gpus = case.tp * case.pp * case.cp * case.ep
-    if model_gpus * case.dp == case.gpus:
+    """All GPUs are used, or the part of each NVLink domain that groups fill, or whole nodes of it."""
+    if case.ranks == case.gpus:
+        return None
+    parts = domains_of(case.cluster).parts(case.tp, case.cp, case.ep, case.pp, case.allow_tp_across_nvlink)
+    if case.ranks % case.cluster.gpus_per_node == 0 and any(case.ranks <= part < case.gpus for part in parts):
         return None
     shape = f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
-    return (
-        f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {model_gpus * case.dp} ranks on {shape}"
-    )
+    shape += next((f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), "")
+    return f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {case.ranks} ranks on {shape}"
 
 
 def _heads(case: Case) -> str | None:
@@ -138,17 +146,18 @@ def _virtual_stages(case: Case) -> str | None:
 
 
 def _nvlink(case: Case) -> str | None:
-    """A tensor-parallel group is innermost, so it stays inside when every domain holds whole groups."""
-    if case.allow_tp_across_nvlink:
+    """Innermost groups stay inside where domains hold enough whole ones: tp, and with it ep where a domain can."""
+    domains = domains_of(case.cluster)
+    group = domains.expert_group(case.tp, case.ep)
+    room = domains.usable(group)
+    if case.allow_tp_across_nvlink or case.ranks <= room:
         return None
-    for domain in case.cluster.nvlink_domains:
-        size = len(domain) * case.cluster.gpus_per_node
-        if size % case.tp:
-            return (
-                f"tp={case.tp} groups would leave their NVLink domain of {size} GPUs"
-                " (parallel.allow_tp_across_nvlink=true plans it all the same and says what it costs)"
-            )
-    return None
+    size, name = domains.largest * domains.gpus_per_node, f"tp={case.tp}" + f" x ep={case.ep}" * (group > case.tp)
+    held = f": whole groups take {room} of {domains.gpus} GPUs, dp={case.dp} {case.ranks}" if room else ""
+    return (
+        f"{name} groups would leave their NVLink domain of {size} GPUs{held}"
+        " (parallel.allow_tp_across_nvlink=true plans it all the same and says what it costs)"
+    )
 
 
 def _experts(case: Case) -> str | None:
@@ -358,30 +367,19 @@ def broken(case: Case, rules: Mapping[str, Rule] = LAYOUT) -> tuple[str, str] | 
 def case_of(plan: Plan) -> Case:
     """The choice of degrees that a plan holds."""
     par, train = plan.parallel, plan.job.train
+    names = ["tp", "cp", "ep", "pp", "dp", "vpp", "zero", "sp", "schedule", "schedule_rows", "cp_method", "zero_group"]
+    names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
+    same: dict[str, Any] = {name: getattr(par, name) for name in names}
     return Case(
-        tp=par.tp,
+        **same,
         matmul=plan.job.matmul,
         grad_dtype=train.grad_dtype,
-        cp=par.cp,
-        ep=par.ep,
-        pp=par.pp,
-        dp=par.dp,
-        vpp=par.vpp,
-        zero=par.zero,
-        sp=par.sp,
-        schedule=par.schedule,
-        schedule_rows=par.schedule_rows,
-        cp_method=par.cp_method,
-        zero_group=par.zero_group,
         allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
-        micro_batch_size=par.micro_batch_size,
-        global_batch_samples=par.global_batch_samples,
         uneven=bool(par.replica_micro_batches),
-        replica_micro_batches=par.replica_micro_batches,
         batch_ramp=train.batch_ramp,
         seq_len=train.seq_len,
         model=plan.model,
-        cluster=plan.cluster,
+        cluster=cut(plan.cluster, range(-(-par.world_size // plan.cluster.gpus_per_node))),  # without its spares
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.plan import Plan
+from orchestrator.plan.domains import domains_of
 from orchestrator.plan.supported import refusal
 
 GIB = 1 << 30
@@ -26,6 +27,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_lay
         _memory(plan),
         _faster_than_measured(plan),
         _left_out(plan),
+        _idle(plan),
         _tp_outside(plan, inside_nvlink),
         _bubble(plan),
         _sequence_length(plan),
@@ -73,6 +75,25 @@ def _left_out(plan: Plan) -> str | None:
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     have = f"{plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
     return f"a job runs on nodes of one kind, here {len(plan.cluster.node_names)} with {have}; left out: {counts}"
+
+
+def _idle(plan: Plan) -> str | None:
+    """GPUs that the job leaves idle because groups do not divide their NVLink domains."""
+    par, domains = plan.parallel, domains_of(plan.cluster)
+    parts = domains.parts(par.tp, par.cp, par.ep, par.pp)
+    part = min((gpus for gpus in parts if par.world_size <= gpus < domains.gpus), default=0)
+    if not part or par.world_size == domains.gpus:
+        return None
+    idle = f"{domains.gpus - par.world_size} GPUs idle as spares"
+    sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
+    why = f"groups of {parts[part]} do not divide {' or '.join(sizes)}"
+    busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes
+    each = {sum(node in busy for node in nodes) * domains.gpus_per_node for nodes in plan.cluster.nvlink_domains}
+    if len(sizes) == len(each) == 1:
+        return f"{each.pop()} of each NVLink domain's {sizes[0]} GPUs are used: {why}; {idle}"
+    used = f"{par.world_size} of {domains.gpus} GPUs are used: {why}, the GPUs of an NVLink domain"
+    copies = f", and dp={par.dp} copies of the model take no more of the {part} left" if par.world_size < part else ""
+    return f"{used}{copies}; {idle}"
 
 
 def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:

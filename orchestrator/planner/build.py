@@ -17,6 +17,7 @@ from .cost.profile import Profile, relative_sd
 from .degrees import make_case, make_parallel
 from .job import make_job
 from .memory import rank_memory as memory
+from .memory.recipe import recipe_of
 from .memory.recompute import resolve_recompute
 from .model.layers import resolve
 from .placement.axis_order import CostContext, axis_placement, solve
@@ -40,10 +41,13 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     case = make_case(config, cluster_to_fill(config, cluster), model)
     legality.check(case)
     shape = make_parallel(config, case)
-    train = resolve_recompute(job.train, cluster, model, shape, config.train.recompute_budget_gib)
+    recipe = recipe_of(config.cost.software)
+    budget = config.train.recompute_budget_gib
+    train = resolve_recompute(job.train, cluster, model, shape, budget, recipe, job.matmul)
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
     context = make_context(config, cluster, profile, searched.path_cache if searched else None).training(train)
+    whole = context
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
@@ -56,12 +60,12 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
                 " put tp first, or set parallel.allow_tp_across_nvlink=true to see what it costs",
                 Exit.CONFIG,
             )
-        alternative = _inside_nvlink(config, case, context)
+        alternative = _inside_nvlink(config, case, whole)
 
     coordinates = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
     peak = cluster.gpu.peak_flops[job.train.precision]
-    accounts = memory.memory_by_pp_rank(cluster, model, parallel, job.train)
+    accounts = memory.memory_by_pp_rank(cluster, model, parallel, job.train, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     worst_rank = next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank)
     plan = Plan(

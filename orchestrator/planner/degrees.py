@@ -11,6 +11,7 @@ from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
+from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 from orchestrator.plan.supported import Case
 
@@ -26,7 +27,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     names = ("tp", "cp", "ep", "pp", "vpp", "zero", "zero_group", "allow_tp_across_nvlink", "uneven")
     same: dict[str, Any] = {name: getattr(par, name) for name in names}
     tp, ep, pp, samples = same["tp"], same["ep"], same["pp"], global_batch(config)
-    gpus = len(cluster.node_names) * cluster.gpus_per_node
+    gpus = domains_of(cluster).filled(tp, same["cp"], ep, pp, par.allow_tp_across_nvlink)
     dp = par.dp or max(1, gpus // (tp * same["cp"] * ep * pp))
     return Case(
         **same,
@@ -89,7 +90,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
     return doc.Parallel(
         **same,
         sp=case.sp and case.tp > 1,
-        world_size=case.gpus,
+        world_size=case.ranks,
         order=list(doc.AXES) if par.order is None else _order(par.order),
         schedule=case.schedule_name,
         stage_layers=_stage_layers(par.stage_layers, case, case.pp * case.vpp),

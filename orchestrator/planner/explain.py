@@ -10,6 +10,7 @@ from msgspec import structs
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.plan import Plan
 from orchestrator.plan import document as doc
+from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import SCHEDULES
 
 from .search.search import CostedLayout, Search
@@ -129,7 +130,10 @@ def _pipelines(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], La
 def _one(plan: Plan, values: dict[str, Any], overrides: list[str]) -> Iterator[tuple[list[str], Layout]]:
     par = plan.parallel
     tp, cp, ep, pp = (values[axis] for axis in ("tp", "cp", "ep", "pp"))
-    dp, rest = divmod(par.world_size, tp * cp * ep * pp)
+    gpus, domains = par.world_size, domains_of(plan.cluster)
+    if gpus == domains.filled(par.tp, par.cp, par.ep, par.pp):  # dp takes what groups of that size leave it
+        gpus = domains.filled(tp, cp, ep, pp)
+    dp, rest = divmod(gpus, tp * cp * ep * pp)
     size = values["micro_batch_size"]
     if rest or not dp or par.global_batch_samples % (size * dp * ep):
         return

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.domains import domains_of
 from orchestrator.plan.supported import Case, broken
 
 
@@ -26,7 +27,7 @@ def check(case: Case) -> None:
 def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
     """Up to `limit` legal cases, nearest first: fewest changed degrees, then the smallest change by factors of two.
 
-    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones; dp follows from the cluster.
+    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones; dp is what is taken when left out.
     """
     found: list[tuple[tuple[int, float, float, str], Case]] = []
     for candidate in _around(case):
@@ -37,12 +38,13 @@ def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
 
 
 def _around(case: Case) -> Iterator[Case]:
+    domains = domains_of(case.cluster)
     for tp in _near(case.tp, case.model.heads, start=True):
         for pp in _near(case.pp, min(case.model.layers, case.gpus), start=True):
             for cp in _near(case.cp, case.gpus):
                 for ep in _near(case.ep, case.model.moe.experts if case.model.moe else 1):
-                    rest, remainder = divmod(case.gpus, tp * pp * cp * ep)
-                    if remainder or not rest:
+                    rest = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (tp * pp * cp * ep)
+                    if not rest:
                         continue
                     for vpp in _near(case.vpp, case.model.layers):
                         sp = case.sp or (case.tp == 1 and tp > 1)

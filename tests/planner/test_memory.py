@@ -22,7 +22,7 @@ from . import shapes
 
 GIB = 1 << 30
 #: Megatron-LM as Korthikanti et al. ran it: no fused attention, dropout, inputs gathered again in backward.
-MEGATRON = Kernels(fused_attention=False, selective_core=True, keep_sent=False)
+MEGATRON = Kernels(fused_attention=False, selective="core", keep_sent=False)
 # name: layers, hidden, heads, pp, vpp, micro-batch (arXiv 2205.05198, table 3; tp 8, s 2048)
 KORTHIKANTI = {
     "22B": (48, 6144, 64, 1, 1, 4),

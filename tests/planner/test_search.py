@@ -35,7 +35,7 @@ def small_model(moe: bool, layers: int = 4):
 
 @st.composite
 def cases(draw):
-    nodes, gpus = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (2, 4)]))
+    nodes, gpus = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (2, 4), (3, 2)]))
     leaf = draw(st.sampled_from([1, nodes]))
     levels = [("leaf", leaf, draw(st.sampled_from([1.0, 8.0]))), ("spine", nodes, 1.0)]
     spec = configs.cluster(nodes, gpus, levels, domain_nodes=draw(st.sampled_from([1, leaf])))
@@ -50,7 +50,9 @@ def cases(draw):
     gib = draw(st.sampled_from([16, 24, 40, 80]))
     spec = structs.replace(spec, gpu=structs.replace(spec.gpu, memory_gib=gib))
     train = {"seq_len": draw(st.sampled_from([1024, 4096])), "global_batch_samples": draw(st.sampled_from([4, 6, 16]))}
-    return configs.config(spec, model, {"auto": True, **given_}, **train)
+    software = draw(st.sampled_from(["orch", "orch", "megatron_2021", "nemo", "torchtitan", "deepspeed_2021"]))
+    found = configs.config(spec, model, {"auto": True, **given_}, **train)
+    return structs.replace(found, cost=structs.replace(found.cost, software=software))
 
 
 @given(cases())

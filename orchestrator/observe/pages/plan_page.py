@@ -39,13 +39,15 @@ def render(plan: Plan, style: Style | None = None) -> str:
 
 def _header(plan: Plan, style: Style) -> str:
     par, model, cluster, train = plan.parallel, plan.model, plan.cluster, plan.job.train
+    spare = len(cluster.node_names) - -(-par.world_size // cluster.gpus_per_node)
     word = "  ".join(f"{axis}={getattr(par, axis)}" for axis in AXES if getattr(par, axis) > 1) or "one GPU"
     extra = [f"zero={par.zero}"] + ([f"vpp={par.vpp}"] if par.vpp > 1 else []) + (["sp"] if par.sp else [])
     rows = [
         ("model", f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden {model.hidden}"),
         (
             "cluster",
-            f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}",
+            f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
+            + (f", {spare} of them spare" if spare else ""),
         ),
         *([("links", f"{cluster.measured.source} (cluster.measured=false: as described)")] if cluster.measured else []),
         ("parallel", f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})"),

@@ -10,6 +10,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.schedules import Kind
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.plan_cost import pipeline_timeline
 from orchestrator.style import seconds
 
@@ -196,7 +197,8 @@ class Topology:
 
 def memory(ax: Axes, plan: Plan) -> None:
     """Stacked bytes of each pipeline stage against the GPU's capacity."""
-    stages = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
+    recipe = recipe_of(plan.time.software or "orch")
+    stages = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul)
     left = [0.0] * len(stages)
     rows = list(range(len(stages)))
     for name, colour in CATEGORY.items():

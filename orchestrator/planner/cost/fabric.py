@@ -105,7 +105,7 @@ class Fabric:
         source, target = (node, np.roll(node, -1, axis=1)) if wrap else (node[:, :-1], node[:, 1:])
         level = self.levels_between(source, target)
         hops = self.latency[level]
-        worst = int(level.max())
+        worst, slots = int(level.max()), int(node.max()) + 1
         inside = bool((level == 0).any())
         nvlink, seconds = 1.0 / float(self.rate[0]) if inside else 0.0, 0.0
         share = {NVLINK: 1.0}
@@ -115,7 +115,8 @@ class Fabric:
             if pattern == "ring":
                 nics = _members_in_block(self.block[0][node])[:, : level.shape[1]]
             outside = level > 0
-            seconds = max(seconds, self._fullest_link(source[outside], level[outside], np.ones(int(outside.sum()))))
+            flows = np.ones(int(outside.sum()))
+            seconds = max(seconds, self._fullest_link(source[outside], level[outside], flows, slots))
             seconds = max(seconds, float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max()))
             part = float((1.0 / nics[level == worst]).max())
             share = {NVLINK: 1.0 - part, self.names[worst]: part} if part < 1.0 else {self.names[worst]: 1.0}
@@ -132,7 +133,7 @@ class Fabric:
         flows = part[1:].reshape(-1)
         source = np.broadcast_to(node, part[1:].shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
-        seconds = self._fullest_link(source, level, flows)
+        seconds = self._fullest_link(source, level, flows, int(node.max()) + 1)
         own_nic = sum(part[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier)
         seconds = max(seconds, float(np.max(own_nic)))
         busiest = np.unravel_index(int(part[worst].argmax()), node.shape)
@@ -144,10 +145,11 @@ class Fabric:
         """Bytes/s that a GPU can use when it sends alone: a whole NIC, or all of its NICs where it has several."""
         return self.rate[level] * max(1.0, 1.0 / self.nics_per_gpu)
 
-    def _fullest_link(self, source: Ints, level: Ints, flows: Floats) -> float:
+    def _fullest_link(self, source: Ints, level: Ints, flows: Floats, slots: int) -> float:
         """Seconds per byte on the most loaded shared link. Flow i leaves node source[i], meets its peer on level[i].
 
-        Tier by tier, all flows that leave a block share the block's uplinks (tier 0: the NICs of an NVLink domain).
+        Tier by tier, all flows that leave a block share the block's uplinks (tier 0: the NICs of an NVLink domain, of
+        those of its nodes that are among the `slots` nodes of the job).
         """
         seconds = 0.0
         for tier in range(len(self.names) - 1):
@@ -155,7 +157,10 @@ class Fabric:
             if not leaves.any():
                 break
             load = np.bincount(self.block[tier][source[leaves]], weights=flows[leaves], minlength=len(self.gpus[tier]))
-            capacity = self.gpus[tier] * self.rate[max(tier, 1)] / self.oversubscription[tier]
+            gpus = self.gpus[tier]
+            if tier == 0:
+                gpus = np.bincount(self.block[0][:slots], minlength=len(gpus)) * self.gpus_per_node
+            capacity = np.maximum(gpus, 1) * self.rate[max(tier, 1)] / self.oversubscription[tier]
             seconds = max(seconds, float((load / capacity).max()))
         return seconds
 

@@ -81,7 +81,7 @@ _LISTED = (
         pp_overlap=True,
         selective="core",
         grad_bytes=2,
-        memory="megatron_bf16_grads",
+        memory="megatron",
     ),
     Software(
         name="deepseek",  # DeepSeek-V3's: DualPipe hides all-to-all and sends behind the other direction's compute
@@ -97,17 +97,17 @@ _LISTED = (
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
-    Software(name="fsdp_triton", attention="triton", memory="fsdp"),  # MosaicML LLM-Foundry of 2023
+    Software(name="fsdp_triton", attention="triton", memory="llm_foundry"),  # MosaicML LLM-Foundry of 2023
     Software(name="nanotron", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
     Software(
         name="deepspeed_2021",  # ZeRO-3 as Narayanan et al. measured it: bound by its own communication
         attention="unfused",
         elementwise="fused",
         dp_overlap="zero_2021",
-        memory="fsdp",
+        memory="deepspeed",
     ),
     Software(name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"),  # MaxText, PaxML
-    Software(name="eager", known=False),  # software that nobody named
+    Software(name="eager", memory="pytorch", known=False),  # software that nobody named
 )
 SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 

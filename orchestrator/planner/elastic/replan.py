@@ -13,9 +13,11 @@ from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
 from orchestrator.planner.memory import rank_memory as memory
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.placement.axis_order import CostContext, axis_placement, solve
 from orchestrator.planner.placement.node_placement import certified, place_job
 from orchestrator.planner.placement.rank_assignment import assign_ranks
+from orchestrator.planner.plan_cost import context_of
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
@@ -30,7 +32,7 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
         raise OrchError(
             f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
         )
-    context, certificate = place_job(CostContext(cluster, plan.model, plan.job.train), plan.parallel)
+    context, certificate = place_job(context_of(plan, cluster=cluster), plan.parallel)
     return _placed(plan, context, certificate)
 
 
@@ -40,7 +42,7 @@ def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
     `cluster` has each new node at the index of the node that it replaces, so all other ranks stay on their nodes, with
     their caches and the state in their memory.
     """
-    context = CostContext(cluster, plan.model, plan.job.train)
+    context = context_of(plan, cluster=cluster)
     order = plan.parallel.order
     context, certificate = place_job(context, plan.parallel, order, move=False)
     return _placed(plan, context, certificate, order)
@@ -51,9 +53,9 @@ def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Se
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, plan.parallel, only)
     coordinates = coords(parallel.order, degrees(parallel))
-    worst = max(
-        memory.memory_by_pp_rank(cluster, plan.model, parallel, plan.job.train), key=lambda account: account.total
-    )
+    recipe = recipe_of(plan.time.software or "orch")
+    accounts = memory.memory_by_pp_rank(cluster, plan.model, parallel, plan.job.train, recipe, plan.job.matmul)
+    worst = max(accounts, key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s
     return seal(
         structs.replace(

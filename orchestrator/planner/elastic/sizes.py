@@ -24,6 +24,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, from_json
 from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
+from orchestrator.plan.domains import domains_of
 
 MAX_SIZES = 256  # most sizes of one range
 
@@ -97,13 +98,19 @@ def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_l
     refused: dict[int, str] = {}
     for nodes in range(first, last + 1):
         try:
-            found[nodes] = _replicas(config, resolve, nodes, any_memory, found[max(found)] if found else None)
+            size = _replicas(config, resolve, nodes, any_memory, found[max(found)] if found else None)
+            if size.nodes >= first:  # of several clusters that hold a size the largest, which knows most spares
+                found[size.nodes] = size
+                refused.pop(size.nodes, None)
+            if size.nodes < nodes:
+                refused[nodes] = f"groups that stay in their NVLink domain use {size.nodes} of these nodes"
         except OrchError as error:
             refused[nodes] = error.message
     if not found:
         raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
     for nodes in range(first, min(found)):
-        if (other := _other_pipeline(config, resolve, nodes, any_memory)) is not None:
+        other = _other_pipeline(config, resolve, nodes, any_memory)
+        if other is not None and other.nodes == nodes:
             found[nodes] = other
             del refused[nodes]
     return Sizes([found[nodes] for nodes in sorted(found, reverse=True)], dict(sorted(refused.items(), reverse=True)))
@@ -145,7 +152,10 @@ def _replicas(config: Config, resolve: Resolve, nodes: int, any_memory: bool, sm
     """The size with equal replicas, else with unequal ones if faster than the next smaller size. Raises OrchError."""
     from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
 
-    par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
+    if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
+        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
+        raise OrchError(text, Exit.CONFIG)
+    par, gpus = config.parallel, _filled(config, resolve(_at(config, nodes).cluster))
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
         return _size(config, resolve, nodes, any_memory)
@@ -179,18 +189,23 @@ def _other_pipeline(config: Config, resolve: Resolve, nodes: int, any_memory: bo
 
 def _size(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Size:
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
-    if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
-        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
-        raise OrchError(text, Exit.CONFIG)
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
-    if gpus % replica:
-        raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
     at = _at(config, nodes)
-    plan = plan_of(at, resolve(at.cluster))
+    cluster = resolve(at.cluster)
+    if _filled(config, cluster) % replica:
+        raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
+    plan = plan_of(at, cluster)
     if _over(plan) and not (any_memory or config.run.allow_oom):
         text = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
         raise OrchError(f"rank {plan.memory.worst_rank} needs {text}", Exit.CONFIG)
-    return Size(nodes, at, plan)
+    return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), at, plan)
+
+
+def _filled(config: Config, cluster: Cluster) -> int:
+    """GPUs of `cluster` that the job uses."""
+    par = config.parallel
+    model = (par.tp or 1, par.cp or 1, par.ep or 1, par.pp or 1)
+    return domains_of(cluster).filled(*model, par.allow_tp_across_nvlink)
 
 
 def _over(plan: Plan) -> bool:

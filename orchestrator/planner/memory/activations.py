@@ -6,16 +6,27 @@ check; with the trainer's, it is what its storages were measured to hold (docs/a
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
-from orchestrator.plan.document import Cluster, Model, Parallel, Train
+from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.planner.cost.pipeline import in_flight
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, layer_moe, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
 from .deferred_weight_gradients import DeferredGradients
 
+#: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on every rank (ZB-1p and
+#: ZB-2p of arXiv 2401.10241, section 5.3).
+LIMITS = {"zb_h1": 1, "zb_h2": 2}
 LOSS_CHUNK = 1 << 24  # logits that the loss converts to fp32 at a time
+
+
+#: What selective recomputation drops. orch: norms, activations and the last product of each half of a layer, as this
+#: project's trainer does; core: attention scores alone (Korthikanti et al., section 5); ops: all but fused attention
+#: and every second matrix product (torchtitan's selective checkpointing by operation); alternate: every second layer.
+Selective = Literal["orch", "core", "ops", "alternate"]
 
 
 class Kernels(Struct, frozen=True, kw_only=True):
@@ -25,20 +36,18 @@ class Kernels(Struct, frozen=True, kw_only=True):
     fused_norm: bool = True  # RMSNorm keeps its input; else input and normalised input in fp32
     fused_activation: bool = False  # the gated activation keeps only its two inputs
     keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
-    selective_core: bool = False  # selective recomputation drops attention scores only
     keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
+    selective: Selective = "orch"
+    dropout: bool = False  # dropout, even where the model does not say so: a default of the software
+    fills_limit: bool = False  # split backwards come as a search placed them, up to a limit of whole micro-batches
+    copied_heads: bool = False  # queries, keys and values are kept as projected and as attention reads them
+    shared_inputs: bool = False  # tensor-parallel ranks share the inputs of fully recomputed layers (ZeRO-R's Pa)
+    product_width: float | None = None  # bytes of a matrix product's input, where narrower than the tensor
+    loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
 
-def kernels_of(cluster: Cluster, model: Model, parallel: Parallel) -> Kernels:
-    """The trainer's kernels. Attention with dropout is not fused, except that context parallelism recomputes blocks."""
-    return Kernels(
-        fused_norm=cluster.device == "cuda",
-        fused_attention=_fused(model, parallel),
-        keep_gathered=parallel.sp and splits_backward(parallel),  # a deferred weight gradient needs the whole input
-    )
-
-
-def _fused(model: Model, parallel: Parallel) -> bool:
+def fuses_attention(model: Model, parallel: Parallel) -> bool:
+    """Whether the trainer's attention is fused: not with dropout, except that context parallelism recomputes blocks."""
     return not model.dropout or parallel.cp > 1
 
 
@@ -51,11 +60,11 @@ def layer_activations(
     gathered = 1 if kernels.keep_gathered else rows
     kept = {
         "norm inputs": 2 * _norm(model, width, kernels) / rows,
-        "matmul inputs": 2 * model.hidden * width / gathered,
+        "matmul inputs": 2 * model.hidden * (kernels.product_width or width) / gathered,
         **_attention(model, parallel, train, kernels, width),
         **_mlp(model, layer, parallel, kernels, width, gathered),
     }
-    if model.dropout:
+    if model.dropout or kernels.dropout:
         kept["dropout masks"] = 2 * model.hidden / rows
     return {name: size * tokens for name, size in kept.items()}
 
@@ -81,22 +90,28 @@ def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels,
     if parallel.cp > 1 and parallel.cp_method == "ulysses":
         out *= 2  # before and after the all-to-all
     kept = {"attention": elements * width, "attention output": out * width}
+    if kernels.copied_heads:
+        kept["projected heads"] = elements * width
+    if kernels.product_width:
+        kept["attention output, narrow"] = out * kernels.product_width  # attention itself reads the wide one
     if kernels.fused_attention:
         kept["softmax statistics"] = 4 * heads
-    elif train.recompute == "none" or not kernels.selective_core:
+    else:
         # softmax output and the dropped-out copy that multiplies the values; with dropout a mask of one byte
-        kept["attention scores"] = heads * train.seq_len * (2 * width + (1 if model.dropout else 0))
+        kept["attention scores"] = heads * train.seq_len * (2 * width + (1 if model.dropout or kernels.dropout else 0))
     return kept
 
 
 def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: int, gathered: int) -> dict[str, float]:
     """Bytes per token: inputs and output of the activation, input of the down projection, routed tokens."""
     copies = 2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
+    product = kernels.product_width or width  # the last copy is the down projection's input
     if (moe := layer_moe(model, layer)) is None:
-        return {"mlp": copies * model.ffn_hidden * width / parallel.tp}
+        return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
     ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
-    routed = 2 * moe.top_k * model.hidden / gathered  # inputs and outputs of the experts
-    return {"mlp": copies * ffn * width / parallel.tp, "routed tokens": routed * width, "router": 8 * moe.experts}
+    routed = moe.top_k * model.hidden * (width + product) / gathered  # inputs and outputs of the experts
+    mlp = ffn * ((copies - 1) * width + product) / parallel.tp
+    return {"mlp": mlp, "routed tokens": routed, "router": 8 * moe.experts}
 
 
 class ActivationBytes(Struct, frozen=True):
@@ -111,24 +126,43 @@ def layer_activation_bytes(
 ) -> ActivationBytes:
     """Activation bytes of a layer with a recomputation mode.
 
-    Selective keeps both inputs of the layer's halves, all matrix products but the last of each half, and fused
-    attention. Full keeps the layer's input. A recomputed layer holds the gathered sequence.
+    The trainer's selective keeps both inputs of the layer's halves, all matrix products but the last of each half, and
+    fused attention. Full keeps the layer's input. A recomputed layer holds the gathered sequence.
     """
     tensors = layer_activations(model, layer, tokens, parallel, train, kernels)
     everything, boundary = sum(tensors.values()), boundary_bytes(model, parallel, train)
     if mode == "none":
         return ActivationBytes(everything, 0.0)
-    if kernels.selective_core and mode == "selective":
-        return ActivationBytes(everything, 0.0)
+    if mode == "selective" and kernels.selective == "core":
+        return ActivationBytes(everything - tensors.get("attention scores", 0.0), 0.0)
     rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
     everything += tensors["matmul inputs"] * (rows - 1)
     if mode == "full":
-        return ActivationBytes(boundary, everything - boundary)
+        kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
+        return ActivationBytes(kept, everything - kept)
+    if kernels.selective == "alternate":
+        return ActivationBytes((everything + boundary) / 2, everything - boundary)
+    if kernels.selective == "ops":
+        stored = boundary + _every_second_product(model, layer, tokens, parallel, train) + tensors["attention output"]
+        stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
+        return ActivationBytes(stored, everything - stored)
     stored = everything - tensors["matmul inputs"] * rows - tensors["mlp"] / 2 - tensors["norm inputs"] + 2 * boundary
     stored -= tensors.get("attention scores", 0.0)
     if parallel.cp > 1 or not kernels.fused_attention:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
     return ActivationBytes(stored, everything - stored)
+
+
+def _every_second_product(model: Model, layer: int, tokens: float, parallel: Parallel, train: Train) -> float:
+    """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first and, gated, last."""
+    tp, heads = parallel.tp, model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
+    if model.mla is not None:
+        heads = model.heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim)
+    moe = layer_moe(model, layer)
+    ffn = model.ffn_hidden if moe is None else moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
+    rows = tp if parallel.sp else 1
+    last = model.hidden / rows if model.mlp == "gated" else 0
+    return tokens * DTYPE_BYTES[train.precision] * ((heads + ffn) / tp + last)
 
 
 def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
@@ -140,7 +174,7 @@ def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
 
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
     """Peak activation bytes of each pipeline rank, logits included."""
-    kernels = kernels or Kernels(fused_attention=_fused(model, parallel))
+    kernels = kernels or Kernels(fused_attention=fuses_attention(model, parallel))
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     kinds, modes = sample_layers(model), ("none", "selective", "full")
     kept = [
@@ -151,8 +185,12 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     at = [0, len(kept) - 1]  # index of a dense layer and of an MoE layer
     last, head = len(parallel.stage_layers) - 1, head_bytes(model, parallel, train, kernels)
     stage, result = stage_bytes(model, parallel, train, kernels), []
-    deferred = DeferredGradients(model, parallel, train) if splits_backward(parallel) else None
-    for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), in_flight(parallel), strict=True)):
+    split = splits_backward(parallel) and not kernels.fills_limit
+    deferred = DeferredGradients(model, parallel, train) if split else None
+    held = in_flight(parallel)
+    if kernels.fills_limit and parallel.schedule in LIMITS:
+        held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
+    for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
         ranges = [stage_range(parallel, place) for place in stages]
         groups = [group for group in layer_groups(model, train, ranges) if group[2]]
         stored = sum(n * kept[at[kind]][mode].stored for kind, mode, n in groups)
@@ -199,9 +237,11 @@ def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
     return tokens * (hidden + width * -(-model.vocab // parallel.tp))
 
 
-def loss_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
     """Temporary bytes of the loss: fp32 logits of a chunk, and in backward the logits' gradient."""
     logits = parallel.micro_batch_size * train.seq_len / parallel.cp * -(-model.vocab // parallel.tp)
+    if kernels.loss_width is not None:
+        return logits * (kernels.loss_width - DTYPE_BYTES[train.precision])
     width, chunk = DTYPE_BYTES[train.precision], 4 * min(LOSS_CHUNK, logits)
     most = max(chunk * 2, width * logits + chunk) if width < 4 else max(chunk, width * logits)
     # a split backward keeps the gradient: `DeferredGradients` counts it

@@ -5,14 +5,15 @@ States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the re
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
+from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Recompute, Train
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
 from orchestrator.planner.model.stages import rank_stages
 
-from .activations import activations, kernels_of, loss_bytes
+from .activations import activations, loss_bytes
+from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
 
 
 class StateBytes(Struct, frozen=True):
@@ -23,68 +24,83 @@ class StateBytes(Struct, frozen=True):
     optimizer: float
 
 
-def rank_state_bytes(dense: int, experts: int, parallel: Parallel, train: Train) -> StateBytes:
+def rank_state_bytes(
+    dense: float, experts: float, parallel: Parallel, train: Train, recipe: Recipe = ORCH, expert_replicas: int = 0
+) -> StateBytes:
     """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding.
 
-    Weights in the training precision; gradients in `grad_dtype`, unsharded with ZeRO-0 and 1; AdamW's two moments in
-    fp32, and an fp32 master copy where weights are narrower. Experts shard over cp * dp, all other weights over
-    cp * ep * dp.
+    Weights in the training precision; gradients in `grad_dtype` or as the recipe has them, unsharded with ZeRO-0 and 1;
+    AdamW's two moments in fp32, and an fp32 master copy where weights are narrower. Experts shard over cp * dp, all
+    other weights over cp * ep * dp.
     """
     params = grads = optimizer = 0.0
-    for count, replicas in ((dense, parallel.cp * parallel.ep * parallel.dp), (experts, parallel.cp * parallel.dp)):
-        each = param_state_bytes(replicas, parallel, train)
+    for count, replicas in (
+        (dense, parallel.cp * parallel.ep * parallel.dp),
+        (experts, expert_replicas or parallel.cp * parallel.dp),
+    ):
+        each = param_state_bytes(replicas, parallel, train, recipe)
         params += count * each.params
         grads += count * each.grads
         optimizer += count * each.optimizer
     return StateBytes(params, grads, optimizer)
 
 
-def param_state_bytes(replicas: int, parallel: Parallel, train: Train) -> StateBytes:
+def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> StateBytes:
     """States of one parameter that `replicas` ranks hold, on each of them."""
     weight: float = DTYPE_BYTES[train.precision]
-    gradient = DTYPE_BYTES[train.grad_dtype]
+    gradient = gradient_bytes(train, recipe)
     shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight == 4 else 4
     if parallel.zero >= 3 and shards > 1:  # the shard is the master copy; gathered weights are narrow
-        weight, master = (4 if master else weight) / shards, 0
+        narrow = weight / shards
+        weight, master = (narrow, master) if recipe.own_master else ((4 if master else weight) / shards, 0)
+    if not recipe.trained:
+        return StateBytes(weight, 0.0, 0.0)
+    if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
+        gradient += recipe.more_gradient
     return StateBytes(
-        params=weight,
+        params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
         grads=gradient / (shards if parallel.zero >= 2 else 1),
-        optimizer=(8 + master) / (shards if parallel.zero >= 1 else 1),
+        optimizer=(8 + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
     )
 
 
-#: Device context, communicators and workspaces of a GPU process; a CPU rank's share of memory does not include them.
-CONTEXT_BYTES = {"cuda": 2 << 30, "cpu": 0}
+def gradient_bytes(train: Train, recipe: Recipe) -> float:
+    """Bytes of an accumulated gradient."""
+    return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
 
 
-def buffers(model: Model, parallel: Parallel, train: Train, device: str) -> float:
+def buffers(model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH) -> float:
     """Bytes outside the model: device context and communicators, gathered sequences, temporary buffers of ZeRO."""
     width = DTYPE_BYTES[train.precision]
     hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
-    result = float(CONTEXT_BYTES[device])
+    result = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
     if parallel.tp > 1:
         result += 2 * hidden  # one gathered input and one partial sum
-    return result + zero_buffers(model, parallel, train)
+    return result + zero_buffers(model, parallel, train, recipe)
 
 
-def zero_buffers(model: Model, parallel: Parallel, train: Train) -> float:
+def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> float:
     """Bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
     ZeRO-2: gradients of the bucket being filled and of two being reduced. ZeRO-3: weights of a layer and of the next,
     which is being gathered, of embedding and head, or of all layers in a pipeline; gradients of a layer and their copy
     that is being reduced.
     """
-    if parallel.zero < 2:
+    weight, gradient = DTYPE_BYTES[train.precision], gradient_bytes(train, recipe)
+    if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
         return 0.0
-    weight, gradient = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
-    if parallel.zero == 2:
-        return min(3 * parallel.bucket_bytes, 2 * _unsharded_params(model, parallel) * gradient)
+    buckets = min(recipe.buckets or 3 * parallel.bucket_bytes, 2 * _unsharded_params(model, parallel) * gradient)
+    if parallel.zero < 3:
+        return buckets
     kinds = [layer_params(model, layer) for layer in sample_layers(model) if layer is not None]
     tp, ep = parallel.tp, parallel.ep
     block = max((one.attention + one.ffn) / tp + one.replicated + one.experts / (tp * ep) for one in kinds)
     tables = model.vocab * model.hidden / tp * (1 if model.tied_embeddings else 2)
+    if recipe.by_matrix:
+        block, tables = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / tp, 0.0
     gathered = _unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
-    return gathered * weight + 2 * block * gradient
+    summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
+    return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
 
 
 def _unsharded_params(model: Model, parallel: Parallel) -> float:
@@ -92,17 +108,69 @@ def _unsharded_params(model: Model, parallel: Parallel) -> float:
     return (model.parameters or parameter_count(model)) / (parallel.tp * parallel.pp)
 
 
-def memory_by_pp_rank(cluster: Cluster, model: Model, parallel: Parallel, train: Train) -> list[Memory]:
-    """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to a rank)."""
-    buffer_bytes = buffers(model, parallel, train, cluster.device)
-    loss, last, result = loss_bytes(model, parallel, train), len(parallel.stage_layers) - 1, []
-    held = activations(model, parallel, train, kernels_of(cluster, model, parallel))
+def memory_by_pp_rank(
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
+    expert_shards: int = 0,
+) -> list[Memory]:
+    """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to a rank).
+
+    `matmul`: as `Job.matmul`. `expert_shards`: ranks that share a layer's experts, where it is not tp * ep. `total` is
+    what the process takes of the card, `capacity` what it can take.
+    """
+    cut = parallel.tp * parallel.ep
+    replicas = parallel.cp * parallel.dp * cut // (expert_shards or cut)
+    buffer_bytes = buffers(model, parallel, train, cluster.device, recipe)
+    kernels = kernels_of(recipe, cluster, model, parallel, matmul)
+    loss, last, result = loss_bytes(model, parallel, train, kernels), len(parallel.stage_layers) - 1, []
+    held = activations(model, parallel, train, kernels)
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
-    for pp_rank, (parameters, kept, stages) in enumerate(ranks):
-        states = rank_state_bytes(*parameters, parallel, train)
+    for pp_rank, ((dense, experts), kept, stages) in enumerate(ranks):
+        shards = expert_shards or cut
+        states = rank_state_bytes(dense, experts * cut / shards, parallel, train, recipe, replicas)
         sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optimizer, "activations": kept}
         sizes["buffers"] = buffer_bytes + (loss if last in stages else 0.0)
+        tensors = sum(sizes.values())
+        sizes["buffers"] += recipe.process_bytes(tensors) - tensors
         parts = {name: round(size) for name, size in sizes.items()}
-        total, capacity = sum(parts.values()), cluster.gpu.memory_bytes
-        result.append(Memory(**parts, total=total, capacity=capacity, worst_rank=pp_rank))
+        total = sum(parts.values())
+        result.append(Memory(**parts, total=total, capacity=recipe.capacity(cluster), worst_rank=pp_rank, sd=recipe.sd))
     return result
+
+
+def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:
+    """Bytes that a measurement of this kind shows of what the account holds."""
+    if recipe.context is None:  # this project's trainer: the context is among the buffers
+        context = min(CONTEXT_BYTES["cuda"], memory.buffers)
+        return float(memory.total if kind == "process" else memory.total - context)
+    tensors = recipe.tensor_bytes(memory.total)
+    allocated = tensors + recipe.workspace
+    return {
+        "model": tensors,
+        "allocated": allocated,
+        "reserved": allocated * recipe.fragmentation,
+        "process": float(memory.total),
+    }[kind]
+
+
+def least_recompute(
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
+    expert_shards: int = 0,
+) -> Recompute:
+    """The recomputation mode with the least work whose memory fits: what a report that does not say may have used."""
+    modes: tuple[Recompute, ...] = ("none", "selective")
+    for mode in modes:
+        tried = structs.replace(train, recompute=mode)
+        accounts = memory_by_pp_rank(cluster, model, parallel, tried, recipe, matmul, expert_shards)
+        if all(account.total <= account.capacity for account in accounts):
+            return mode
+    return "full"

@@ -19,15 +19,22 @@ from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.stages import rank_stages, stage_range
 
-from .activations import activations, kernels_of, loss_bytes
+from .activations import Kernels, activations, loss_bytes
 from .rank_memory import buffers, rank_state_bytes
+from .recipe import ORCH, Recipe, kernels_of
 
 GIB = 1 << 30
 MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")
 
 
 def resolve_recompute(
-    train: Train, cluster: Cluster, model: Model, parallel: Parallel, budget_gib: float | None
+    train: Train,
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    budget_gib: float | None,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
 ) -> Train:
     """`train` with `recompute_layers` filled in where it asks for a budget. `budget_gib` None: all free memory.
 
@@ -35,23 +42,32 @@ def resolve_recompute(
     """
     if train.recompute != "budget":
         return train
-    buffer_bytes = buffers(model, parallel, train, cluster.device)
+    buffer_bytes = buffers(model, parallel, train, cluster.device, recipe)
+    kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
-        states = rank_state_bytes(*rank_parameters(model, parallel)[pp_rank], parallel, train)
-        loss = loss_bytes(model, parallel, train) if len(parallel.stage_layers) - 1 in stages else 0.0
-        left = cluster.gpu.memory_bytes - states.params - states.grads - states.optimizer - buffer_bytes - loss
+        states = rank_state_bytes(*rank_parameters(model, parallel)[pp_rank], parallel, train, recipe)
+        loss = loss_bytes(model, parallel, train, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
+        left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
+        left -= states.params + states.grads + states.optimizer
         budget = left if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
-            layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget), strict=True
+            layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget, kernels), strict=True
         ):
             modes[layer] = max(modes[layer], mode)  # in a bidirectional pipeline two ranks hold it: the tighter decides
     return structs.replace(train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)])
 
 
 def _cheapest(
-    train: Train, cluster: Cluster, model: Model, parallel: Parallel, pp_rank: int, layers: list[int], budget: float
+    train: Train,
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    pp_rank: int,
+    layers: list[int],
+    budget: float,
+    kernels: Kernels,
 ) -> list[int]:
     """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
     if not layers:
@@ -66,14 +82,13 @@ def _cheapest(
     )
     for _, full, selective in choices:
         found = [2] * full + [1] * selective + [0] * (many - full - selective)
-        if _bytes(train, cluster, model, parallel, pp_rank, dict(zip(layers, found, strict=True))) <= budget:
+        if _bytes(train, model, parallel, pp_rank, dict(zip(layers, found, strict=True)), kernels) <= budget:
             return found
     return [2] * many
 
 
 def _bytes(
-    train: Train, cluster: Cluster, model: Model, parallel: Parallel, pp_rank: int, modes: dict[int, int]
+    train: Train, model: Model, parallel: Parallel, pp_rank: int, modes: dict[int, int], kernels: Kernels
 ) -> float:
     by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
-    kernels = kernels_of(cluster, model, parallel)
     return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[pp_rank]

@@ -22,6 +22,7 @@ from msgspec import structs
 
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Matmul, Model, Parallel, Time, Train
+from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.communication import PathKey
@@ -33,6 +34,8 @@ from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
 from orchestrator.planner.cost.step_time import StepCost, Work, predict, step_work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
+
+from .group_packing import domain_node_orders
 
 TIE = 0.005
 
@@ -65,8 +68,9 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
 class Candidate:
     """One nesting order and its cost."""
 
-    def __init__(self, order: tuple[Axis, ...], paths: dict[PathKey, Path], work: Work):
-        self.order, self.paths, self.work = order, paths, work
+    def __init__(self, order: tuple[Axis, ...], paths: dict[PathKey, Path], work: Work, nodes: tuple[int, ...] = ()):
+        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order."""
+        self.order, self.paths, self.work, self.nodes = order, paths, work, nodes
 
     @cached_property
     def cost(self) -> StepCost:
@@ -95,11 +99,12 @@ class PathCache:
     def __init__(self, cluster: Cluster):
         self.fabric = Fabric(cluster)
         self._seen: dict[tuple[object, ...], Path] = {}
+        self.nodes: tuple[int, ...] = ()  # the node in each slot, where that is not the cluster's order
 
     def reordered(self, nodes: Sequence[int]) -> PathCache:
         """An empty cache for the same network with `nodes` in this order."""
         other = copy.copy(self)
-        other.fabric, other._seen = self.fabric.reordered(nodes), {}
+        other.fabric, other._seen, other.nodes = self.fabric.reordered(nodes), {}, tuple(nodes)
         return other
 
     def path(self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True) -> Path:
@@ -135,7 +140,7 @@ def candidates(
     result = []
     for order in [tuple(only)] if only else orders(sizes):
         paths = {key: path_cache.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
-        result.append(Candidate(order, paths, work))
+        result.append(Candidate(order, paths, work, path_cache.nodes))
     return result
 
 
@@ -208,6 +213,8 @@ class CostContext:
         self.path_cache = path_cache or PathCache(cluster)
         self.rate: Rates = self.rates(self.profile.values)
         self.level_names = [level.name for level in cluster.levels]
+        self._parts: dict[tuple[int, int], list[PathCache]] = {}
+        self._placed = False
         self._compute: dict[tuple[object, ...], Compute] = {}
         #: the training keys with each recomputation mode
         self.trains = {mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")}
@@ -239,6 +246,23 @@ class CostContext:
             self._compute[key] = micro_batch_compute(self.model, parallel, self.train, self.rate, self.software)
         return self._compute[key]
 
+    def placed(self) -> CostContext:
+        """The same context for a job whose nodes are chosen: the first ones of the cluster."""
+        other = copy.copy(self)
+        other._placed = True
+        return other
+
+    def parts(self, parallel: Parallel) -> list[PathCache]:
+        """The parts of the cluster's NVLink domains that a job may take; one where it takes all nodes."""
+        slots = -(-parallel.world_size // self.cluster.gpus_per_node)
+        if self._placed or slots >= len(self.cluster.node_names):
+            return [self.path_cache]
+        group = domains_of(self.cluster).inner_group(parallel.tp, parallel.cp, parallel.ep, parallel.pp)
+        if (key := (group, slots)) not in self._parts:
+            nodes = domain_node_orders(self.path_cache.fabric, group, slots)
+            self._parts[key] = [self.path_cache.reordered(chosen) for chosen in nodes]
+        return self._parts[key]
+
 
 class Solution(NamedTuple):
     """Degrees with the best nesting order for them, and what they cost."""
@@ -252,11 +276,15 @@ class Solution(NamedTuple):
 def solve(
     context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
 ) -> Solution:
-    """`parallel` in its best nesting order (or the order `only`). `train`: where its recompute is not the context's."""
+    """`parallel` in its best nesting order (or the order `only`), on the best part of the NVLink domains.
+
+    `train`: where its recompute is not the context's.
+    """
     train = train or context.train
     traffic = step_traffic(context.model, parallel, train, context.software)
     work = context.work(parallel, train)
-    best = choose(candidates(context.path_cache, parallel, traffic, work, only), context.level_names)
+    found = [one for part in context.parts(parallel) for one in candidates(part, parallel, traffic, work, only)]
+    best = choose(found, context.level_names)
     parallel = structs.replace(parallel, order=list(best.order))
     outside = [axis for axis in AXES if best.outside_nvlink(axis)]
     time = predict(best.cost, profile=context.profile.label, outside=outside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -95,6 +96,24 @@ def packed_node_orders(
             if wanted not in seen:
                 seen.add(wanted)
                 yield _packed(fabric, shapes, wanted, slots)
+
+
+def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int, ...]]:
+    """Node orders of a job that leaves nodes idle: of each NVLink domain as many as groups of some size fill.
+
+    One order for each size that is a multiple of `group` ranks and leaves `slots` nodes; fullest domains first. The
+    first nodes where there is none.
+    """
+    of = fabric.block[0]
+    domains = [np.flatnonzero(of == of[first]).tolist() for first in np.sort(np.unique(of, return_index=True)[1])]
+    largest, step = max(map(len, domains)), math.lcm(group, fabric.gpus_per_node) // fabric.gpus_per_node
+    found: dict[tuple[int, ...], None] = {}
+    for unit in range(step, largest + 1, step):
+        kept = sorted((nodes[: len(nodes) // unit * unit] for nodes in domains), key=len, reverse=True)
+        chosen = [node for nodes in kept for node in nodes][:slots]
+        if len(chosen) == slots:
+            found[tuple(chosen)] = None
+    return list(found) or [tuple(range(slots))]
 
 
 def _packed(

@@ -23,6 +23,7 @@ from msgspec import structs
 from orchestrator.config.schema import Config
 from orchestrator.config.validate import with_defaults
 from orchestrator.plan.document import AXES, Axis, Certificate, Cluster, Parallel
+from orchestrator.plan.domains import cut, domains_of, usable_nodes
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.collective import PATTERN
@@ -34,8 +35,8 @@ from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.job import make_train
 from orchestrator.planner.model.layers import resolve
 
-from .axis_order import Candidate, CostContext, PathCache, candidates, orders, path_keys
-from .group_packing import distinct_node_orders, packed_node_orders
+from .axis_order import Candidate, CostContext, PathCache, candidates, orders, path_keys, solve
+from .group_packing import distinct_node_orders, domain_node_orders, packed_node_orders
 from .lower_bound import placement_lower_bound
 
 EXACT_NODES = 8
@@ -179,7 +180,9 @@ def place_nodes(
             best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
         return NodePlacement(best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score)
     sizes = degrees(parallel)
-    for nodes in packed_node_orders(path_cache.fabric, costs.orders, sizes, costs.slots):
+    packed = packed_node_orders(path_cache.fabric, costs.orders, sizes, costs.slots)
+    by_domain = [] if costs.slots == costs.total else domain_node_orders(path_cache.fabric, parallel.tp, costs.slots)
+    for nodes in itertools.chain(packed, by_domain):
         best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
     if not done() and costs.total <= MAX_SWAP_NODES:
         best = _improve_by_swaps(costs, best)
@@ -250,27 +253,20 @@ def _round(seconds: float) -> float:
 
 
 def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
-    """The first nodes of `pool`, as many as the degrees need, for the legality rules; placement chooses among all.
+    """Nodes of `pool`, as many as the degrees need, for the legality rules; placement chooses among all.
 
-    A described cluster must be filled. An imported one may be larger; with dp left out the job takes all of it.
+    A described cluster is filled, but for what `plan.domains` leaves idle. An imported one may be larger; with dp left
+    out the job takes all of it.
     """
     par = with_defaults(config.parallel)
     if config.cluster.topology_file is None or par.dp is None:
         return pool
-    nodes = -(-math.prod(getattr(par, axis) for axis in AXES) // pool.gpus_per_node)
+    sizes = {axis: getattr(par, axis) for axis in AXES}
+    nodes = -(-math.prod(sizes.values()) // pool.gpus_per_node)
     if nodes >= len(pool.node_names):
         return pool
-    keep = set(range(nodes))
-
-    def kept(blocks: list[list[int]]) -> list[list[int]]:
-        return [inside for block in blocks if (inside := [node for node in block if node in keep])]
-
-    return structs.replace(
-        pool,
-        node_names=pool.node_names[:nodes],
-        nvlink_domains=kept(pool.nvlink_domains),
-        levels=[structs.replace(level, switches=kept(level.switches)) for level in pool.levels],
-    )
+    usable = usable_nodes(pool, domains_of(pool).inner_group(sizes["tp"], sizes["cp"], sizes["ep"], sizes["pp"]))
+    return cut(pool, usable[:nodes] if len(usable) >= nodes else range(nodes))
 
 
 def make_context(
@@ -287,19 +283,27 @@ def place_job(
 ) -> tuple[CostContext, Certificate]:
     """(context with its nodes in the order of the best placement, spares last; certificate of that placement).
 
-    Without `move` the nodes keep their order and are only certified.
+    Without `move` the nodes keep their order, but for those that stay idle, and are only certified.
     """
     traffic = step_traffic(context.model, parallel, context.train, context.software)
     work = context.work(parallel, context.train)
     if not move:
+        if context.parts(parallel) != [context.path_cache]:
+            context = _moved(context, solve(context, parallel, only).best.nodes)
         costs = PlacementCosts(context.path_cache, parallel, traffic, work, only)
         bound = costs.bound()
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
     found = place_nodes(context.path_cache, parallel, traffic, work, only)
-    if found.nodes != tuple(range(len(found.nodes))):
-        context = context.on(reorder(context.cluster, found.nodes))
     given = found.given.step_s
-    return context, Certificate(bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given)
+    certificate = Certificate(bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given)
+    return _moved(context, found.nodes), certificate
+
+
+def _moved(context: CostContext, nodes: Sequence[int]) -> CostContext:
+    """The context of the same job with its ranks on `nodes`, in this order."""
+    if tuple(nodes) == tuple(range(len(nodes))):
+        return context.placed()
+    return context.on(reorder(context.cluster, nodes)).placed()
 
 
 def certified(certificate: Certificate, step_s: float) -> Certificate:

@@ -10,11 +10,13 @@ from functools import lru_cache
 BLANK = frozenset(("", "-", "--", "—", "?", "n/a", "na", "nan", "null", "none", "unknown", "not stated", "tbd", "auto"))
 #: What tables write where they have no word; "none" is a word.
 _NO_WORD = BLANK - {"none", "auto"}
+MOST_GPUS = 1 << 20
 #: Largest plausible value of a column; a larger one is an error in the row, not a model to predict.
 MOST: dict[str, int] = {
-    **dict.fromkeys(("layers", "tp", "cp", "pp", "vpp", "topk"), 4096),
+    **dict.fromkeys(("pp", "vpp"), 256),
+    **dict.fromkeys(("layers", "tp", "cp", "topk"), 1024),
     **dict.fromkeys(("heads", "kv_heads", "experts", "ep", "gpus_per_node"), 1 << 16),
-    **dict.fromkeys(("hidden", "num_gpus", "dp", "micro_batch"), 1 << 20),
+    **dict.fromkeys(("hidden", "num_gpus", "dp", "micro_batch"), MOST_GPUS),
     **dict.fromkeys(("ffn_hidden", "moe_ffn", "vocab"), 1 << 24),
     "seq_len": 1 << 28,
     "global_batch": 1 << 40,  # samples, or tokens

@@ -58,10 +58,11 @@ def _software(facts: Facts) -> tuple[Software, str]:
     words = f"{framework}; {facts.notes.lower()}"
     hopper = facts.gpu.startswith(_HOPPER)
     old = _before_2023(facts, words)
-    base, said = name, ""
+    base, said, own_memory = name, "", dict[str, object]()
     if name == "deepspeed":
         sharded = facts.zero == 3
         base = ("deepspeed_2021" if sharded else "megatron_2021") if old else "fsdp"
+        own_memory = {"memory": "deepspeed"} if old else {}
     elif name == "megatron":
         base = "megatron_2021" if old else "megatron"
     elif name == "fsdp_triton" and hopper:
@@ -69,7 +70,7 @@ def _software(facts: Facts) -> tuple[Software, str]:
     if name == "fsdp" and re.search(r"fms|compile|torch ?tune", words):
         base = "fsdp_compile"
     software = SOFTWARE[base]
-    traits: dict[str, object] = {}
+    traits = own_memory
     if name in ("nemo", "megatron") and base != "megatron_2021":
         if old:
             traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}

@@ -11,7 +11,7 @@ from orchestrator.plan.document import AXES, Model, Parallel
 from orchestrator.planner.cost.software import Software
 from orchestrator.planner.model.stages import balance_stages
 
-from .cells import Row, RowError
+from .cells import MOST_GPUS, Row, RowError
 
 #: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The first match counts.
 _SCHEDULES: tuple[tuple[str, str], ...] = (
@@ -132,6 +132,8 @@ def _degrees(row: Row, model: Model, software: Software, zero: int | None, memor
             replicas = dp // cp
         gpus = replicas * tp * cp * pp
         row.say(f"num_gpus={gpus}: tp {tp} x pp {pp} x cp {cp} does not divide what the row says")
+    if gpus > MOST_GPUS:
+        raise RowError(f"num_gpus={gpus:,} is above {MOST_GPUS:,}: tp {tp} x pp {pp} x cp {cp} x dp {replicas}")
     if asked != (tp, cp, pp):
         row.say(f"pp={pp} of {asked[2]}: the model has {model.layers} layers")
     return Degrees(tp, cp, pp, replicas, gpus)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from orchestrator.plan.document import AXES
 from orchestrator.planner.cost.profile import Profile, shipped
-from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.placement.axis_order import CostContext, PathCache, solve
 
 from .cells import RowError
+from .job_memory import job_memory
 from .rows import Job, read_row
 
 GIB = 1 << 30
@@ -46,12 +46,12 @@ def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -
 
 def _one(name: str, job: Job, paths: dict[int, PathCache], profile: Profile) -> Prediction:
     par = job.parallel
-    context = context_of(job, paths, profile)
-    solution = solve(context, par, AXES)
-    worst = max(account.total for account in memory.memory_by_pp_rank(job.cluster, job.model, par, job.train))
+    context, held = context_of(job, paths, profile), job_memory(job)
+    solution = solve(context, par, AXES, held.train)
     tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
-    status = "oom" if worst > job.cluster.gpu.memory_bytes else "ok"
-    return Prediction(name, solution.time.step_s, tokens, worst / GIB, status, "; ".join(job.assumed))
+    assumed = "; ".join([*job.assumed, *held.assumed])
+    status = "ok" if held.fits else "oom"
+    return Prediction(name, solution.time.step_s, tokens, held.peak_bytes / GIB, status, assumed)
 
 
 def context_of(job: Job, paths: dict[int, PathCache], profile: Profile) -> CostContext:

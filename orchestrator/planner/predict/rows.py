@@ -39,6 +39,11 @@ class Job(NamedTuple):
     group: str  # the row's source: its id without the number
     assumed: list[str]
 
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return self.expert_tp * self.expert_ranks
+
 
 def read_row(cells: Mapping[str, str]) -> Job:
     """The job of one row. Raises RowError naming the column."""
@@ -185,7 +190,7 @@ def _task(row: Row) -> Task:
 def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
     """(mode, None where the row does not say; share of the layers; what selective means to this software)."""
     selective: Selective = "core"
-    if software.memory in ("fsdp", "orch"):
+    if not software.memory.startswith(("megatron", "deepspeed")):
         words = f"{row.text('framework')}; {row.text('notes')}".lower()
         alternate = "fms" in words or "fraction of" in words
         selective = "alternate" if alternate else "ops"

@@ -139,7 +139,7 @@ def _depth_and_width(cells: Cells, known: Shape | None, billions: float | None, 
         blocks = max(billions * 1e9 / 2, billions * 1e9 - table) / 12  # about 12 layers hidden^2, and the token table
         if hidden is None:
             hidden = 128 * max(1, round(math.sqrt(blocks / (layers or usual_layers)) / 128))
-        layers = layers or min(4096, max(1, round(blocks / hidden**2)))
+        layers = layers or min(1024, max(1, round(blocks / hidden**2)))
     if cells.layers is None:
         said.append(f"layers={layers}")
     if cells.hidden is None:

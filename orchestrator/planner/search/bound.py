@@ -57,16 +57,18 @@ class MeshBound:
             tuple(cp_methods),
             sp_open,
         )
-        self.par = structs.replace(cost.par, pp=mesh.pp, dp=mesh.dp, micro_batches=mesh.micro_batches)
+        world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
+        same = {"pp": mesh.pp, "dp": mesh.dp, "micro_batches": mesh.micro_batches, "world_size": world}
+        self.par = structs.replace(cost.par, **same)
         #: paths of a nesting with stages inside an NVLink domain, and of one with stages on different nodes
-        self.nestings = [best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)]
+        self.best, self.nestings = best, [best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)]
         context = cost.context
         self.nodes = -(-self.par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
         self.transfers = [0.0 for _ in self.nestings]
         if mesh.pp > 1:
-            same = context.model, self.par, context.train, context.rate
-            self.transfers = [value_of(transfer_seconds(*same, paths)) for paths in self.nestings]
+            job = context.model, self.par, context.train, context.rate
+            self.transfers = [value_of(transfer_seconds(*job, paths)) for paths in self.nestings]
         self.sharded: list[ZeroStage] = []
 
     def branches(self, recomputes: Iterable[str], zeros: Iterable[int]) -> Iterator[RecomputeBound]:
@@ -113,7 +115,7 @@ class MeshBound:
         if members == 1:
             return 0.0
         rate, (weight, gradient) = cost.context.rate, cost.widths
-        path = min(cost.best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
+        path = min(self.best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
         shown = min(value_of(rate.dp_exposed), value_of(rate.dp_sharded))
         return shown * parameters * min(2 * gradient, gradient + weight) * (members - 1) / members * path
 
@@ -123,13 +125,15 @@ class ZeroStage:
 
     def __init__(self, base: MeshBound, par: Parallel):
         self.context, self.par, mesh = base.cost.context, par, base.mesh
+        recipe = base.cost.recipe
         self.nestings, self.nodes = base.nestings, base.nodes
         states = [
-            memory.param_state_bytes(replicas, par, self.context.train)
+            memory.param_state_bytes(replicas, par, self.context.train, recipe)
             for replicas in (mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp)
         ]
         self.dense_bytes, self.expert_bytes = (one.params + one.grads + one.optimizer for one in states)
-        self.buffer_bytes = memory.buffers(self.context.model, par, self.context.train, self.context.cluster.device)
+        device = self.context.cluster.device
+        self.buffer_bytes = memory.buffers(self.context.model, par, self.context.train, device, recipe)
         self._sent: dict[tuple[int, int], list[float]] = {}
         self._constant: dict[int, float] = {}
 
@@ -163,7 +167,8 @@ class RecomputeBound:
         plain, experts = cost.average_params(pp)
         states = min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
         kept = min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
-        return (states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept) * ROUNDING
+        tensors = states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept
+        return cost.recipe.process_bytes(tensors) * ROUNDING
 
     def least_seconds(self) -> float:
         return self.base.least_seconds(self.recompute)
@@ -218,14 +223,15 @@ class PipelineBound:
         if rank.head:
             more = logits_in_flight(schedule, m) - 1
             recomputing = max(recomputing, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
-        return held / self.held * in_flight + recomputing + (2 * cost.boundary if mesh.pp > 1 else 0.0)
+        received = 2 * cost.boundary if mesh.pp > 1 and cost.kernels.keep_sent else 0.0
+        return held / self.held * in_flight + recomputing + received
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
         fullest = 0.0
         for (plain, experts), keeps in zip(self.params, kept, strict=True):
             fullest = max(fullest, plain * sharded.dense_bytes + experts * sharded.expert_bytes + keeps)
-        return (fullest + sharded.buffer_bytes) * ROUNDING
+        return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
     def seconds_of(self, sharded: ZeroStage) -> float:
         """Lower bound of the step in seconds, for any nesting order."""

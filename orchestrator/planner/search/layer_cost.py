@@ -25,6 +25,7 @@ from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.traffic import recomputed_share
 from orchestrator.planner.memory import activations
+from orchestrator.planner.memory.recipe import Recipe, kernels_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
@@ -83,11 +84,13 @@ def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
 class LayerCost:
     """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
 
-    def __init__(self, par: Parallel, mesh: Mesh, context: CostContext, best: BestPaths, params: ShardParams):
+    def __init__(
+        self, par: Parallel, mesh: Mesh, context: CostContext, best: BestPaths, params: ShardParams, recipe: Recipe
+    ):
         """`par`: of any layout of the mesh; only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
         model, train = context.model, context.train
         par = structs.replace(par, schedule="1f1b")  # a schedule that splits backward keeps no less
-        self.par, self.context, self.best, self.params = par, context, best, params
+        self.par, self.context, self.params, self.recipe = par, context, params, recipe
         self.kinds, self.trains = sample_layers(model), context.trains
         self.tokens, self.hidden = par.micro_batch_size * train.seq_len / par.cp, hidden_bytes(model, par, train)
         self.compute = context.compute(par)
@@ -95,22 +98,26 @@ class LayerCost:
         self.widths = DTYPE_BYTES[train.precision], grad_bytes(train, context.software)
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
-        self.kernels = activations.kernels_of(context.cluster, model, par)
+        self.kernels = kernels_of(recipe, context.cluster, model, par, context.matmul)
         self.boundary = activations.boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
-        self.loss_bytes = activations.loss_bytes(model, par, train)
+        self.loss_bytes = activations.loss_bytes(model, par, train, self.kernels)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
         self._known: dict[tuple[object, ...], Any] = {}
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
     def stage_seconds(self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]) -> StageSeconds:
         """With the method that sends least; `split`: backward is."""
-        return self._once((recompute, split, cp_methods), self._seconds, recompute, (split,), cp_methods, self.par.sp)
+        key = recompute, split, cp_methods
+        found: StageSeconds = self._once(key, self._seconds, recompute, (split,), cp_methods, self.par.sp)
+        return found
 
     def least(self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool) -> StageSeconds:
         """With backward split or not. `sp_open`: also without sequence parallelism, which computes no less."""
         along = (True, False) if sp_open else (self.par.sp,)
-        return self._once((recompute, cp_methods, along), self._seconds, recompute, (False, True), cp_methods, *along)
+        key = recompute, cp_methods, along
+        found: StageSeconds = self._once(key, self._seconds, recompute, (False, True), cp_methods, *along)
+        return found
 
     def _seconds(
         self, recompute: str, splits: tuple[bool, ...], cp_methods: tuple[CpMethod, ...], *along: bool
@@ -156,7 +163,8 @@ class LayerCost:
 
     def activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
         """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
-        return self._once((recompute,), self._activation_bytes, recompute)
+        found: list[activations.ActivationBytes] = self._once((recompute,), self._activation_bytes, recompute)
+        return found
 
     def _activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
         model, train = self.context.model, self.trains[recompute]

@@ -24,6 +24,7 @@ from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.placement.axis_order import Solution, solve
 from orchestrator.planner.placement.node_placement import make_context
 
@@ -48,6 +49,7 @@ class CostedLayout(NamedTuple):
     solution: Solution
     memory: doc.Memory  # of the fullest pipeline rank
     config: Config  # with every key that the search chose filled in
+    fills: bool  # dp is what is taken where it is left out
 
     @property
     def step_s(self) -> float:
@@ -60,6 +62,7 @@ class CostedLayout(NamedTuple):
         degrees: dict[str, int | bool] = {
             name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1
         }
+        degrees |= {} if self.fills else {"dp": mesh.dp}
         degrees |= {"zero": par.zero} if par.zero else {}
         degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
         found = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
@@ -102,7 +105,8 @@ class Search:
         self.space = Space(config, self.context, any_layout)
         confined = not config.parallel.allow_tp_across_nvlink
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
-        self.capacity = cluster.gpu.memory_bytes
+        self.recipe = recipe_of(config.cost.software)
+        self.capacity = self.recipe.capacity(cluster)
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
         self._params: dict[tuple[int, int], ShardParams] = {}
@@ -244,7 +248,8 @@ class Search:
                 self._params[cut] = shard_params(self.context.model, *cut)
             names = ("tp", "cp", "ep", "sp", "micro_batch_size", "cp_method")
             par = structs.replace(self.par, **{name: getattr(mesh, name) for name in names})
-            found = self._layer_costs[key] = LayerCost(par, mesh, self.context, self.best, self._params[cut])
+            same = self.context, self.best, self._params[cut], self.recipe
+            found = self._layer_costs[key] = LayerCost(par, mesh, *same)
         return found
 
     def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
@@ -266,14 +271,16 @@ class Search:
             return None
         train = structs.replace(self.context.train, recompute=layout.recompute)
         parallel = make_parallel(config, case)
-        accounts = memory.memory_by_pp_rank(self.context.cluster, self.context.model, parallel, train)
+        job = self.context.cluster, self.context.model, parallel, train
+        accounts = memory.memory_by_pp_rank(*job, self.recipe, self.context.matmul)
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > worst.capacity:
             return None
         solution = solve(self.context, parallel, config.parallel.order, train)
         if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
             return None  # `parallel.order` puts tensor-parallel groups across nodes
-        return CostedLayout(layout, solution, worst, config)
+        fills = self.space.filled(case.tp, case.cp, case.ep, case.pp) == case.ranks
+        return CostedLayout(layout, solution, worst, config, fills)
 
 
 def worthwhile(variants: list[Variant]) -> list[list[Variant]]:

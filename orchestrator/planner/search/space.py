@@ -18,6 +18,7 @@ from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import CpMethod
+from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, MODELS, TRAINER, Case, broken, sharding, zero_group
 from orchestrator.planner.degrees import global_batch
@@ -81,6 +82,12 @@ class Space:
         self.variants, self.schedules = cache(self._variants), cache(self._legal_schedules)
         self._zeros: dict[tuple[str, int, int], int] = {}
         self._counts: dict[tuple[int, int, int], int] = {}
+        domains, across = domains_of(context.cluster), par.allow_tp_across_nvlink
+        #: GPUs in use, all of them first; then what groups leave that do not divide their NVLink domain
+        units = {domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)}
+        self.worlds = sorted(units, reverse=True)
+        self.parts = cache(lambda tp, cp, ep, pp: domains.parts(tp, cp, ep, pp, across))
+        self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
         given = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given is None else (given,)
         ones: dict[str, Any] = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1)
@@ -107,14 +114,15 @@ class Space:
 
     def families(self) -> Iterator[Mesh]:
         """The first mesh of each family."""
-        moe, layers = self.context.model.moe, self.context.model.layers
-        for tp in self._degrees("tp", self.gpus, self.context.model.heads):
-            for cp in self._degrees("cp", self.gpus // tp, self.config.train.seq_len):
-                for ep in self._degrees("ep", self.gpus // tp // cp, moe.experts if moe else 1):
-                    rest = self.gpus // (tp * cp * ep)
+        moe, layers, heads = self.context.model.moe, self.context.model.layers, self.context.model.heads
+        tensor = ((world, tp) for world in self.worlds for tp in self._degrees("tp", world, heads))
+        for world, tp in tensor:
+            for cp in self._degrees("cp", world // tp, self.config.train.seq_len):
+                for ep in self._degrees("ep", world // tp // cp, moe.experts if moe else 1):
+                    rest = world // (tp * cp * ep)
                     for pp in self._degrees("pp", rest, layers):
                         dp = rest // pp
-                        if self.par.dp in (None, dp):
+                        if self.par.dp in (None, dp) and world in self.parts(tp, cp, ep, pp):
                             yield from self._batches(tp, cp, ep, pp, dp)
 
     def _degrees(self, axis: str, gpus: int, most: int) -> list[int]:

@@ -1,0 +1,61 @@
+"""Memory of a row's job: by the recipe of its software, in the terms in which the row's memory was measured."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.plan.document import Memory, Recompute, Train
+from orchestrator.planner.memory.rank_memory import as_measured, least_recompute, memory_by_pp_rank
+from orchestrator.planner.memory.recipe import Recipe, adapters_only, measured_kind, recipe_for
+
+from .rows import Job
+
+
+class JobMemory(NamedTuple):
+    train: Train  # with the recomputation that the row says, or the least with which it fits
+    worst: Memory  # of the fullest pipeline rank
+    peak_bytes: float  # what the row's kind of measurement shows
+    assumed: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.total <= self.worst.capacity
+
+
+def job_memory(job: Job) -> JobMemory:
+    """The memory of a row's job, and what had to be assumed for it beyond what the row's reader says."""
+    recipe, assumed = job_recipe(job), list[str]()
+    kind, said = measured_kind(job.mem_kind)
+    if job.mem_kind and not said:
+        assumed.append(f"peak_mem_gib: {kind}")
+    cluster, model, par = job.cluster, job.model, job.parallel
+    if job.recompute is None:
+        mode = least_recompute(cluster, model, par, job.train, recipe, job.matmul, job.expert_shards)
+        train = structs.replace(job.train, recompute=mode)
+        assumed.append(f"recompute={mode}: the least that fits")
+    else:
+        train = recomputed(
+            job.train, job.recompute, job.recompute_share, job.software.selective == "alternate", model.layers
+        )
+    accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul, job.expert_shards)
+    worst = max(accounts, key=lambda account: account.total)
+    return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
+
+
+def job_recipe(job: Job) -> Recipe:
+    """The recipe of a row's software, with what selective recomputation means there."""
+    recipe = recipe_for(job.software)
+    if recipe.kernels is not None:
+        recipe = structs.replace(recipe, kernels=structs.replace(recipe.kernels, selective=job.software.selective))
+    return adapters_only(recipe) if job.task == "lora" else recipe
+
+
+def recomputed(train: Train, mode: Recompute, share: float, whole_layers: bool, layers: int) -> Train:
+    """`train` with a mode in a share of the layers, spread evenly. `whole_layers`: selective means whole layers."""
+    if mode == "none" or (share >= 1.0 and not (whole_layers and mode == "selective")):
+        return structs.replace(train, recompute=mode)
+    chosen: Recompute = "full" if whole_layers else mode
+    modes: list[Recompute] = [chosen if int((i + 1) * share) > int(i * share) else "none" for i in range(layers)]
+    return structs.replace(train, recompute="budget", recompute_layers=modes)

@@ -1,0 +1,1 @@
+"""The headline results of the papers that this project stands on, computed by the planner and put beside theirs."""

@@ -1,0 +1,99 @@
+"""A section of the page: published figures beside the planner's, and the plans that these are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+
+from orchestrator.cluster.build import build_cluster
+from orchestrator.config.schema import Config, ModelSpec
+from orchestrator.plan import Plan
+from orchestrator.planner.build import build_plan
+
+Load = Callable[[list[str]], Config]
+
+
+class Row(Struct, frozen=True):
+    """One figure."""
+
+    what: str
+    ours: float
+    theirs: float | None = None
+    unit: str = ""
+    column: str = ""  # rows with columns make a grid: `what` down, `column` across
+    within: float | None = None  # a test holds ours / theirs this near to 1
+    bound: str = ""  # "more", "less": what is published is a bound
+
+    @property
+    def off(self) -> float | None:
+        """Ours over theirs, less 1."""
+        return self.ours / self.theirs - 1 if self.theirs and not self.bound else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether ours is as near to theirs as `within` says, or on the right side of the bound."""
+        if self.bound and self.theirs is not None:
+            return self.ours > self.theirs if self.bound == "more" else self.ours < self.theirs
+        return self.within is None or self.off is None or abs(self.off) <= self.within
+
+
+class Section(Struct, frozen=True):
+    title: str
+    source: str
+    rows: Sequence[Row]
+    about: str = ""  # how ours was computed
+    why: str = ""  # they differ
+
+
+class Plans:
+    """Plans of jobs: words are composed once, then some keys are replaced. Clusters are as their files say."""
+
+    def __init__(self, load: Load):
+        self._load = load
+        self._configs: dict[str, Config] = {}
+
+    def config(
+        self,
+        words: str,
+        parallel: Mapping[str, Any] | None = None,
+        train: Mapping[str, Any] | None = None,
+        model: ModelSpec | None = None,
+        nodes: int | None = None,
+    ) -> Config:
+        """The configuration of `words`; `nodes` of one switch level."""
+        if words not in self._configs:
+            self._configs[words] = self._load(words.split())
+        config = self._configs[words]
+        cluster = config.cluster
+        if nodes is not None:
+            level = structs.replace(cluster.levels[0], nodes_per_switch=nodes)
+            cluster = structs.replace(cluster, nodes=nodes, levels=[level], name=f"{cluster.name}x{nodes}")
+        return structs.replace(
+            config,
+            cluster=cluster,
+            parallel=structs.replace(config.parallel, **(parallel or {})),
+            train=structs.replace(config.train, **(train or {})),
+            model=model or config.model,
+        )
+
+    def plan(self, words: str, **changes: Any) -> Plan:
+        """The plan of `config(words, **changes)`."""
+        config = self.config(words, **changes)
+        return build_plan(config, build_cluster(config.cluster), any_layout=True)
+
+    def gpt(self, layers: int, hidden: int, heads: int, seq_len: int = 1024) -> ModelSpec:
+        """A model of GPT's kind, with GPT-2's vocabulary."""
+        base = self.config("model=gpt2").model
+        return structs.replace(
+            base,
+            name=f"gpt_{layers}x{hidden}",
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            ffn_hidden=4 * hidden,
+            max_seq_len=seq_len,
+        )

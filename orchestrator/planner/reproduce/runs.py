@@ -1,0 +1,54 @@
+"""Published training runs: the presets' steps, and what whole trainings cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestrator.plan.flops import model_flops_per_token
+from orchestrator.planner.model.layers import resolve
+
+from . import published as pub
+from .rows import Plans, Row, Section
+
+
+def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
+    rows, sources = [], []
+    for name in experiments:
+        plan, config = plans.plan(f"experiment={name}"), plans.config(f"experiment={name}")
+        assert config.experiment is not None
+        said, gib = config.experiment, 1 << 30
+        rows.append(Row(name, plan.time.step_s, said.step_s, "s", "a step", 0.10))
+        rows.append(Row(name, 100 * plan.mfu, 100 * plan.mfu * plan.time.step_s / said.step_s, "%", "MFU", 0.12))
+        rows.append(
+            Row(name, plan.memory.total / gib, plan.memory.capacity / gib, "GiB", "fullest GPU, of", bound="less")
+        )
+        sources.append(f"`{name}`: {said.published} ({said.source})")
+    yield Section(
+        "Published runs: `orch plan +experiment=NAME`",
+        "conf/experiment:\n\n- " + "\n- ".join(sources),
+        rows,
+        "Steps as printed, or as they follow from the printed FLOP/s; MFU by this project's count (causal attention"
+        " once, recomputation not counted).",
+    )
+    yield _flops(plans)
+
+
+def _flops(plans: Plans) -> Section:
+    rows = []
+    for name, (theirs, tokens, source) in pub.TRAINING.items():
+        config = plans.config(f"model={name}")
+        model = resolve(config.model)
+        rows.append(Row(f"{name}, 6 N D ({source})", 6 * model.parameters * tokens, theirs, "FLOP", within=0.01))
+        counted = model_flops_per_token(model, config.model.max_seq_len) * tokens
+        rows.append(Row(f"{name}, with attention, without the token table", counted, theirs, "FLOP", within=0.06))
+    plan = plans.plan("experiment=deepseek_v3")
+    hours = pub.DEEPSEEK_TOKENS / plan.tokens_per_s_per_gpu / 3600
+    rows.append(
+        Row(f"DeepSeek-V3, 14.8 T tokens ({pub.DEEPSEEK_SOURCE})", hours / 1e6, pub.DEEPSEEK_HOURS / 1e6, "M hours")
+    )
+    return Section(
+        "What trainings cost",
+        "as named in each row",
+        rows,
+        "Parameters by `parameter_count`, FLOPs by `orchestrator/plan/flops.py`, hours by the preset `deepseek_v3`.",
+    )

@@ -1,0 +1,63 @@
+"""docs/reproduce.md: computed again it is the committed page, and the textbook numbers are what they are."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.compose import load
+from orchestrator.config.groups import OPTIONAL, Library, shipped
+from orchestrator.planner.reproduce.page import markdown, number, reproduce
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
+
+
+@cache
+def sections():
+    return reproduce(lambda words: load(words, shipped()), Library([shipped()]).files(OPTIONAL))
+
+
+def ours(title: str, what: str, column: str = "") -> float:
+    section = next(one for one in sections() if one.title.startswith(title))
+    return next(row.ours for row in section.rows if row.what.startswith(what) and row.column == column)
+
+
+def test_the_committed_page_is_what_the_planner_computes():
+    assert PAGE.read_text() == markdown(sections()), "run `orch reproduce`"
+
+
+TEXTBOOK = [
+    ("ZeRO's memory", "7.5B, 1 GPUs", "P_os", 120, 0.001),
+    ("ZeRO's memory", "7.5B, 64 GPUs", "P_os", 31.4, 0.002),
+    ("ZeRO's memory", "7.5B, 64 GPUs", "P_os+g", 16.6, 0.004),
+    ("Communication", "ZeRO-0", "", 2, 0.001),
+    ("Communication", "ZeRO-2", "", 2, 0.001),
+    ("Communication", "ZeRO-3", "", 3, 0.03),
+    ("What trainings cost", "gpt3_175b, 6 N D", "", 3.14e23, 0.005),
+    ("What trainings cost", "llama3_405b, 6 N D", "", 3.8e25, 0.005),
+    ("The bubble", "8 stages", "m = 32", 7 / 32, 1e-9),
+    ("Interleaving", "16 micro-batches", "v = 4", 7 / 64, 1e-9),
+]
+
+
+@pytest.mark.parametrize(("title", "what", "column", "value", "near"), TEXTBOOK)
+def test_textbook_numbers(title, what, column, value, near):
+    assert ours(title, what, column) == pytest.approx(value, rel=near)
+
+
+def test_trends_of_the_papers():
+    """ZeRO: super-linear; the playbook: TP across nodes loses a third or more, a pipeline half of that."""
+    assert ours("ZeRO's throughput", "60B, speed-up") > 400 / 64
+    assert ours("Tensor parallelism", "lost from TP 8 to 16, %", "tokens/s a GPU") > 33
+    assert ours("From one node to two", "tensor over pipeline") > 1.5
+    fits = [ours("Tensor parallelism", "TP 16", name) for name in ("without SP", "sequences that fit with SP")]
+    assert fits[1] > 2 * fits[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(31.40625, "31.4"), (4187.5, "4,190"), (3.14e23, "3.14e+23"), (0, "0"), (0.0312, "0.0312")]
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
