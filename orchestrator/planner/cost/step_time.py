@@ -142,26 +142,23 @@ class StepCost:
         return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
 
     @cached_property
-    def gradients_by_rank(self) -> list[Number]:
-        """Exposed seconds of gradients and of weights that are gathered, of each pipeline rank."""
-        found: dict[tuple[tuple[int, int], float], Number] = {}
-        result = []
-        for held, seconds in zip(self.work.held, self.ranks, strict=True):
-            key = held, value_of(seconds)
-            if key not in found:
-                found[key] = self._gradients(*held, seconds)
-            result.append(found[key])
-        return result
+    def _sent(self) -> list[Number]:
+        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline rank."""
+        work, found = self.work, dict[tuple[int, int], Number]()
+        for held in work.held:
+            if held not in found:
+                found[held] = gradient_seconds(held, self.parallel, work.train, work.rate, work.software, self.paths)
+        return [found[held] for held in work.held]
 
     @cached_property
     def gradients(self) -> Number:
-        """Those of the rank that waits longest."""
-        return max(self.gradients_by_rank, key=value_of)
-
-    def _gradients(self, dense: int, experts: int, micro_batch: Number) -> Number:
-        work, par = self.work, self.parallel
-        total = gradient_seconds((dense, experts), par, work.train, work.rate, work.software, self.paths)
-        return exposed_gradients(total, par, work.rate, work.software, micro_batch)
+        """Exposed seconds of them, of the rank that waits longest."""
+        work, par, found = self.work, self.parallel, dict[tuple[float, float], Number]()
+        for sent, seconds in zip(self._sent, self.ranks, strict=True):
+            key = value_of(sent), value_of(seconds)
+            if key not in found:
+                found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
+        return max(found.values(), key=value_of)
 
     @cached_property
     def constant(self) -> Number:
@@ -190,23 +187,40 @@ class StepCost:
         return (self.span[0] + self.outside) * self.factor
 
     @cached_property
-    def lower_bound_s(self) -> float:
-        """Lower bound of `step_s` that needs no simulation, and that grows with every path.
+    def _ends(self) -> list[float]:
+        """Seconds that the schedule takes at least for the sake of each pipeline rank.
 
-        Each rank waits until a micro-batch has come through the stages ahead of it, then does all of its work; where
-        backward is whole, the last gradient goes back through those stages. A rank that takes longer hides more of its
-        gradients, but never more than it takes longer: their sum counts, rank by rank.
+        It waits until a micro-batch has come through the stages ahead of it, then does all of its work; where backward
+        is whole, the last gradient goes back through those stages.
         """
         ahead, total, whole = [0.0], 0.0, not splits_backward(self.parallel)
         for forward, backward in self.stages:
             total += value_of(forward) + (value_of(backward) if whole else 0.0)
             ahead.append(total)
-        m, longest = self.parallel.micro_batches, 0.0
-        firsts = map(min, rank_stages(self.parallel))
-        for first, seconds, shown in zip(firsts, self.ranks, self.gradients_by_rank, strict=True):
-            longest = max(longest, ahead[first] + m * value_of(seconds) + value_of(shown))
-        rest = value_of(self.transfers) + value_of(self.constant)
-        return (longest + rest) * value_of(self.factor) * (1 - EQUAL)
+        firsts, m = map(min, rank_stages(self.parallel)), self.parallel.micro_batches
+        return [ahead[first] + m * value_of(seconds) for first, seconds in zip(firsts, self.ranks, strict=True)]
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Lower bound of `step_s` that needs no simulation."""
+        return self._least(max(self._ends), value_of(self.gradients))
+
+    def bound_over(self, inner_known: bool) -> float:
+        """Lower bound of the step with any paths that are no cheaper than these.
+
+        A rank that takes longer hides more of its gradients; but where it takes longer than `span`, the step does too.
+        inner_known: the paths of communication inside a stage are these, so no rank takes longer.
+        """
+        work, par, span, longest = self.work, self.parallel, value_of(self.span[0]), 0.0
+        for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
+            slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
+            shown = exposed_gradients(sent, par, work.rate, work.software, seconds + slack)
+            longest = max(longest, value_of(shown))
+        return self._least(span, longest)
+
+    def _least(self, span: float, gradients: float) -> float:
+        outside = gradients + value_of(self.transfers) + value_of(self.constant)
+        return (span + outside) * value_of(self.factor) * (1 - EQUAL)
 
     @cached_property
     def exposed(self) -> dict[str, Number]:

@@ -20,7 +20,7 @@ from orchestrator.planner.cost.communication import PathKey
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
 from orchestrator.planner.cost.rates import Rates
-from orchestrator.planner.cost.step_time import StepCost, Work
+from orchestrator.planner.cost.step_time import INNER, StepCost, Work
 
 from .axis_order import group_members
 
@@ -30,11 +30,14 @@ def placement_lower_bound(
 ) -> float:
     """Lower bound of the step in seconds, for this nesting order and any placement. `keys`: of the paths it needs."""
     sizes, ratio = degrees(parallel), nvlink_over_fabric(work.rate)
-    paths = {}
+    paths, known = {}, True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
-        paths[key] = path_lower_bound(fabric, group_members(order, sizes, key[0]), key[1], wrap, ratio)
-    return StepCost(work, paths).lower_bound_s
+        members = group_members(order, sizes, key[0])
+        paths[key] = path_lower_bound(fabric, members, key[1], wrap, ratio)
+        if key[0][0] in INNER and len(key[0]) == 1:  # groups of one node cost the same wherever the node is
+            known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
+    return StepCost(work, paths).bound_over(known)
 
 
 def nvlink_over_fabric(rate: Rates) -> float:

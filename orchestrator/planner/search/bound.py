@@ -69,6 +69,8 @@ class MeshBound:
         if mesh.pp > 1:
             job = context.model, self.par, context.train, context.rate
             self.transfers = [value_of(transfer_seconds(*job, paths)) for paths in self.nestings]
+        #: tensor parallelism lies inside an NVLink domain, and nothing else communicates inside a stage
+        self.inner_known = mesh.cp == 1 and mesh.ep == 1 and (mesh.tp == 1 or best.confined)
         self.sharded: list[ZeroStage] = []
 
     def branches(self, recomputes: Iterable[str], zeros: Iterable[int]) -> Iterator[RecomputeBound]:
@@ -162,13 +164,20 @@ class RecomputeBound:
         self.recompute = recompute
 
     def least_bytes(self) -> float:
-        """Lower bound in bytes: states of an average rank and the micro-batches that some rank must hold."""
-        cost, pp = self.cost, self.mesh.pp
-        plain, experts = cost.average_params(pp)
-        states = min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
-        kept = min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
-        tensors = states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept
-        return cost.recipe.process_bytes(tensors) * ROUNDING
+        """Lower bound in bytes.
+
+        Some rank holds the states of an average one, and at least one micro-batch; some rank, which may hold the fewest
+        layers, as many micro-batches as there are ranks.
+        """
+        cost, pp, least = self.cost, self.mesh.pp, self.base.shapes.least
+        kept = least * min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
+        average, fewest = cost.average_params(pp), cost.fewest_params(least)
+        size = max(self._states(*average) + kept, self._states(*fewest) + min(self.mesh.micro_batches, pp) * kept)
+        return cost.recipe.process_bytes(size) * ROUNDING
+
+    def _states(self, plain: float, experts: float) -> float:
+        """With the ZeRO stage that needs least."""
+        return min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
 
     def least_seconds(self) -> float:
         return self.base.least_seconds(self.recompute)
@@ -185,13 +194,13 @@ class PipelineBound:
         cost, mesh, base = branch.cost, branch.mesh, branch.base
         self.params = cost.pipeline_params(shape)
         one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
-        #: by rank of the shape: (seconds before it starts and after it ends, of one micro-batch)
+        #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one micro-batch)
         self.ranks = [self._rank(rank, one) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
         self.transfers = [once * sends for once in base.transfers]
-        longest = max(ahead + mesh.micro_batches * own for ahead, own in self.ranks)
+        self.longest = max(end for end, _ in self.ranks)
         #: whatever the ZeRO stage
-        self.least_s = (longest + min(self.transfers)) * base.factor
+        self.least_s = (self.longest + min(self.transfers)) * base.factor
 
     def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
         stages, dense, moe = rank.before
@@ -200,7 +209,8 @@ class PipelineBound:
             ahead += dense * one.backward[0] + moe * one.backward[1]
         own = rank.dense * (one.forward[0] + one.backward[0]) + rank.moe * (one.forward[1] + one.backward[1])
         own += rank.table * one.first + rank.head * sum(one.last)
-        return ahead, own / self.shape.copies
+        own /= self.shape.copies
+        return ahead + self.branch.mesh.micro_batches * own, own
 
     # ---------------------------------------------------------------------------------- of one schedule and ZeRO
 
@@ -238,9 +248,9 @@ class PipelineBound:
         base, m = self.branch.base, self.branch.mesh.micro_batches
         least = float("inf")
         for nesting, transfers in enumerate(self.transfers):
-            longest = 0.0
-            for held, (ahead, own) in zip(self.params, self.ranks, strict=True):
-                shown = sharded.exposed(sharded.sent(held)[nesting], own)
-                longest = max(longest, ahead + m * own + shown)
-            least = min(least, longest + transfers)
+            shown = 0.0  # of gradients and weights, as `StepCost` bounds them
+            for held, (end, own) in zip(self.params, self.ranks, strict=True):
+                slack = 0.0 if base.inner_known else (self.longest - end) / m
+                shown = max(shown, sharded.exposed(sharded.sent(held)[nesting], own + slack))
+            least = min(least, self.longest + shown + transfers)
         return (least + sharded.constant(max(map(sum, self.params)))) * base.factor

@@ -179,6 +179,10 @@ class LayerCost:
         ends = self.params.first + (self.params.single_last if pp == 1 else self.params.last)
         return (layers + ends) / pp, self.moe * self.params.experts / pp
 
+    def fewest_params(self, layers: float) -> tuple[float, float]:
+        """(dense, expert) parameters of `layers` layers of either kind, at least."""
+        return layers * self.least_params, 0.0 if self.dense else layers * self.params.experts
+
     @property
     def least_params(self) -> int:
         """Dense parameters of a layer of either kind, at least."""
