@@ -59,6 +59,11 @@ class Matrix(NamedTuple):
         return 2.0 * self.rows * self.inputs * self.outputs
 
     @property
+    def reduced(self) -> tuple[float, float]:
+        """Lengths of the sums: of the product itself, and of both gradients together."""
+        return self.inputs, self.outputs + self.rows
+
+    @property
     def bytes(self) -> float:
         """Read and written in 16 bits."""
         return 2.0 * (self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs)
@@ -105,6 +110,7 @@ def layer_seconds(
     column = [one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])]
     matrices = attention + mlp
     gemm = sum(one.flops for one in matrices) * rate.gemm_s + sum(one.bytes for one in matrices) * rate.gemm_byte_s
+    lost = [sum(one.reduced[way] for one in matrices) * rate.wave_s for way in (0, 1)]  # the last, partly filled wave
     if moe is not None:
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
 
@@ -122,9 +128,9 @@ def layer_seconds(
     own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (tp * ep)
     accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
-    forward = gemm + core + elementwise + cast + experts
+    forward = gemm + lost[0] + core + elementwise + cast + experts
     terms = {
-        "gemm": gemm * (2.0 + rate.weight_gradients) + accumulate,
+        "gemm": gemm * (2.0 + rate.weight_gradients) + lost[0] + lost[1] + accumulate,
         "attention": core + core_back,
         "elementwise": 3.0 * elementwise,
         "cast": 3.0 * cast,
@@ -133,6 +139,7 @@ def layer_seconds(
     gpu = sum(terms.values())
     host = rate.host_moe_s if moe is not None else rate.host_dense_s
     slower = (gpu**4 + host**4) ** 0.25 / gpu  # the CPU launches kernels of forward and backward alike
+    slower = slower + rate.host_gap_s / gpu
     terms["host"] = gpu * (slower - 1.0)
     selective = _selective(software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel)
     return LayerSeconds(

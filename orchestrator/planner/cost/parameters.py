@@ -64,6 +64,10 @@ PRIOR: tuple[Parameter, ...] = (
     *_share({"16": 0.62, "fp8": 0.55}, "gemm.other", 0.2, "of peak", "assumed for GPUs that no run of the table had"),
     Parameter("gemm.cpu", 0.60, 0.5, "of peak", "assumed"),
     Parameter("gemm_bytes", 0.77, 0.3, "s/byte over HBM's", "additive roofline: 0.6 of the bytes at 0.78 of HBM"),
+    Parameter(
+        "gemm_wave.old", 0.7, 0.4, "waves", "of tiles that a product loses at its end, before Hopper: half or more"
+    ),
+    Parameter("gemm_wave", 0.3, 0.5, "waves", "the same where kernels split the last wave's sums"),
     *_share(_ATTENTION, "attention", 0.12, "of peak", "accuracy.md 2.2 and 2.3; layer_times"),
     Parameter("attention.cpu", 0.20, 0.5, "of peak", "assumed"),
     Parameter("attention.packed", 0.30, 0.3, "of attention", "samples of an SFT set are much shorter than seq_len"),
@@ -74,7 +78,10 @@ PRIOR: tuple[Parameter, ...] = (
     Parameter("elementwise.fused", 1.0, 0.15, "of bytes", "bytes of norms, residuals, activation, rotary"),
     Parameter("elementwise.eager", 1.9, 0.2, "of bytes", "the same, one kernel an operation"),
     *_share(_CAST, "cast", 0.3, "bytes", "fp8: to scale, cast and transpose an input of a matrix product"),
-    Parameter("accumulate", 2.5, 0.3, "bytes", "fp32 sum of a weight gradient: 8, mostly in the product's epilogue"),
+    Parameter("accumulate.fused", 2.5, 0.3, "bytes", "fp32 sum of a weight gradient, mostly in the product's epilogue"),
+    Parameter(
+        "accumulate.separate", 8.0, 0.5, "bytes", "the same in a kernel of its own: two are read, one is written"
+    ),
     Parameter("head", 0.82, 0.15, "of the product", "output projection: larger than the layers' products"),
     Parameter("logits", 10.0, 0.3, "bytes", "loss, of a logit, forward; one and a half times in backward"),
     Parameter("lora", 0.05, 0.5, "of forward", "backward of weights that are not trained, beyond the inputs'"),
@@ -82,6 +89,7 @@ PRIOR: tuple[Parameter, ...] = (
     Parameter("recompute.jax", 0.47, 0.3, "of forward", "XLA's rematerialisation"),
     Parameter("moe.permute", 1.6, 0.4, "of bytes", "permute and unpermute routed tokens"),
     Parameter("host.dense", 0.6e-3, 0.6, "s", "CPU time of a layer, forward and backward"),
+    Parameter("host.gap", 0.3e-3, 1.0, "s", "of a layer: gaps between kernels that are launched one by one"),
     Parameter("host.moe", 7e-3, 0.6, "s", "the same for an MoE layer, whose dispatch waits for the CPU"),
     Parameter("host.moe_modern", 2.5e-3, 0.6, "s", "the same with CUDA graphs or in the newest releases"),
     Parameter("host.step", 16e-3, 0.7, "s", "CPU time of an optimizer step"),

@@ -33,7 +33,7 @@ BETWEEN: dict[str, float] = {
     **dict.fromkeys(("gemm.hopper.fp8", "gemm.blackwell.fp8", "gemm.blackwell_ultra.fp8"), 0.08),
     **dict.fromkeys(("gemm.blackwell.nvfp4", "gemm.blackwell_ultra.nvfp4", "head"), 0.1),
     **dict.fromkeys(("family.eager", "family.orch", "nvlink"), 0.15),
-    **dict.fromkeys(("gemm_bytes", "gemm.other", "attention", "elementwise", "accumulate", "logits"), 0.2),
+    **dict.fromkeys(("gemm_bytes", "gemm_wave", "gemm.other", "attention", "elementwise", "accumulate", "logits"), 0.2),
     **dict.fromkeys(("optimizer", "nic"), 0.2),
     **dict.fromkeys(("moe", "host", "pp", "ep", "dp", "nodes"), 0.4),
     **dict.fromkeys(("latency", "link", "attention.cpu"), 0.5),

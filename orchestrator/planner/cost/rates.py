@@ -18,6 +18,11 @@ from .software import Software
 CPU_LAUNCHES = 14  # operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
 
 
+#: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256 (V100: 128 x 128).
+WAVE = {"v100": 80 * 128 * 128, "a100": 108 * 32768, "hopper": 132 * 32768, "cpu": 0}
+WAVE |= dict.fromkeys(("blackwell", "blackwell_ultra"), 148 * 32768)
+
+
 class Links(Struct, frozen=True):
     """Share of the links' rates that collectives reach in a step, and fixed times."""
 
@@ -34,6 +39,7 @@ class Rates(Struct, frozen=True):
     gemm_s: Number  # a FLOP of the layers' matrix products
     gemm16_s: Number  # the same in the tensors' precision: router, head
     gemm_byte_s: Number  # a byte that a matrix product reads or writes
+    wave_s: Number  # lost in the last wave of tiles of a product, for each element of its sums
     head: Number  # output projection / its matrix product
     attention_s: Number  # a FLOP of the attention core
     byte_s: Number  # a byte of memory-bound kernels
@@ -45,6 +51,7 @@ class Rates(Struct, frozen=True):
     permute: Number
     host_dense_s: Number
     host_moe_s: Number
+    host_gap_s: Number  # between kernels that are launched one by one
     recompute_ops: Number
     optimizer_bytes: Number
     step_host_s: Number
@@ -105,22 +112,27 @@ def rates(
         byte_s = 1.0 / measured.memory_bytes_per_s
     unfused = software.attention == "unfused"
     overlap = f"dp.{software.dp_overlap}"
+    gaps = software.elementwise == "eager" or software.dp_overlap in ("early", "zero_2021")
     return Rates(
         peak=peak,
         gemm_s=gemm,
         gemm16_s=gemm16,
         gemm_byte_s=values["gemm_bytes"] / memory if not cpu else byte_s * 0.6,
+        wave_s=values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
+        * (2.0 * WAVE.get(generation, 4e6))
+        * gemm,
         head=values["head"] if not cpu else 1.0,
         attention_s=attention,
         byte_s=byte_s,
         scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
         elementwise=values[f"elementwise.{software.elementwise}"] if not cpu else 1.0,
         cast_bytes=values[f"cast.{matmul}"] if matmul else 0.0,
-        accumulate_bytes=values["accumulate"],
+        accumulate_bytes=values[f"accumulate.{software.accumulate}"],
         logits_bytes=values["logits"],
         permute=values["moe.permute"],
         host_dense_s=values["host.dense"] if not cpu else 3 * CPU_LAUNCHES * _launch(cluster, values),
         host_moe_s=values["host.moe" if software.host == "eager" else "host.moe_modern"],
+        host_gap_s=values["host.gap"] if gaps and not cpu else 0.0,
         recompute_ops=values["recompute.ops"],
         optimizer_bytes=values["optimizer"],
         step_host_s=values["host.step"] if not cpu else 2 * _launch(cluster, values),

@@ -32,9 +32,11 @@ class Software(Struct, frozen=True, kw_only=True):
     name: str
     attention: Attention = "flash"
     elementwise: Elementwise = "eager"
+    accumulate: Literal["fused", "separate"] = "separate"  # of weight gradients over micro-batches
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
+    overlapped_steps: bool = False  # zero-bubble schedules begin a step before all ranks have ended the last one
     ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
     selective: Selective = "ops"
@@ -49,6 +51,7 @@ _LISTED = (
     ),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
+        overlapped_steps=True,
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
@@ -65,9 +68,11 @@ _LISTED = (
     ),
     Software(
         name="megatron",  # Megatron-LM's own scripts since 2023: overlap with tensor parallelism is off by default
+        overlapped_steps=True,
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
+        accumulate="fused",
         pp_overlap=True,
         selective="core",
         memory="megatron",
@@ -77,6 +82,7 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
+        accumulate="fused",
         tp_overlap=True,
         pp_overlap=True,
         selective="core",
@@ -88,6 +94,7 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
+        accumulate="fused",
         pp_overlap=True,
         ep_overlap=True,
         selective="core",
@@ -106,7 +113,9 @@ _LISTED = (
         dp_overlap="zero_2021",
         memory="deepspeed",
     ),
-    Software(name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"),  # MaxText, PaxML
+    Software(
+        name="maxtext", accumulate="fused", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"
+    ),  # MaxText, PaxML
     Software(name="eager", memory="pytorch", known=False),  # software that nobody named
 )
 SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}

@@ -38,6 +38,9 @@ from .traffic import rank_parameters, recomputed_share, sends_per_micro_batch
 
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 
+#: Schedules without idle time where a step may begin before the last one has ended on all ranks (arXiv 2401.10241).
+NO_BUBBLE = ("zb_h2", "zbv")
+
 
 class Stage(NamedTuple):
     """What a virtual stage holds."""
@@ -174,11 +177,18 @@ class StepCost:
     def factor(self) -> Number:
         return step_factor(self.work.rate, self.work.nodes)
 
+    @property
+    def never_idle(self) -> bool:
+        return self.work.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
+
     @cached_property
     def span(self) -> tuple[Number, float]:
         """(seconds from the first forward to the last backward, idle / busy). May simulate the schedule."""
+        par = self.parallel
+        if self.never_idle:
+            return par.micro_batches * self.ranks[self.slowest], 0.0
         forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
-        span, idle = span_seconds(self.parallel, forward, backward)
+        span, idle = span_seconds(par, forward, backward)
         # the span is proportional to the slowest rank where that rank's time changes
         return scaled_like(span, self.ranks[self.slowest]), idle
 
@@ -194,6 +204,8 @@ class StepCost:
         is whole, the last gradient goes back through those stages.
         """
         ahead, total, whole = [0.0], 0.0, not splits_backward(self.parallel)
+        if self.never_idle:
+            return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
         for forward, backward in self.stages:
             total += value_of(forward) + (value_of(backward) if whole else 0.0)
             ahead.append(total)

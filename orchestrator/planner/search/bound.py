@@ -63,6 +63,7 @@ class MeshBound:
         #: paths of a nesting with stages inside an NVLink domain, and of one with stages on different nodes
         self.best, self.nestings = best, [best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)]
         context = cost.context
+        self.overlapped = context.software.overlapped_steps  # of schedules that split backward, some are never idle
         self.nodes = -(-self.par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
         self.transfers = [0.0 for _ in self.nestings]
@@ -102,6 +103,7 @@ class MeshBound:
         least = float("inf")
         for late in self.shapes.latest_ranks:
             ahead = late.before * (forward if late.split else fastest)
+            ahead *= not (late.split and self.overlapped)
             own = max(span, ahead + late.own * (m * fastest + shown[1]))
             least = min(least, own + min(self.transfers) * (m * late.sends + 2 * (mesh.pp - 1)))
         rest = value_of(constant_seconds(self._most_sharded, cost.context.rate, dense + experts, self.nodes))
@@ -203,7 +205,7 @@ class PipelineBound:
         self.least_s = (self.longest + min(self.transfers)) * base.factor
 
     def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
-        stages, dense, moe = rank.before
+        stages, dense, moe = (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
         ahead = dense * one.forward[0] + moe * one.forward[1] + (one.first if stages else 0.0)
         if not self.split:
             ahead += dense * one.backward[0] + moe * one.backward[1]
