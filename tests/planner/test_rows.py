@@ -80,7 +80,13 @@ def test_published_shapes_have_the_size_of_their_name():
 
 @pytest.mark.parametrize(
     ("cells", "billions"),
-    [({"params_b": "13"}, 13), ({"params_b": "1.3e9"}, 1.3), ({"model": "Foo-40B"}, 40), ({"params_b": "350M"}, 0.35)],
+    [
+        ({"params_b": "13"}, 13),
+        ({"params_b": "6700"}, 6.7),
+        ({"params_b": "1.3e9"}, 1.3),
+        ({"model": "Foo-40B"}, 40),
+        ({"params_b": "350M"}, 0.35),
+    ],
 )
 def test_a_size_alone_is_a_usual_shape_of_that_size(cells, billions):
     model = job_of(cells).model
@@ -95,15 +101,21 @@ def test_virtual_stages_that_a_row_does_not_record():
     assert split.schedule == "zb_h2" and split.stage_layers == [2, 3, 3, 3, 3, 3, 3, 2]
     assert job_of(MIXTRAL).parallel.vpp == 7  # blank schedule, Megatron-Core: 56 layers on 8 stages
     assert job_of(GPT_1_7B, pp="8", dp="4", pp_schedule="", vpp="").parallel.schedule == "1f1b"  # software of 2021
+    stated = {task: job_of(LLAMA_70B, pp_schedule="1f1b", vpp="", task=task).parallel.vpp for task in ("sft", "lora")}
+    assert stated == {"sft": 20, "lora": 1}  # NeMo interleaves, but for LoRA; vpp 1 would say that it does not
+    titan = job_of(LLAMA_70B, framework="torchtitan", pp_schedule="Interleaved1F1B", vpp="").parallel
+    assert (titan.schedule, titan.vpp) == ("interleaved", 2)
 
 
 def test_experts_folded_over_tensor_parallelism():
-    job = job_of(MIXTRAL)
-    assert (job.parallel.ep, job.parallel.dp, job.expert_tp) == (8, 1, 1)
-    assert job_of(MIXTRAL, notes="").expert_tp == 2
-    beyond = job_of(MIXTRAL, ep="16", notes="")
-    assert (beyond.parallel.ep, beyond.expert_ranks, beyond.expert_tp) == (8, 16, 1)
-    assert any(said.startswith("ep=8 of 16") for said in beyond.assumed)
+    job = job_of(MIXTRAL)  # 8 whole experts over tp x dp: 8 shards, in the plan's axes tp 2 x ep 4
+    assert (job.parallel.ep, job.parallel.dp, job.expert_tp, job.expert_ranks) == (4, 2, 1, 8)
+    split = job_of(MIXTRAL, notes="")
+    assert (split.parallel.ep, split.expert_tp) == (8, 2)
+    beyond = job_of(MIXTRAL, num_gpus="64", dp="4", notes="")
+    assert (beyond.parallel.ep, beyond.expert_ranks, beyond.expert_tp) == (4, 8, 1)
+    assert any(said.startswith("ep=4 of 8") for said in beyond.assumed)
+    assert job_of(MIXTRAL, ep="16", notes="").parallel.ep == 8  # there are 8 experts
 
 
 def test_degrees_follow_from_each_other():
@@ -113,14 +125,24 @@ def test_degrees_follow_from_each_other():
     assert job_of(LLAMA_70B, num_gpus="60").parallel.world_size == 64  # tp 2 x pp 4 does not divide 60
     deep = job_of(GPT_1_7B, pp="32", dp="1")
     assert deep.parallel.pp == 16 and deep.parallel.world_size == 32  # 24 layers
+    assert job_of({"model": "GPT-13B", "framework": "DeepSpeed ZeRO-2", "zero_stage": "2"}).parallel.tp == 1
     sharded = job_of({"model": "Llama-2-70b", "framework": "PyTorch FSDP", "gpu": "A100-80GB"}).parallel
     assert (sharded.tp, sharded.zero) == (1, 3) and sharded.world_size >= 32
     split = job_of({"model": "Llama-2-70b", "framework": "Megatron-LM", "num_gpus": "64"}).parallel
     assert split.tp * split.pp >= 8 and split.zero == 1
 
 
+def test_sequences_sharded_without_tensor_parallelism():
+    job = job_of(GPT_1_7B, tp="1", sp="8", framework="DeepSpeed-Ulysses", dp="", gpu="H100-80GB")
+    assert (job.parallel.cp, job.parallel.dp, job.parallel.cp_method) == (8, 4, "ulysses")
+    assert not job.parallel.sp and "cp=8: from sp" in job.assumed
+    assert job_of(LLAMA_70B, sp="2").parallel.sp  # some tables repeat tp there
+
+
 def test_batches():
     assert job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size == 2
+    wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64").parallel
+    assert wide.micro_batch_size == 4
     tokens = job_of(LLAMA_70B, global_batch="4M").parallel
     assert tokens.global_batch_samples == 512
     assert job_of(LLAMA_70B, global_batch="").parallel.global_batch_samples == 8 * 4 * 4  # 4 micro-batches a stage
@@ -139,6 +161,8 @@ def test_batches():
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
+        (GPT_1_7B | {"framework": "Megatron-Core"}, "nemo", {"attention": "flash"}),
+        (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
         (LLAMA_70B | {"framework": "torchtitan", "notes": "compile; async TP"}, "torchtitan", {"elementwise": "fused"}),
         (LLAMA_70B | {"framework": "MaxText (JAX)"}, "maxtext", {}),
         (LLAMA_70B | {"framework": "LLM-Foundry/Composer (FSDP)", "gpu": "A100-80GB"}, "fsdp_triton", {}),
@@ -201,6 +225,7 @@ def test_tasks_and_sources():
         ("NVSwitch + 100GbE", 12.5, None, True),
         ("InfiniBand HDR", 200, None, False),
         ("8x NDR", 400, 8, False),
+        ("NVLink + IB 4x200", 100, 4, False),
         ("3.2Tbps InfiniBand", 400, None, False),
         ("IB EDR, 4 NICs per node", 50, 4, False),
         ("25 Gb/s per GPU", 25, None, True),

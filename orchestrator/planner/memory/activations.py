@@ -24,7 +24,8 @@ LOSS_CHUNK = 1 << 24  # logits that the loss converts to fp32 at a time
 
 
 #: What selective recomputation drops. orch: norms, activations and the last product of each half of a layer, as this
-#: project's trainer does; core: attention scores alone (Korthikanti et al., section 5); ops: all but fused attention
+#: project's trainer does; core: attention scores (Korthikanti et al., section 5), and where there are experts or latent
+#: attention what Megatron-Core's modules of those models repeat; ops: all but fused attention
 #: and every second matrix product (torchtitan's selective checkpointing by operation); alternate: every second layer.
 Selective = Literal["orch", "core", "ops", "alternate"]
 
@@ -41,6 +42,10 @@ class Kernels(Struct, frozen=True, kw_only=True):
     dropout: bool = False  # dropout, even where the model does not say so: a default of the software
     fills_limit: bool = False  # split backwards come as a search placed them, up to a limit of whole micro-batches
     copied_heads: bool = False  # queries, keys and values are kept as projected and as attention reads them
+    expert_outputs: bool = (
+        True  # outputs of experts are kept, to be weighted; else weights come before the last product
+    )
+    narrow_activation: bool = False  # experts' activations keep their inputs as narrow as products do
     shared_inputs: bool = False  # tensor-parallel ranks share the inputs of fully recomputed layers (ZeRO-R's Pa)
     product_width: float | None = None  # bytes of a matrix product's input, where narrower than the tensor
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
@@ -109,8 +114,10 @@ def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: 
     if (moe := layer_moe(model, layer)) is None:
         return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
     ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
-    routed = moe.top_k * model.hidden * (width + product) / gathered  # inputs and outputs of the experts
-    mlp = ffn * ((copies - 1) * width + product) / parallel.tp
+    routed = (
+        moe.top_k * model.hidden * (product + width * kernels.expert_outputs) / gathered
+    )  # experts' inputs, outputs
+    mlp = ffn * ((copies - 1) * (product if kernels.narrow_activation else width) + product) / parallel.tp
     return {"mlp": mlp, "routed tokens": routed, "router": 8 * moe.experts}
 
 
@@ -134,7 +141,10 @@ def layer_activation_bytes(
     if mode == "none":
         return ActivationBytes(everything, 0.0)
     if mode == "selective" and kernels.selective == "core":
-        return ActivationBytes(everything - tensors.get("attention scores", 0.0), 0.0)
+        repeated = 0.0
+        if model.mla is not None or layer_moe(model, layer) is not None:
+            repeated = _repeated_modules(model, layer, tokens, parallel, train, kernels, tensors)
+        return ActivationBytes(everything - tensors.get("attention scores", 0.0) - repeated, repeated)
     rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
     everything += tensors["matmul inputs"] * (rows - 1)
     if mode == "full":
@@ -151,6 +161,31 @@ def layer_activation_bytes(
     if parallel.cp > 1 or not kernels.fused_attention:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
     return ActivationBytes(stored, everything - stored)
+
+
+def _repeated_modules(
+    model: Model,
+    layer: int,
+    tokens: float,
+    parallel: Parallel,
+    train: Train,
+    kernels: Kernels,
+    tensors: dict[str, float],
+) -> float:
+    """Bytes of what Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` make again, as DeepSeek-V3 did.
+
+    Outputs of norms, queries, keys and values made from their latents, and outputs of the experts' activations (arXiv
+    2412.19437, section 3.2.3).
+    """
+    width, moe = DTYPE_BYTES[train.precision], layer_moe(model, layer)
+    dropped = tensors["matmul inputs"]
+    if model.mla is not None:
+        latents = 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank) * width * tokens
+        dropped += tensors["attention"] - latents
+    if moe is not None:
+        ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
+        dropped += ffn * (kernels.product_width or width) / parallel.tp * tokens
+    return dropped
 
 
 def _every_second_product(model: Model, layer: int, tokens: float, parallel: Parallel, train: Train) -> float:

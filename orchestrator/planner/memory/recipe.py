@@ -68,19 +68,23 @@ ORCH = Recipe(name="orch")  # docs/accuracy.md, "Memory against the trainer's ow
 #: What all PyTorch software on GPUs has in common. workspace: cuBLAS, attention and NCCL's staging inside the
 #: allocator; fragmentation: reserved is 3 to 9 % above allocated in 43 runs (planning.md C3); context: CUDA's own
 #: 0.6 GiB, and 1 GiB for a few NCCL communicators; usable: of 80 GB the driver and the allocator's last segments.
-_PYTORCH = Recipe(name="pytorch", workspace=GIB // 2, fragmentation=1.04, context=int(1.6 * GIB), usable=0.97, sd=0.12)
+#: sd: root mean square over six sources, each predicted as if nothing had been learned from it (docs/accuracy.md).
+_PYTORCH = Recipe(name="pytorch", workspace=GIB // 2, fragmentation=1.04, context=int(1.6 * GIB), usable=0.97, sd=0.105)
 #: One kernel an operation: the gated activation keeps its output too; a gathered sequence is kept by the matrix that
 #: reads it; the loss holds fp32 log-probabilities, their gradient and the logits' gradient (3 x 4 bytes).
 _EAGER = Kernels(keep_sent=False, keep_gathered=True, loss_width=12, selective="ops")
 #: Megatron-LM: bias and activation in one kernel, sequence-parallel inputs gathered again (arXiv 2205.05198), sent
-#: outputs freed; the loss works in place on fp32 logits beside the 16-bit ones and their gradient (4 + 2 + 2).
-_MEGATRON = Kernels(fused_activation=True, keep_sent=False, loss_width=8, selective="core", fills_limit=True)
+#: outputs freed; the loss works in place on fp32 logits beside the 16-bit ones and their gradient (4 + 2 + 2); experts'
+#: weights are applied before the last product (Megatron-Core since 0.12).
+_MEGATRON = Kernels(
+    fused_activation=True, expert_outputs=False, keep_sent=False, loss_width=8, selective="core", fills_limit=True
+)
 #: Before fused attention, and with dropout (arXiv 2205.05198, equation 2: 34 + 5as/h).
 _EARLY = structs.replace(_MEGATRON, fused_attention=False, dropout=True)
 
 _LISTED = (
     ORCH,
-    structs.replace(_PYTORCH, kernels=_EAGER),  # software that nobody knows
+    structs.replace(_PYTORCH, kernels=_EAGER, sd=0.15),  # software that nobody knows
     # sharded fp32 weights, gradients and moments: 16 bytes (PyTorch FSDP, arXiv 2304.11277)
     structs.replace(_PYTORCH, name="fsdp", kernels=_EAGER, gradient=4, whole_gradients=True),
     # LLM-Foundry of 2023: fused cross-entropy overwrites the 16-bit logits with their gradient
@@ -92,6 +96,8 @@ _LISTED = (
         _PYTORCH, name="nanotron", kernels=structs.replace(_EAGER, copied_heads=True), gradient=4, more_gradient=2
     ),
     structs.replace(_PYTORCH, name="megatron", kernels=_MEGATRON, narrow=True),  # Megatron-LM's table: 2 + 4 + 12
+    # DeepSeek-V3's own: moments in bf16 (arXiv 2412.19437, section 3.3.3)
+    structs.replace(_PYTORCH, name="deepseek", kernels=_MEGATRON, gradient=4, more_optimizer=-4, narrow=True),
     # 18 bytes a parameter (arXiv 2205.05198, figure 1): gradients summed in fp32
     structs.replace(_PYTORCH, name="megatron_fp16", kernels=_EARLY, gradient=4),
     # DeepSpeed's pipeline keeps sent outputs; ZeRO-1: 16-bit gradients whole, an fp32 copy of the rank's share; the
@@ -157,7 +163,9 @@ def kernels_of(recipe: Recipe, cluster: Cluster, model: Model, parallel: Paralle
             keep_gathered=parallel.sp and splits_backward(parallel),  # a deferred weight gradient needs the whole input
         )
     if recipe.narrow and matmul.startswith(("fp8", "mxfp8", "nvfp4")):
-        return structs.replace(recipe.kernels, product_width=9 / 16 if matmul == "nvfp4" else 1.0)
+        deepseek = matmul == "fp8_block"  # its authors keep the inputs of SwiGLU in 8 bits (arXiv 2412.19437, 3.3.3)
+        width = 9 / 16 if matmul == "nvfp4" else 1.0
+        return structs.replace(recipe.kernels, product_width=width, narrow_activation=deepseek)
     return recipe.kernels
 
 

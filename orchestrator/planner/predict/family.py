@@ -23,12 +23,13 @@ class Facts(NamedTuple):
 
 #: Word in `framework` -> family; the first match counts.
 _FAMILIES: tuple[tuple[str, str], ...] = (
+    (r"\borch\b", "orch"),
     (r"composer|foundry|mosaic", "fsdp_triton"),
     (r"torch ?titan", "torchtitan"),
     (r"maxtext|pax|\bjax\b|t5x|levanter|easylm|\bxla\b|praxis|axlearn", "maxtext"),
     (r"nanotron|picotron", "nanotron"),
     (r"megatron.?deepspeed|gpt.?neox|bigscience", "megatron_deepspeed"),
-    (r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|megatron.?hub|pai.?megatron", "nemo"),
+    (r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|hai-?llm|megatron.?hub|pai.?megatron", "nemo"),
     (r"megatron|primus|zero.?bubble|simumax|flagscale|internevo|paddle|mindspeed", "megatron"),
     (r"deepspeed|zero-?[123]|\bzero\b", "deepspeed"),
     (r"fsdp|torch|fairscale|metaseq|hugging|\bhf\b|transformers|accelerate|\btrl\b|axolotl|lightning|litgpt", "fsdp"),
@@ -36,7 +37,9 @@ _FAMILIES: tuple[tuple[str, str], ...] = (
     (r"colossal|alpa|oneflow|merak|bmtrain|galvatron|hetu|mindspore|hivemind|slapo", "fsdp"),
 )
 #: "container 25.09", "v24.11.1", "NeMo 24.07"; not "28.29 GiB".
-_RELEASE = re.compile(r"(?:container|nemo|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)")
+_RELEASE = re.compile(r"(?:container|nemo|framework|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)")
+#: Fused attention, years, and software that did not exist before.
+_SINCE_2023 = re.compile(r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan")
 #: The first container whose MoE layers launch without waiting for the CPU.
 _MODERN_RELEASE = (26, 6)
 _HOPPER = ("H", "GH", "B", "GB")
@@ -81,13 +84,15 @@ def _software(facts: Facts) -> tuple[Software, str]:
         traits["attention"] = "flash"
     if base.endswith("_2021") and not said:
         said = "software of 2021: attention is not fused"
+    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in words:
+        traits["attention"] = "unfused"  # flash kernels want Ampere
     traits |= _stated(words, software, hopper)
     return (with_traits(software, **traits) if traits else software), said
 
 
 def _before_2023(facts: Facts, words: str) -> bool:
     """Whether a row is of the time before fused attention: GPT-like models of short samples on V100 or A100."""
-    if re.search(r"flash|\bfa-?[23]\b|fused attention|202[3-9]", words) or _RELEASE.search(words):
+    if _SINCE_2023.search(words) or _RELEASE.search(words):
         return False
     if re.search(r"20(19|20|21|22)\b", words):
         return True

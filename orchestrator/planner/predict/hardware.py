@@ -148,6 +148,9 @@ def network_of(words: str, gpus_per_node: int) -> Network:
     if several := _SEVERAL.search(outside):
         nics = int(several[1])
         gbit = nics * _gbit(several[2], several[3]) / size
+    elif bare := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", outside):
+        nics = int(bare[1])
+        gbit = nics * float(bare[2]) / size
     elif one := _ONE.search(outside):
         rate, unit = _gbit(one[1], one[2]), one[4] or ""
         if unit in ("nic", "port", "") and nics:

@@ -11,7 +11,7 @@ from orchestrator.plan.document import AXES, Model, Parallel
 from orchestrator.planner.cost.software import Software
 from orchestrator.planner.model.stages import balance_stages
 
-from .cells import MOST_GPUS, Row, RowError
+from .cells import MOST, MOST_GPUS, Row, RowError
 
 #: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The first match counts.
 _SCHEDULES: tuple[tuple[str, str], ...] = (
@@ -54,8 +54,10 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
     tp, cp, pp, replicas, gpus = degrees
     if zero is None:
         zero = _usual_zero(row, model, software, degrees, memory_bytes)
+    if re.search(r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()):
+        row.say("offloading is not modelled")
     ep, expert_tp, expert_ranks = _experts(row, model, replicas, tp)
-    size, batch, micro_batches = _batch(row, replicas, pp)
+    size, batch, micro_batches = _batch(row, model, degrees)
     schedule, vpp = _schedule(row, model, software, pp)
     if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
         row.say("pp_schedule=1f1b: dualpipe wants even numbers")
@@ -79,9 +81,15 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
         global_batch_samples=batch,
         global_batch_tokens=batch * model.max_seq_len,
         bucket_bytes=25 << 20 if zero < 3 else max(25 << 20, 4 * model.parameters // model.layers // tp),
+        cp_method="ulysses" if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row)) else "zigzag",
         zero_group=_zero_group(row, zero, replicas * cp, per_node),
     )
     return Layout(parallel, expert_tp, expert_ranks)
+
+
+def _words(row: Row) -> str:
+    """What the row says in free words."""
+    return f"{row.text('framework')}; {row.text('notes')}".lower()
 
 
 def zero_of(text: str) -> int | None:
@@ -106,6 +114,10 @@ def _degrees(row: Row, model: Model, software: Software, zero: int | None, memor
     tp, cp, pp, dp = (row.degree(name) for name in ("tp", "cp", "pp", "dp"))
     gpus = row.whole("num_gpus")
     cp = cp or 1
+    shards = row.text("sp")
+    if cp == 1 and tp in (None, 1) and shards.isdecimal() and 1 < int(shards) <= MOST["cp"]:
+        cp = int(shards)  # DeepSpeed-Ulysses and others shard the sequence without tensor parallelism
+        row.say(f"cp={cp}: from sp")
     if gpus is not None and dp is not None and (tp is None) != (pp is None):  # the one that is left follows
         left, rest = divmod(gpus, dp * cp * (tp or pp or 1))
         if left and not rest:
@@ -143,7 +155,7 @@ def _usual_split(
     row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int, gpus: int | None
 ) -> tuple[int, int]:
     """(tp, pp) where a row says neither: none with sharded states, else as few ranks as hold the states."""
-    if software.memory in ("fsdp", "orch") or zero == 3:
+    if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
         return 1, 1
     most = gpus or 1 << 14
     need = model.parameters * _STATE_BYTES / (memory * _FULL)
@@ -168,7 +180,7 @@ def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int
 
 def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
     """What a family's recipes do; where a family shards everything or nothing, what fits."""
-    words = f"{row.text('framework')}; {row.text('notes')}".lower()
+    words = _words(row)
     if found := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", words):
         zero = int(found[1])
     elif re.search(r"\bddp\b", words) and "fsdp" not in words:
@@ -188,7 +200,7 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
     """Ranks that share one copy of what ZeRO-3 shards, where `notes` or `framework` say a group; 0: all."""
     if zero < 3:
         return 0
-    words = f"{row.text('framework')}; {row.text('notes')}".lower()
+    words = _words(row)
     group = 0
     if found := re.search(r"shard(?:ing)? group(?: of| size)?[ =:]*(\d{1,6})\b", words):
         group = int(found[1])
@@ -200,8 +212,9 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
 def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, int]:
     """(the ep axis, ranks that share an expert, `ep` as stated).
 
-    Tables count dp over all replicas of the dense weights. `ep` above dp can only mean that
-    experts are spread over other axes too: then an expert is whole (expert TP 1).
+    Tables count dp over all replicas of the dense weights. `ep` above dp can only mean that experts are spread over
+    tensor parallelism too: an expert is whole (expert TP 1). The plan's axes split experts over tp x ep: `ep` is what
+    gives as many shards.
     """
     stated = row.degree("ep")
     if model.moe is None:
@@ -209,18 +222,21 @@ def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, 
     if stated is None:
         stated = math.gcd(model.moe.experts, min(replicas, 8)) if replicas > 1 else 1
         row.say(f"ep={stated}")
-    ep = math.gcd(stated, replicas)
-    words = row.text("notes").lower()
-    found = re.search(r"\betp[ =:]*(\d{1,3})\b", words)
-    expert_tp = min(tp, int(found[1])) if found else tp
+    if stated > model.moe.experts:
+        row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
+        stated = model.moe.experts
+    found = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
+    expert_tp = min(tp, int(found[1])) if found else tp if replicas % stated == 0 else 1
+    expert_tp = max(1, expert_tp)
+    ep = math.gcd(max(1, stated * expert_tp // tp), replicas)  # as many shards of the experts as the row has
     if ep != stated:
-        expert_tp = 1 if not found else expert_tp
-        row.say(f"ep={ep} of {stated}: the rest over tp or cp, an expert on {expert_tp} ranks")
-    return ep, max(1, expert_tp), stated
+        row.say(f"ep={ep} of {stated}: an expert on {expert_tp} ranks, as many shards with tp {tp}")
+    return ep, expert_tp, stated
 
 
-def _batch(row: Row, replicas: int, pp: int) -> tuple[int, int, int]:
+def _batch(row: Row, model: Model, degrees: Degrees) -> tuple[int, int, int]:
     """(samples of a micro-batch, of the global batch, micro-batches of a replica)."""
+    replicas, pp = degrees.replicas, degrees.pp
     size, batch = row.whole("micro_batch"), row.whole("global_batch")
     words = row.text("notes").lower()
     found = re.search(
@@ -235,6 +251,12 @@ def _batch(row: Row, replicas: int, pp: int) -> tuple[int, int, int]:
         size = 1
         if steps and batch and batch % (steps * replicas) == 0:
             size = batch // (steps * replicas)
+        elif (
+            pp == 1 and batch and model.moe is None and not steps
+        ):  # nothing idles: as many tokens a rank as without tp
+            size = max(
+                few for few in range(1, max(1, degrees.tp // 2) + 1) if few == 1 or batch % (few * replicas) == 0
+            )
         row.say(f"micro_batch={size}")
     if batch is None:
         if not steps and row.whole("micro_batch") is None:  # neither is stated: what pre-training takes
@@ -259,6 +281,8 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
     name = next((name for pattern, name in _SCHEDULES if re.search(pattern, word)), None)
     if word and name is None and word != "none":
         row.say(f"pp_schedule={word[:20]!r}: unknown")
+    if name == "1f1b" and vpp is None and software.name == "nemo" and "lora" not in row.text("task").lower():
+        name = "interleaved"  # its recipes interleave; tables that know better write vpp 1
     if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in word:
         if vpp is not None and vpp > 1:
             row.say(f"pp_schedule={name}: vpp={vpp} is not of it" if name != "1f1b" else "pp_schedule=interleaved")
@@ -281,7 +305,9 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
         return ("interleaved" if vpp > 1 else "1f1b"), vpp
     if name == "interleaved" or (name is None and software.name in _INTERLEAVE):
         vpp = _most_stages(model.layers, pp)
-        if name is None:
+        if software.memory in ("fsdp", "orch"):
+            vpp = min(2, model.layers // pp)  # PyTorch's pipelines: two stages a rank
+        elif name is None:
             vpp = max((few for few in range(2, 13) if vpp % few == 0), default=vpp)
         schedule = "interleaved" if vpp > 1 else "1f1b"
         row.say(f"vpp={vpp}" if name else f"pp_schedule={schedule}, vpp={vpp}")
@@ -323,7 +349,7 @@ def _sequence_parallel(row: Row, software: Software, tp: int) -> bool:
     text = row.text("sp").lower()
     if tp == 1:
         return False
-    if text in ("1", "1.0", "true", "yes", "on", "y"):
+    if text in ("1", "1.0", "true", "yes", "on", "y", str(tp)):
         return True
     if text in ("0", "0.0", "false", "no", "off", "n", "none"):
         return False

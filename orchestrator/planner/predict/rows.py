@@ -53,6 +53,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
     model = model_of(row)
     gpu, network, per_node = _hardware(row)
     matmul, precision = _precision(row, gpu)
+    if matmul == "fp8_tensor" and model.mla and row.text("precision").lower() == "fp8":
+        matmul = "fp8_block"  # as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3)
     seq_len = model.max_seq_len
     facts = Facts(
         row.text("framework"),

@@ -22,6 +22,7 @@ LADDER = (
     *((310.1, 96, 16384), (529.6, 105, 20480), (1008.0, 128, 25600)),
 )
 Position = Literal["rope", "learned", "none"]
+LARGEST = 3000.0  # billions: no published model has as many
 MOST_BILLIONS = 1e5
 _CLOSE = 0.1  # of the parameters: a family's usual MLP is believed if it meets the stated size this well
 
@@ -63,6 +64,9 @@ def _billions(row: Row) -> float | None:
         value /= 1e9
         if text[-1:].isdigit():
             row.say(f"params_b={value:g}: read as a count of parameters")
+    elif value > LARGEST:
+        value /= 1e3
+        row.say(f"params_b={value:g}: read as millions")
     if not 0 < value <= MOST_BILLIONS:
         raise RowError(f"params_b={text[:40]!r}: want billions of parameters, above 0 and at most {MOST_BILLIONS:,.0f}")
     return value

@@ -95,8 +95,9 @@ def _by_sequence_length(plans: Plans) -> Section:
             plan = plans.plan(words, **_one_node(seq_len))
             m, memory = plan.model, plan.memory
             theirs = m.layers * seq_len * m.hidden * (34 + 5 * m.heads * seq_len / m.hidden) / GIB
-            states = memory.params + memory.grads + memory.optimizer
-            rows.append(Row(f"{size}, states", states / GIB, m.parameters * 16 / GIB, "GiB", f"{seq_len}", 0.005))
+            for part, bytes_each in (("params", 2), ("grads", 2), ("optimizer", 12)):
+                held = getattr(memory, part) / GIB
+                rows.append(Row(f"{size}, {part}", held, m.parameters * bytes_each / GIB, "GiB", f"{seq_len}", 0.005))
             rows.append(Row(f"{size}, activations", memory.activations / GIB, theirs, "GiB", f"{seq_len}"))
     rows.sort(key=lambda row: list(SIZES).index(row.what.split(",")[0]))
     return Section(

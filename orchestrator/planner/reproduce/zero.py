@@ -11,8 +11,8 @@ from . import published as pub
 from .rows import Plans, Row, Section
 
 STAGES = ("P_os", "P_os+g", "P_os+g+p")
-FP16 = "cluster=v100x400 train=pretrain_fp16 train.grad_dtype=fp16"
-V100 = f"{FP16} cost.software=megatron_deepspeed"
+V100 = "cluster=v100x400 train=pretrain_fp16 train.grad_dtype=fp16 cost.software"
+MEGATRON, ZERO_3 = f"{V100}=megatron_deepspeed", f"{V100}=deepspeed_2021"
 
 
 def sections(plans: Plans) -> Iterator[Section]:
@@ -27,7 +27,7 @@ def sections(plans: Plans) -> Iterator[Section]:
                 theirs,
                 "GB",
                 name,
-                0.006,
+                0.006 if theirs > 1 else 0.03,  # printed to two digits
             )
             for size, by_ranks in pub.ZERO_STATES.items()
             for n, values in by_ranks.items()
@@ -72,7 +72,7 @@ def _state_bytes(plans: Plans) -> dict[int, list[float]]:
         row = []
         for zero in range(4):
             plan = plans.plan(
-                f"{FP16} model=gpt2 cluster.gpus_per_node={min(ranks, 16)}",
+                f"{ZERO_3} model=gpt2 cluster.gpus_per_node={min(ranks, 16)}",
                 parallel={"tp": 1, "pp": 1, "dp": ranks, "zero": zero},
                 train={"global_batch_samples": ranks},
                 nodes=max(1, ranks // 16),
@@ -89,7 +89,7 @@ def _largest(plans: Plans, mp: int, zero: int) -> float:
 
     def fits(layers: int) -> Plan | None:
         plan = plans.plan(
-            V100,
+            MEGATRON,
             parallel={"tp": mp, "pp": 1, "dp": 64, "zero": zero, "sp": False, "micro_batch_size": 1},
             train={"global_batch_samples": 64},
             model=plans.gpt(layers, hidden, heads),
@@ -109,7 +109,7 @@ def _traffic(plans: Plans) -> Section:
     rows = []
     for zero, theirs in pub.ZERO_TRAFFIC.items():
         plan = plans.plan(
-            FP16,
+            ZERO_3,
             parallel={"tp": 1, "pp": 1, "dp": 64, "zero": zero},
             train={"global_batch_samples": 64},
             model=plans.gpt(36, 4096, 32),
@@ -133,7 +133,7 @@ def _throughput(plans: Plans) -> Section:
     plan = plans.plan("experiment=zero_100b")
     tflops = plan.mfu * plan.cluster.gpu.peak_flops["fp16"] / 1e12
     outside = plans.plan(
-        V100,
+        MEGATRON,
         parallel={"tp": 32, "pp": 1, "dp": 1, "zero": 0, "sp": False, "micro_batch_size": 8}
         | {"allow_tp_across_nvlink": True},
         train={"global_batch_samples": 8},
@@ -168,7 +168,7 @@ def _sixty(plans: Plans, nodes: int) -> Plan:
     best, size = None, 1
     while True:
         plan = plans.plan(
-            V100,
+            MEGATRON,
             parallel={"tp": 16, "pp": 1, "dp": nodes, "zero": 2, "sp": True, "micro_batch_size": size},
             train={"global_batch_samples": size * nodes},
             model=plans.gpt(75, 8192, 32),
@@ -199,7 +199,7 @@ def _bert(plans: Plans) -> Section:
 def _bert_phase(plans: Plans, seq_len: int, batch: int) -> Plan:
     largest = max(size for size in (16, 32, 64) if size * seq_len <= 8192)
     return plans.plan(
-        f"{FP16} model=bert_large cost.software=megatron_2021",
+        f"{V100}=megatron_2021 model=bert_large",
         parallel={"tp": 1, "pp": 1, "dp": 1024, "zero": 1, "micro_batch_size": min(largest, batch // 1024)},
         train={"seq_len": seq_len, "global_batch_samples": batch, "recompute": "none"},
         nodes=64,
