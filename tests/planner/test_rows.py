@@ -207,7 +207,7 @@ def test_precisions(gpu, precision, matmul, wide):
 )
 def test_recomputation(framework, recompute, expected):
     job = job_of(LLAMA_70B, framework=framework, recompute=recompute)
-    assert (job.recompute, job.recompute_share, job.selective) == expected
+    assert (job.recompute, job.recompute_share, job.software.selective) == expected
 
 
 def test_tasks_and_sources():

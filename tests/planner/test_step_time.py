@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.cost.pipeline import span_seconds
-from orchestrator.planner.cost.step_time import pipeline_timeline
 from orchestrator.planner.model.stages import rank_stages
+from orchestrator.planner.plan_cost import pipeline_timeline
 from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes
