@@ -11,6 +11,7 @@ from orchestrator.planner.cost.step_time import StepCost
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import PathCache, candidates
 from orchestrator.planner.predict.cells import RowError
+from orchestrator.planner.predict.job_memory import job_memory
 from orchestrator.planner.predict.predict import context_of
 from orchestrator.planner.predict.rows import Job, read_row
 
@@ -35,7 +36,7 @@ def observations(rows: Sequence[Mapping[str, str]]) -> list[Observation]:
 
 def prediction(job: Job, paths: dict[int, PathCache]) -> Callable[[Mapping[str, Number]], Number]:
     """A function from parameter values to the step in seconds."""
-    context, par, train = context_of(job, paths, shipped()), job.parallel, job.train
+    context, par, train = context_of(job, paths, shipped()), job.parallel, job_memory(job).train
     traffic = step_traffic(context.model, par, train, context.software)
     work = context.work(par, train)
     cost = candidates(context.path_cache, par, traffic, work, AXES)[0]

@@ -32,7 +32,7 @@ class Software(Struct, frozen=True, kw_only=True):
     name: str
     attention: Attention = "flash"
     elementwise: Elementwise = "eager"
-    accumulate: Literal["fused", "separate"] = "separate"  # of weight gradients over micro-batches
+    accumulate: Literal["fused", "separate"] = "fused"  # how weight gradients are summed over micro-batches
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
@@ -47,7 +47,7 @@ class Software(Struct, frozen=True, kw_only=True):
 
 _LISTED = (
     Software(
-        name="orch", selective="orch"
+        name="orch", selective="orch", accumulate="separate"
     ),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
@@ -60,6 +60,7 @@ _LISTED = (
     ),
     Software(
         name="megatron_deepspeed",  # BLOOM: BigScience's fork of Megatron-DeepSpeed
+        accumulate="separate",
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
@@ -72,7 +73,6 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        accumulate="fused",
         pp_overlap=True,
         selective="core",
         memory="megatron",
@@ -82,7 +82,6 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        accumulate="fused",
         tp_overlap=True,
         pp_overlap=True,
         selective="core",
@@ -94,7 +93,6 @@ _LISTED = (
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        accumulate="fused",
         pp_overlap=True,
         ep_overlap=True,
         selective="core",
@@ -105,7 +103,7 @@ _LISTED = (
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
     Software(name="fsdp_triton", attention="triton", memory="llm_foundry"),  # MosaicML LLM-Foundry of 2023
-    Software(name="nanotron", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
+    Software(name="nanotron", accumulate="separate", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
     Software(
         name="deepspeed_2021",  # ZeRO-3 as Narayanan et al. measured it: bound by its own communication
         attention="unfused",
@@ -113,10 +111,8 @@ _LISTED = (
         dp_overlap="zero_2021",
         memory="deepspeed",
     ),
-    Software(
-        name="maxtext", accumulate="fused", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"
-    ),  # MaxText, PaxML
-    Software(name="eager", memory="pytorch", known=False),  # software that nobody named
+    Software(name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"),  # MaxText, PaxML
+    Software(name="eager", accumulate="separate", memory="pytorch", known=False),  # software that nobody named
 )
 SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 

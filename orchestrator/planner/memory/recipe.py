@@ -93,7 +93,11 @@ _LISTED = (
     ),
     # gradients in 16 bits as autograd makes them, and their fp32 sum; values are views of the fused projection's output
     structs.replace(
-        _PYTORCH, name="nanotron", kernels=structs.replace(_EAGER, copied_heads=True), gradient=4, more_gradient=2
+        _PYTORCH,
+        name="nanotron",
+        kernels=structs.replace(_EAGER, copied_heads=True, keep_gathered=False),
+        gradient=4,
+        more_gradient=2,
     ),
     structs.replace(_PYTORCH, name="megatron", kernels=_MEGATRON, narrow=True),  # Megatron-LM's table: 2 + 4 + 12
     # DeepSeek-V3's own: moments in bf16 (arXiv 2412.19437, section 3.3.3)

@@ -77,17 +77,13 @@ def read_row(cells: Mapping[str, str]) -> Job:
     recompute, share, selective = _recompute(row, software)
     if software.selective != selective:
         software = with_traits(software, selective=selective)
-    modes: list[Recompute] = []
-    if recompute == "full" and share < 1.0:  # spread over the layers
-        modes = ["full" if int((at + 1) * share) > int(at * share) else "none" for at in range(model.layers)]
     train = Train(
         steps=1,
         seq_len=seq_len,
         seed=0,
         precision=precision,
         grad_dtype=precision if software.grad_bytes == 2 else "fp32",
-        recompute="budget" if modes else recompute or "none",
-        recompute_layers=modes,
+        recompute=recompute or "none",
         clip_grad_norm=1.0,
         log_every_steps=1,
     )
