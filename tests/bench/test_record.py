@@ -125,7 +125,8 @@ def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):
     keep(WORDS, home, switch=(1e-6, RATE))
     even = plan_of(load(WORDS)).time.exposed_comm_s["dp"]
     keep(WORDS, home, stretch={"all_reduce": 1.5}, switch=(1e-6, RATE))
-    assert plan_of(load(WORDS)).time.exposed_comm_s["dp"] == pytest.approx(1.5 * even, rel=0.01)
+    # a little more than half as much again: the same compute hides a part of both
+    assert 1.5 <= plan_of(load(WORDS)).time.exposed_comm_s["dp"] / even < 1.53
 
 
 def test_another_cluster_is_not_planned_with_it(home):
