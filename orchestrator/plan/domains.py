@@ -53,14 +53,14 @@ class Domains(NamedTuple):
         fits = self.unit(group * cp) <= self.largest and self.usable(group * cp) >= tp * cp * ep * pp
         return group * cp if fits else group
 
-    def parts(self, tp: int, cp: int, ep: int, pp: int, across: bool = False) -> dict[int, int]:
+    def parts(self, tp: int, cp: int, ep: int, pp: int, dp: int = 1, across: bool = False) -> dict[int, int]:
         """GPUs that a job may use -> the group that they are whole multiples of; most GPUs first. Empty: too few.
 
-        The group is the inner one, or that with a part of the other axes of the model. `across`: all GPUs may be used
-        whatever straddles.
+        The group is the inner one, or that with a part of the other axes of the model, and of the `dp` copies of it.
+        `across`: all GPUs may be used whatever straddles.
         """
         replica, group = tp * cp * ep * pp, self.inner_group(tp, cp, ep, pp)
-        found, rest = {self.gpus: 1} if across else {}, replica // group
+        found, rest = {self.gpus: 1} if across else {}, replica // group * dp
         for factor in range(1, min(rest, self.largest * self.gpus_per_node) + 1):
             if rest % factor == 0 and (gpus := self.usable(group * factor)) >= replica:
                 found.setdefault(gpus, group * factor)
@@ -72,7 +72,7 @@ class Domains(NamedTuple):
         Where they fill none, as many as fit into the first. The whole cluster, which the rules refuse then, where that
         is the first or there is none.
         """
-        replica, parts = tp * cp * ep * pp, self.parts(tp, cp, ep, pp, across)
+        replica, parts = tp * cp * ep * pp, self.parts(tp, cp, ep, pp, across=across)
         whole = next((gpus for gpus in parts if gpus % replica == 0), 0)
         most = max(parts, default=self.gpus)
         return whole or (most // replica * replica if most < self.gpus else self.gpus)

@@ -98,11 +98,13 @@ Rule = Callable[[Case], str | None]
 
 
 def _gpus(case: Case) -> str | None:
-    """All GPUs are used, or the part of each NVLink domain that groups fill, or whole nodes of it."""
+    """All GPUs are used, or the part of each NVLink domain that groups fill, or whole nodes of that of the model."""
     if case.ranks == case.gpus:
         return None
-    parts = domains_of(case.cluster).parts(case.tp, case.cp, case.ep, case.pp, case.allow_tp_across_nvlink)
-    if case.ranks % case.cluster.gpus_per_node == 0 and any(case.ranks <= part < case.gpus for part in parts):
+    domains, model = domains_of(case.cluster), (case.tp, case.cp, case.ep, case.pp)
+    parts = domains.parts(*model)
+    some = case.ranks % case.cluster.gpus_per_node == 0 and any(case.ranks <= part < case.gpus for part in parts)
+    if some or case.ranks in domains.parts(*model, case.dp):
         return None
     shape = f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
     shape += next((f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), "")

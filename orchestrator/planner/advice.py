@@ -80,11 +80,13 @@ def _left_out(plan: Plan) -> str | None:
 def _idle(plan: Plan) -> str | None:
     """GPUs that the job leaves idle because groups do not divide their NVLink domains."""
     par, domains = plan.parallel, domains_of(plan.cluster)
-    parts = domains.parts(par.tp, par.cp, par.ep, par.pp)
+    parts = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
+    parts = domains.parts(par.tp, par.cp, par.ep, par.pp) if par.world_size not in parts else parts
     part = min((gpus for gpus in parts if par.world_size <= gpus < domains.gpus), default=0)
     if not part or par.world_size == domains.gpus:
         return None
-    idle = f"{domains.gpus - par.world_size} GPUs idle as spares"
+    left = domains.gpus - par.world_size
+    idle = f"{left} GPU{'s' * (left > 1)} idle as spares"
     sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
     why = f"groups of {parts[part]} do not divide {' or '.join(sizes)}"
     busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes

@@ -21,6 +21,7 @@ from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import Domains, cut, domains_of
 from orchestrator.plan.supported import broken, case_of
 from orchestrator.planner.build import build_plan
+from orchestrator.planner.elastic.next_plan import next_plan
 from orchestrator.planner.elastic.replan import replan
 from orchestrator.planner.elastic.sizes import plan_sizes
 from orchestrator.planner.placement.node_placement import reorder
@@ -98,7 +99,7 @@ def test_no_group_that_fits_straddles_and_names_do_not_matter(job, rng):
     if domains.inner_group(**degrees) == degrees["tp"] * degrees["ep"] * degrees["cp"] and {*outer} == {"pp", "dp"}:
         assert straddling(plan, ("tp", "ep", "cp")) == 0
     idle = domains.gpus - plan.parallel.world_size
-    assert bool(idle) == any(line.endswith(f"{idle} GPUs idle as spares") for line in plan.warnings)
+    assert bool(idle) == any(line.endswith(f"{idle} GPU{'s' * (idle > 1)} idle as spares") for line in plan.warnings)
     assert broken(case_of(plan)) is None, "the trainer takes what the planner takes"
 
     names = [f"other-{number}" for number in rng.sample(range(1000), len(cluster.node_names))]
@@ -135,7 +136,7 @@ def test_expert_groups_stay_in_their_rack(ep):
     assert idle == ([LINE.format(ep)] if ep > 8 else [])
     assert used_node_count(plan) == (128 if ep > 8 else 144) and len(plan.cluster.node_names) == 144
     flags = network_flags(plan, SlurmOptions(topology="block"))
-    assert 16 % flags["segment"] == 0 or ep == 8, "every segment fits the part of a rack"
+    assert flags["segment"] == (16 if ep > 8 else 2)
     assert plan.certificate.bound_s <= plan.time.step_s
 
 
@@ -153,6 +154,7 @@ def test_expert_groups_stay_in_their_rack(ep):
         ("ep64_pp9", 0, "'nvlink': .*nearest legal: pp8_ep64"),
         ("tp8_pp9_dp4", 0, "'gpus': .* = 288 ranks on 144 nodes x 4 GPUs = 576; nearest legal"),
         ("tp8_pp16", 512, LINE.format(16)),
+        ("tp8_dp64", 512, LINE.format(16)),
         ("tp8_pp9", 576, ""),
     ],
 )
@@ -188,8 +190,16 @@ def test_nodes_that_the_scheduler_grants_in_any_order(seed):
 
 
 def test_elastic_sizes_are_those_that_ranks_use():
-    words = ["cluster=gb200_nvl72x8", "cluster.nodes=36", "model=llama3_8b", "parallel=tp16_zero1", "nodes=30..36"]
+    words = ["cluster=gb200_nvl72x8", "cluster.nodes=36", "model=llama3_8b", "parallel=tp16_zero1", "nodes=24..36"]
     config = load([*words, "train.global_batch_samples=1024"], ranges=True)
     found = plan_sizes(config, build_cluster, any_memory=True)
-    assert [(size.nodes, used_node_count(size.plan)) for size in found.legal] == [(32, 32)]
-    assert "use 32 of these nodes" in found.refused[36] and len(found.legal[0].plan.cluster.node_names) == 36
+    assert [(size.nodes, used_node_count(size.plan)) for size in found.legal] == [(32, 32), (28, 28), (24, 24)]
+    assert "use 32 of these nodes" in found.refused[36]
+    plans = {size.nodes: size.plan for size in found.legal}
+    healthy = list(plans[32].cluster.node_names)
+    assert len(healthy) == 36 and next_plan(plans[32], plans, healthy) == plans[32], "nothing changes"
+    lost = plans[32].ranks[0].node
+    healed = next_plan(plans[32], plans, [node for node in healthy if node != lost])
+    assert used_node_count(healed) == 32 and straddling(healed, ("tp",)) == 0, "a spare of the same rack takes over"
+    fewer = next_plan(plans[32], plans, healthy[:31])
+    assert used_node_count(fewer) == 28 and straddling(fewer, ("tp",)) == 0

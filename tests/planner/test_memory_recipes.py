@@ -308,8 +308,8 @@ def test_kinds_of_measurement_nest():
     ],
 )
 def test_words_for_what_was_measured(text, kind):
-    assert measured_kind(text) == (kind, bool(text))
-    assert measured_kind("peak memory as printed (GB)") == ("allocated", False)
+    assert measured_kind(text, recipe_of("megatron")) == (kind, bool(text))
+    assert measured_kind("peak memory as printed (GB)", recipe_of("megatron_deepspeed")) == ("process", False)
 
 
 def test_least_recomputation_that_fits():

@@ -48,6 +48,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     fragmentation: float = 1.0  # reserved / allocated
     context: int | None = None  # bytes of device context and communicators; None: `CONTEXT_BYTES`, among the buffers
     usable: float = 1.0  # share of the card that a job can take
+    printed: Kind = "allocated"  # what its users publish where they do not say
     sd: float = 0.0  # of the relative error, on sources that had no part in choosing the numbers
 
     def process_bytes(self, tensors: float) -> float:
@@ -116,6 +117,7 @@ _LISTED = (
         more_bf16=4,
         buckets=3 * 10**9,
         fragmentation=1.1,
+        printed="process",
     ),
     # ZeRO and ZeRO-R (arXiv 1910.02054, sections 5 and 6): tensor-parallel ranks share checkpoints, buffers of constant
     # size, memory arranged beforehand against fragmentation
@@ -182,10 +184,10 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 
 
-def measured_kind(text: str) -> tuple[Kind, bool]:
-    """(what a table's words for its memory column measured, whether they say it). Otherwise allocated is assumed."""
+def measured_kind(text: str, recipe: Recipe) -> tuple[Kind, bool]:
+    """(what was measured by a table's words, whether they say it); else what the recipe's users print."""
     words = text.lower()
     for pattern, kind in _KINDS:
         if re.search(pattern, words):
             return kind, True
-    return "allocated", False
+    return recipe.printed, False

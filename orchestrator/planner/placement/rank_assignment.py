@@ -57,7 +57,9 @@ def whole_unit(plan: Plan, block: int) -> int:
     """Nodes of the largest unit of the job that fits into a block of `block` nodes and divides the job.
 
     A unit spans the innermost k axes, whose ranks should stay together: the tensor-parallel group, then with its
-    context, expert and pipeline neighbours, and so on. Slurm's --segment and Kueue's slices keep it inside one block.
+    context, expert and pipeline neighbours, and so on. Where the job uses equal parts of NVLink domains and leaves the
+    rest of them idle (`plan.domains`), such a part is the unit. Slurm's --segment and Kueue's slices keep it inside one
+    block.
     """
     nodes, gpus, best = used_node_count(plan), plan.cluster.gpus_per_node, 1
     order = plan.parallel.order
@@ -66,7 +68,10 @@ def whole_unit(plan: Plan, block: int) -> int:
         size, rest = divmod(ranks, gpus)
         if not rest and size and size <= block and nodes % size == 0:
             best = size
-    return best
+    busy = [sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains]  # ranks fill the first
+    part = max(busy)
+    equal = {*busy} <= {0, part} and part < max(map(len, plan.cluster.nvlink_domains))
+    return part if equal and part <= block and part % best == 0 else best
 
 
 def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:

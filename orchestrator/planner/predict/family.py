@@ -42,6 +42,8 @@ _RELEASE = re.compile(r"(?:container|nemo|framework|bridge|release|ngc|image|tag
 _SINCE_2023 = re.compile(r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan")
 #: The first container whose MoE layers launch without waiting for the CPU.
 _MODERN_RELEASE = (26, 6)
+#: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
+_DISPATCHER_RELEASE = (26, 4)
 _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
 
@@ -119,6 +121,8 @@ def _stated(words: str, software: Software, hopper: bool) -> dict[str, object]:
     dropping = re.search(r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words)
     graphs = dropping or "hybridep" in words or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
     release = _RELEASE.search(words)
+    if release and (int(release[1]), int(release[2])) >= _DISPATCHER_RELEASE:
+        traits["ep_overlap"] = True
     if graphs or (release and (int(release[1]), int(release[2])) >= _MODERN_RELEASE):
         traits["host"] = "modern"
     if re.search(r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap", words):

@@ -27,7 +27,7 @@ class JobMemory(NamedTuple):
 def job_memory(job: Job) -> JobMemory:
     """The memory of a row's job, and what had to be assumed for it beyond what the row's reader says."""
     recipe, assumed = job_recipe(job), list[str]()
-    kind, said = measured_kind(job.mem_kind)
+    kind, said = measured_kind(job.mem_kind, recipe)
     if job.mem_kind and not said:
         assumed.append(f"peak_mem_gib: {kind}")
     cluster, model, par = job.cluster, job.model, job.parallel

@@ -98,15 +98,18 @@ def _by_sequence_length(plans: Plans) -> Section:
             for part, bytes_each in (("params", 2), ("grads", 2), ("optimizer", 12)):
                 held = getattr(memory, part) / GIB
                 rows.append(Row(f"{size}, {part}", held, m.parameters * bytes_each / GIB, "GiB", f"{seq_len}", 0.005))
-            rows.append(Row(f"{size}, activations", memory.activations / GIB, theirs, "GiB", f"{seq_len}"))
+            early = plans.plan(f"{words} cost.software=megatron_2021", **_one_node(seq_len)).memory.activations
+            rows.append(Row(f"{size}, activations", early / GIB, theirs, "GiB", f"{seq_len}", 0.12))
+            rows.append(Row(f"{size}, the same, fused attention", memory.activations / GIB, None, "GiB", f"{seq_len}"))
     rows.sort(key=lambda row: list(SIZES).index(row.what.split(",")[0]))
     return Section(
         "Memory by category against sequence length, GiB of one sequence",
         f"{pub.PLAYBOOK}, memory for activations: L s h (34 + 5 a s / h); 16 bytes a parameter",
         rows,
-        "A plan without sharding or recomputation. States do not depend on the sequence; activations overtake them.",
-        "The playbook's formula keeps the attention's scores, hence a square of the sequence; the plan's attention is"
-        " fused and linear. Llama's MLP is gated and its key-value heads are fewer, which the formula does not know.",
+        "A plan without sharding or recomputation. States do not depend on the sequence; activations overtake them."
+        " The first activations with `cost.software=megatron_2021`, whose attention keeps its scores, hence a square of"
+        " the sequence; fused attention is linear.",
+        "Llama's MLP is gated, its key-value heads are fewer and its logits are kept, which the formula does not know.",
     )
 
 

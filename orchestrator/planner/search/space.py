@@ -86,7 +86,7 @@ class Space:
         #: GPUs in use, all of them first; then what groups leave that do not divide their NVLink domain
         units = {domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)}
         self.worlds = sorted(units, reverse=True)
-        self.parts = cache(lambda tp, cp, ep, pp: domains.parts(tp, cp, ep, pp, across))
+        self.parts = cache(lambda tp, cp, ep, pp, dp: domains.parts(tp, cp, ep, pp, dp, across))
         self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
         given = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given is None else (given,)
@@ -122,7 +122,7 @@ class Space:
                     rest = world // (tp * cp * ep)
                     for pp in self._degrees("pp", rest, layers):
                         dp = rest // pp
-                        if self.par.dp in (None, dp) and world in self.parts(tp, cp, ep, pp):
+                        if self.par.dp in (None, dp) and world in self.parts(tp, cp, ep, pp, dp):
                             yield from self._batches(tp, cp, ep, pp, dp)
 
     def _degrees(self, axis: str, gpus: int, most: int) -> list[int]:
