@@ -337,4 +337,9 @@ def test_traits_of_a_row_change_its_recipe():
     early = recipe_for(with_traits(nemo, attention="unfused"))
     assert recipe_of("nemo").kernels.fused_attention and not early.kernels.fused_attention
     assert recipe_for(with_traits(nemo, grad_bytes=4)).gradient == 4 and recipe_of("nemo").gradient == 2
+    titan = software_named("torchtitan")
+    eager, compiled = (
+        fullest(shapes.llama3_8b(), recipe_for(with_traits(titan, elementwise=kind))) for kind in ("eager", "fused")
+    )
+    assert 0.5 < compiled.activations / eager.activations < 0.75, "norms and activations are computed again"
     assert recipe_of("orch") is ORCH and {one.memory for one in SOFTWARE.values()} <= set(RECIPES)
