@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Parallel, Train
+from orchestrator.plan.document import Cluster, Parallel, Train
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
 from .cost.dual import Dual, duals, value_of
@@ -18,11 +18,11 @@ from .cost.traffic import step_traffic
 from .placement.axis_order import Candidate, CostContext, candidates
 
 
-def context_of(plan: Plan, profile: Profile | None = None) -> CostContext:
-    """The cost context that a plan was made in, with another profile where one is given."""
+def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> CostContext:
+    """The cost context that a plan was made in, with another profile or cluster where one is given."""
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     return CostContext(
-        plan.cluster, plan.model, plan.job.train, matmul=plan.job.matmul, software=software, profile=profile
+        cluster or plan.cluster, plan.model, plan.job.train, matmul=plan.job.matmul, software=software, profile=profile
     )
 
 

@@ -26,6 +26,7 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.planner.elastic.sizes import plan_sizes
 from orchestrator.planner.placement.node_placement import reorder
 from orchestrator.planner.placement.rank_assignment import used_node_count
+from orchestrator.planner.predict.hardware import Network, cluster_of
 
 from . import configs, shapes
 
@@ -203,3 +204,9 @@ def test_elastic_sizes_are_those_that_ranks_use():
     assert used_node_count(healed) == 32 and straddling(healed, ("tp",)) == 0, "a spare of the same rack takes over"
     fewer = next_plan(plans[32], plans, healthy[:31])
     assert used_node_count(fewer) == 28 and straddling(fewer, ("tp",)) == 0
+
+
+@pytest.mark.parametrize(("gpus", "domains"), [(512, [64] * 8), (576, [72] * 8), (144, [72] * 2), (64, [64]), (8, [8])])
+def test_rows_of_a_table_take_equal_parts_of_racks(gpus, domains):
+    cluster = cluster_of("GB200", gpus, 4, Network(None, None, None, 72, None, slow=False))
+    assert [4 * len(nodes) for nodes in cluster.nvlink_domains] == domains

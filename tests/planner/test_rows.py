@@ -67,6 +67,9 @@ def test_a_model_by_its_name_alone():
 def test_cells_win_over_the_name_and_another_width_is_another_model():
     reduced = job_of({"model": "Llama3-70B-L12", "layers": "12"}).model
     assert (reduced.layers, reduced.hidden, reduced.ffn_hidden, reduced.kv_heads) == (12, 8192, 28672, 8)
+    assert job_of({"model": "GPT-h14400-L80", "params_b": "202.7"}).model.parameters / 1e9 == pytest.approx(
+        202.7, rel=0.05
+    )
     other = job_of({"model": "Qwen3-30B-A3B", "layers": "8", "hidden": "1024", "heads": "16"}).model
     assert other.head_dim == 64 and other.moe is None
 
@@ -141,11 +144,12 @@ def test_sequences_sharded_without_tensor_parallelism():
 
 def test_batches():
     assert job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size == 2
-    wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64").parallel
+    wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64", seq_len="4096").parallel
     assert wide.micro_batch_size == 4
     tokens = job_of(LLAMA_70B, global_batch="4M").parallel
     assert tokens.global_batch_samples == 512
-    assert job_of(LLAMA_70B, global_batch="").parallel.global_batch_samples == 8 * 4 * 4  # 4 micro-batches a stage
+    assert job_of(LLAMA_70B, global_batch="").parallel.global_batch_samples == 256  # 2 M tokens
+    assert job_of(LLAMA_70B, global_batch="", num_gpus="1024").parallel.micro_batches == 16  # 4 a stage at least
     assert job_of(LLAMA_70B, micro_batch="64", global_batch="64").parallel.micro_batch_size == 8
 
 
@@ -157,7 +161,7 @@ def test_batches():
         (LLAMA_70B, "nemo", {"attention": "cudnn", "host": "eager", "tp_overlap": True}),
         (LLAMA_70B | {"notes": "NeMo container 26.06"}, "nemo", {"host": "modern"}),
         (LLAMA_70B | {"notes": "max 28.29 GiB"}, "nemo", {"host": "eager"}),
-        (LLAMA_70B | {"zero_stage": "3"}, "nemo", {"dp_overlap": "fsdp"}),
+        (LLAMA_70B | {"zero_stage": "3"}, "nemo", {"dp_overlap": "modern"}),
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
@@ -207,10 +211,22 @@ def test_precisions(gpu, precision, matmul, wide):
 )
 def test_recomputation(framework, recompute, expected):
     job = job_of(LLAMA_70B, framework=framework, recompute=recompute)
-    assert (job.recompute, job.recompute_share, job.selective) == expected
+    assert (job.recompute, job.recompute_share, job.software.selective) == expected
+
+
+def test_hardware_and_software_of_rows_that_name_none():
+    blank = job_of(LLAMA_70B, gpu="", interconnect="NVLink3+IB HDR 8x200Gb/s")
+    assert blank.cluster.gpu.name == "A100-80GB" and "gpu=A100-80GB" in blank.assumed
+    assert job_of(LLAMA_70B, framework="").software.name == "nemo"  # notes name its container
+    assert job_of(LLAMA_70B, framework="", notes="").software.name == "megatron"  # tp and pp
+    assert job_of({"model": "gpt2", "zero_stage": "3"}).software.name == "fsdp"
+    assert job_of({"model": "gpt2"}).software.name == "eager"
+    named = job_of({"model": "GPT-13B", "framework": "DeepSpeed ZeRO-3", "gpu": "V100", "dp": "64"})
+    assert named.software.name == "deepspeed_2021" and named.parallel.zero == 3
 
 
 def test_tasks_and_sources():
+    assert job_of(LLAMA_70B, framework="HF PEFT LoRA").task == "lora"
     tasks = [job_of(LLAMA_70B, task=task).task for task in ("pretrain", "SFT", "LoRA", "")]
     assert tasks == ["pretrain", "sft", "lora", "pretrain"]
     assert job_of(LLAMA_70B, id="bridge_nemo-078").group == "bridge_nemo"
@@ -238,6 +254,7 @@ def test_networks(words, per_gpu, nics, slow):
 
 
 def test_nodes_and_domains():
+    assert len(job_of(LLAMA_70B, interconnect="").cluster.nvlink_domains[0]) == 16  # GB200 comes in racks
     assert job_of(LLAMA_70B, gpus_per_node="").cluster.gpus_per_node == 4
     assert len(job_of(LLAMA_70B).cluster.nvlink_domains[0]) == 16  # 16 nodes of 4 in one domain of 72
     pcie = job_of(LLAMA_70B, gpu="L40S", interconnect="PCIe4 + 100GbE").cluster

@@ -230,6 +230,20 @@ def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) ->
     return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
 
+class Compute(NamedTuple):
+    """Compute of one micro-batch; it depends neither on the pipeline nor on the replicas."""
+
+    kinds: tuple[LayerSeconds, LayerSeconds]  # of a dense and of an MoE layer
+    loss: tuple[Number, Number]  # (forward, backward) of output projection and loss
+    overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
+
+
+def micro_batch_compute(model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software) -> Compute:
+    kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
+    loss = loss_seconds(model, parallel, train, rate)
+    return Compute(kinds, loss, overlap_seconds(model, parallel, train, rate, kinds))
+
+
 def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> Number:
     """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth, and of the CPU around it.
 

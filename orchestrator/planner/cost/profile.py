@@ -83,7 +83,8 @@ class Profile(Frozen, dict=True):
     @cached_property
     def values(self) -> dict[str, float]:
         """By name; parameters that the file does not know have their prior."""
-        return {one.name: one.value for one in PRIOR} | {one.name: one.value for one in self.parameters}
+        known = {one.name: one.value for one in self.parameters if one.name in INDEX}
+        return {one.name: one.value for one in PRIOR} | known
 
     @cached_property
     def digest(self) -> str:

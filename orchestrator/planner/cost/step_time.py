@@ -7,50 +7,39 @@ gradients. The schedule finds the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import log2, sqrt
 from typing import NamedTuple
 
-from orchestrator.plan.document import Axis, Model, Parallel, Time, Train
+from orchestrator.plan.document import Model, Parallel, Time, Train
 from orchestrator.plan.schedules import copies_of
-from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups
-from orchestrator.planner.model.stages import rank_stages, stage_range
+from orchestrator.planner.model.layers import layer_groups
+from orchestrator.planner.model.stages import rank_stages, splits_backward
 
-from . import collective
-from .compute import (
-    LayerSeconds,
-    layer_seconds_by_kind,
-    loss_seconds,
-    optimizer_seconds,
-    overlap_seconds,
+from .communication import (
+    PathKey,
+    context_seconds,
+    expert_seconds,
+    exposed_gradients,
+    gradient_seconds,
+    hidden_bytes,
+    tensor_seconds,
+    transfer_seconds,
 )
-from .dual import Number, larger, scaled_like, value_of
-from .fabric import Path, Pattern
+from .compute import Compute, micro_batch_compute, optimizer_seconds
+from .dual import Number, scaled_like, value_of
+from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, span_seconds
-from .rates import Links, Rates
+from .rates import Rates
 from .software import Software
-from .traffic import (
-    TensorOperation,
-    context_parallel_operations,
-    expert_operations,
-    gradient_operations,
-    rank_parameters,
-    recomputed_share,
-    sends_per_micro_batch,
-    tensor_operations,
-    vocabulary_operations,
-)
+from .traffic import rank_parameters, recomputed_share, sends_per_micro_batch
 
-#: (axes that vary in a group, pattern): what a path on a given cluster in a given nesting order depends on.
-PathKey = tuple[tuple[Axis, ...], Pattern]
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 
 #: Schedules without idle time where a step may begin before the last one has ended on all ranks (arXiv 2401.10241).
 NO_BUBBLE = ("zb_h2", "zbv")
-
-DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
-EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
 
 
 class Stage(NamedTuple):
@@ -69,25 +58,27 @@ class Work(NamedTuple):
     train: Train
     rate: Rates
     software: Software
-    kinds: tuple[LayerSeconds, LayerSeconds]
-    loss: tuple[Number, Number]  # (forward, backward) of output projection and loss
-    overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
+    compute: Compute
     stages: list[Stage]
     held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
     nodes: int
 
 
 def step_work(
-    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software, gpus_per_node: int
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    rate: Rates,
+    software: Software,
+    gpus_per_node: int,
+    compute: Compute | None = None,
 ) -> Work:
-    """The compute of one step, from the cost model's rates."""
-    kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
+    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known."""
     last = len(parallel.stage_layers) - 1
+    starts = list(accumulate(parallel.stage_layers, initial=0))
     stages = [
-        Stage(
-            tuple(one for one in layer_groups(model, train, [stage_range(parallel, at)]) if one[2]), at == 0, at == last
-        )
-        for at in range(last + 1)
+        Stage(tuple(one for one in layer_groups(model, train, [range(*ends)]) if one[2]), at == 0, at == last)
+        for at, ends in enumerate(pairwise(starts))
     ]
     return Work(
         model=model,
@@ -95,9 +86,7 @@ def step_work(
         train=train,
         rate=rate,
         software=software,
-        kinds=kinds,
-        loss=loss_seconds(model, parallel, train, rate),
-        overlap_s=overlap_seconds(model, parallel, train, rate, kinds),
+        compute=compute or micro_batch_compute(model, parallel, train, rate, software),
         stages=stages,
         held=rank_parameters(model, parallel),
         nodes=-(-parallel.world_size // gpus_per_node),
@@ -110,8 +99,14 @@ class StepCost:
     def __init__(self, work: Work, paths: Mapping[PathKey, Path]):
         self.work, self.paths = work, paths
         self.parallel = work.parallel
-        self._inner = self._layer_communication()
-        self._vocabulary = self._vocabulary_communication()
+        par, train, rate = work.parallel, work.train, work.rate
+        share, tokens = recomputed_share(par, train, work.software), par.micro_batch_size * train.seq_len / par.cp
+        hidden = hidden_bytes(work.model, par, train)
+        self.tensor = tensor_seconds(par, share, hidden, tokens, rate, work.software, work.compute, paths)
+        context = context_seconds(work.model, par, train, share, rate, paths)
+        dense: dict[str, Number] = {"tp": self.tensor.layer, "cp": context, "ep": 0.0}
+        #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
+        self.inner = [dense, dense | {"ep": expert_seconds(work.model, par, train, share, rate, paths)}]
         known: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
             if stage not in known:
@@ -121,74 +116,21 @@ class StepCost:
         self.ranks = rank_seconds(self.parallel, [sum(both) for both in self.stages])
         self.slowest = max(range(len(self.ranks)), key=lambda rank: value_of(self.ranks[rank]))
 
-    # ---------------------------------------------------------------------------------- one layer, one stage
-
-    def _links(self, path: Path) -> Links:
-        rate = self.work.rate
-        return rate.tensor_outside if path.fabric_s else rate.tensor
-
-    def _layer_communication(self) -> list[dict[str, Number]]:
-        """By kind of layer: exposed seconds of one layer and micro-batch, forward and backward, by axis."""
-        work, par = self.work, self.parallel
-        rate, share = work.rate, recomputed_share(par, work.train, work.software)
-        hidden = hidden_bytes(work.model, par, work.train)
-        own: dict[str, Number] = {"tp": self._tensor(tensor_operations(par, share), hidden), "cp": 0.0, "ep": 0.0}
-        total: Number = 0.0
-        for operation, size, count, window in context_parallel_operations(work.model, par, work.train, share):
-            path = self.paths[("cp",), collective.PATTERN[operation]]
-            seconds = count * collective.seconds(operation, size, par.cp, path, rate.ring)
-            total += seconds * rate.cp_exposed if window == "attention" else seconds
-        own["cp"] = total
-        found = [own, dict(own)]
-        if par.ep > 1 and work.model.moe is not None:
-            for operation, size, count in expert_operations(work.model, par, work.train, share):
-                path = self.paths[("ep",), collective.PATTERN[operation]]
-                seconds = count * collective.seconds(operation, size, par.ep, path, rate.ring)
-                found[1]["ep"] += seconds * rate.ep_exposed
-        return found
-
-    def _tensor(self, operations: Sequence[TensorOperation], size: float) -> Number:
-        if self.parallel.tp == 1:
-            return 0.0
-        work, path = self.work, self.paths[("tp",), "ring"]
-        total: Number = 0.0
-        links = self._links(path)
-        shown = work.rate.tp_exposed
-        for operation, overlap, count in operations:
-            once = collective.seconds(operation, size, self.parallel.tp, path, links)
-            if overlap:  # whole, behind a product that does not need it
-                total += count * shown * larger(0.0, once - work.overlap_s[overlap])
-            elif work.software.tp_overlap:  # in pieces, behind the product before or after it
-                for block in ("attention", "mlp"):
-                    late = larger(0.0, once - work.overlap_s[block])
-                    total += count / 2 * (shown * once + (1.0 - shown) * late)
-            else:
-                total += count * shown * once
-        return total
-
-    def _vocabulary_communication(self) -> tuple[Number, Number]:
-        """Exposed seconds of a micro-batch on the first stage, and on the last."""
-        if self.parallel.tp == 1:
-            return 0.0, 0.0
-        hidden = hidden_bytes(self.work.model, self.parallel, self.work.train)
-        first, last = (self._tensor(vocabulary_operations(self.parallel, *ends), hidden) for ends in ((1, 0), (0, 1)))
-        tokens = self.parallel.micro_batch_size * self.work.train.seq_len / self.parallel.cp
-        last = last + self._tensor([("all_gather", "", 1.0)], tokens * 2 * 4 * self.parallel.tp)  # two numbers a token
-        return first, last
+    # ---------------------------------------------------------------------------------- one stage
 
     def _stage(self, stage: Stage) -> tuple[Number, Number]:
         """(forward, backward) seconds of one micro-batch, communication inside the stage and recomputation included."""
         forward: Number = 0.0
         backward: Number = 0.0
         for kind, mode, count in stage.layers:
-            layer, inner = self.work.kinds[kind], sum(self._inner[kind].values()) / 2
+            layer, inner = self.work.compute.kinds[kind], sum(self.inner[kind].values()) / 2
             forward += count * (layer.forward + inner)
             backward += count * (layer.backward + layer.recompute_s(mode) + inner)
         if stage.first:
-            forward += self._vocabulary[0]
+            forward += self.tensor.first
         if stage.last:
-            forward += self.work.loss[0] + self._vocabulary[1] / 2
-            backward += self.work.loss[1] + self._vocabulary[1] / 2
+            forward += self.work.compute.loss[0] + self.tensor.last / 2
+            backward += self.work.compute.loss[1] + self.tensor.last / 2
         return forward, backward
 
     # ---------------------------------------------------------------------------------- the step
@@ -199,58 +141,51 @@ class StepCost:
         par, work = self.parallel, self.work
         if par.pp == 1:
             return 0.0
-        size = hidden_bytes(work.model, par, work.train) / (par.tp if par.sp else 1)
-        once = collective.seconds("p2p", size, par.pp, self.paths[("pp",), "chain"], work.rate.ring)
-        return work.rate.pp_exposed * once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
+        once = transfer_seconds(work.model, par, work.train, work.rate, self.paths)
+        return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
+
+    @cached_property
+    def _sent(self) -> list[Number]:
+        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline rank."""
+        work, found = self.work, dict[tuple[int, int], Number]()
+        for held in work.held:
+            if held not in found:
+                found[held] = gradient_seconds(held, self.parallel, work.train, work.rate, work.software, self.paths)
+        return [found[held] for held in work.held]
 
     @cached_property
     def gradients(self) -> Number:
-        """Exposed seconds of gradients and of weights that are gathered, of the rank that waits longest."""
-        found: dict[tuple[tuple[int, int], float], Number] = {}
-        for held, seconds in zip(self.work.held, self.ranks, strict=True):
-            key = held, value_of(seconds)
+        """Exposed seconds of them, of the rank that waits longest."""
+        work, par, found = self.work, self.parallel, dict[tuple[float, float], Number]()
+        for sent, seconds in zip(self._sent, self.ranks, strict=True):
+            key = value_of(sent), value_of(seconds)
             if key not in found:
-                found[key] = self._gradients(*held, seconds)
-        worst: Number = 0.0
-        for seconds in found.values():
-            worst = larger(worst, seconds)
-        return worst
+                found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
+        return max(found.values(), key=value_of)
 
-    def _gradients(self, dense: int, experts: int, micro_batch: Number) -> Number:
-        work, par = self.work, self.parallel
-        width, gradient = DTYPE_BYTES[work.train.precision], grad_bytes(work.train, work.software)
-        total: Number = 0.0
-        for parameters, varying in ((dense, DENSE_REPLICAS), (experts, EXPERT_REPLICAS)):
-            members = par.cp * par.dp * (par.ep if "ep" in varying else 1)
-            if members == 1 or not parameters:
-                continue
-            for operation, size, count, _ in gradient_operations(parameters, par, width, gradient):
-                path = self.paths[varying, collective.PATTERN[operation]]
-                total += count * collective.seconds(operation, size, members, path, work.rate.ring)
-        return exposed_gradients(total, par, work.rate, work.software, micro_batch)
+    @cached_property
+    def constant(self) -> Number:
+        """Seconds of optimizer and network that are the same wherever the ranks are."""
+        return constant_seconds(self.parallel, self.work.rate, max(map(sum, self.work.held)), self.work.nodes)
 
     @cached_property
     def outside(self) -> Number:
         """Seconds of the step outside the pipeline."""
-        par, rate = self.parallel, self.work.rate
-        replicas = par.dp * par.ep * par.cp
-        most = max(map(sum, self.work.held))
-        total = self.transfers + self.gradients + optimizer_seconds(most, replicas if par.zero else 1, rate)
-        return total + rate.slow_fabric_s * sqrt(replicas) if self.work.nodes > 1 else total
+        return self.transfers + self.gradients + self.constant
 
     @cached_property
     def factor(self) -> Number:
-        return (1.0 + self.work.rate.nodes * log2(self.work.nodes)) * self.work.rate.family
+        return step_factor(self.work.rate, self.work.nodes)
 
     @property
-    def _no_bubble(self) -> bool:
+    def never_idle(self) -> bool:
         return self.work.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
 
     @cached_property
     def span(self) -> tuple[Number, float]:
         """(seconds from the first forward to the last backward, idle / busy). May simulate the schedule."""
         par = self.parallel
-        if self._no_bubble:
+        if self.never_idle:
             return par.micro_batches * self.ranks[self.slowest], 0.0
         forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
         span, idle = span_seconds(par, forward, backward)
@@ -262,19 +197,42 @@ class StepCost:
         return (self.span[0] + self.outside) * self.factor
 
     @cached_property
-    def lower_bound_s(self) -> float:
-        """Lower bound of `step_s` that needs no simulation.
+    def _ends(self) -> list[float]:
+        """Seconds that the schedule takes at least for the sake of each pipeline rank.
 
-        Each rank waits until a micro-batch has come through the stages ahead of it, then does all of its work.
+        It waits until a micro-batch has come through the stages ahead of it, then does all of its work; where backward
+        is whole, the last gradient goes back through those stages.
         """
-        ahead, total = [0.0], 0.0
-        for forward, _ in self.stages:
-            total += 0.0 if self._no_bubble else value_of(forward)
+        ahead, total, whole = [0.0], 0.0, not splits_backward(self.parallel)
+        if self.never_idle:
+            return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
+        for forward, backward in self.stages:
+            total += value_of(forward) + (value_of(backward) if whole else 0.0)
             ahead.append(total)
-        m = self.parallel.micro_batches
-        firsts = map(min, rank_stages(self.parallel))
-        span = max(ahead[first] + m * value_of(rank) for first, rank in zip(firsts, self.ranks, strict=True))
-        return (span + value_of(self.outside)) * value_of(self.factor) * (1 - EQUAL)
+        firsts, m = map(min, rank_stages(self.parallel)), self.parallel.micro_batches
+        return [ahead[first] + m * value_of(seconds) for first, seconds in zip(firsts, self.ranks, strict=True)]
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Lower bound of `step_s` that needs no simulation."""
+        return self._least(max(self._ends), value_of(self.gradients))
+
+    def bound_over(self, inner_known: bool) -> float:
+        """Lower bound of the step with any paths that are no cheaper than these.
+
+        A rank that takes longer hides more of its gradients; but where it takes longer than `span`, the step does too.
+        inner_known: the paths of communication inside a stage are these, so no rank takes longer.
+        """
+        work, par, span, longest = self.work, self.parallel, value_of(self.span[0]), 0.0
+        for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
+            slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
+            shown = exposed_gradients(sent, par, work.rate, work.software, seconds + slack)
+            longest = max(longest, value_of(shown))
+        return self._least(span, longest)
+
+    def _least(self, span: float, gradients: float) -> float:
+        outside = gradients + value_of(self.transfers) + value_of(self.constant)
+        return (span + outside) * value_of(self.factor) * (1 - EQUAL)
 
     @cached_property
     def exposed(self) -> dict[str, Number]:
@@ -284,9 +242,9 @@ class StepCost:
         for stage in rank_stages(par)[self.slowest]:
             held = self.work.stages[stage]
             for kind, _, count in held.layers:
-                for axis, seconds in self._inner[kind].items():
+                for axis, seconds in self.inner[kind].items():
                     result[axis] += m * count * seconds
-            result["tp"] += m * (held.first * self._vocabulary[0] + held.last * self._vocabulary[1])
+            result["tp"] += m * (held.first * self.tensor.first + held.last * self.tensor.last)
         copies = copies_of(par)
         result = {axis: seconds * self.factor / copies for axis, seconds in result.items()}
         return result | {"pp": self.transfers * self.factor, "dp": self.gradients * self.factor}
@@ -303,12 +261,12 @@ class StepCost:
         for at in rank_stages(par)[self.slowest]:
             stage = work.stages[at]
             for kind, mode, count in stage.layers:
-                layer = work.kinds[kind]
+                layer = work.compute.kinds[kind]
                 for name, seconds in layer.terms.items():
                     add(name, count * seconds * scale)
                 add("recompute", count * layer.recompute_s(mode) * scale)
             if stage.last:
-                add("head", (work.loss[0] + work.loss[1]) * scale)
+                add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
         for axis, seconds in self.exposed.items():
             add(axis, seconds)
         add("bubble", (self.span[0] - m * self.ranks[self.slowest]) * self.factor)
@@ -316,28 +274,16 @@ class StepCost:
         return {name: seconds for name, seconds in result.items() if value_of(seconds) != 0.0}
 
 
-def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    return tokens * model.hidden * DTYPE_BYTES[train.precision]
+def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:
+    """Seconds of the optimizer on the fullest rank, which holds `parameters`, and of a slow network."""
+    replicas = par.dp * par.ep * par.cp
+    total = optimizer_seconds(parameters, replicas if par.zero else 1, rate)
+    return total + rate.slow_fabric_s * sqrt(replicas) if nodes > 1 else total
 
 
-def grad_bytes(train: Train, software: Software) -> int:
-    """Bytes of one gradient on the wire."""
-    return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
-
-
-def exposed_gradients(total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number) -> Number:
-    """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one on the rank."""
-    overlap = software.dp_overlap
-    if par.zero == 3 and overlap in ("modern", "early"):
-        overlap, shown = "fsdp", rate.dp_sharded
-    else:
-        shown = rate.dp_exposed
-    if overlap in ("early", "zero_2021"):
-        return shown * total
-    window = micro_batch * (par.micro_batches if par.zero >= 2 or overlap == "jax" else 1)
-    return shown * total + (1.0 - shown) * larger(0.0, total - window)
+def step_factor(rate: Rates, nodes: int) -> Number:
+    """Jitter of many nodes, and what is left of the software's family."""
+    return (1.0 + rate.nodes * log2(nodes)) * rate.family
 
 
 def predict(cost: StepCost, sd: float = 0.0, profile: str = "", outside: Container[str] = ()) -> Time:

@@ -36,6 +36,7 @@ class Kernels(Struct, frozen=True, kw_only=True):
     fused_attention: bool = True  # keeps softmax statistics instead of scores
     fused_norm: bool = True  # RMSNorm keeps its input; else input and normalised input in fp32
     fused_activation: bool = False  # the gated activation keeps only its two inputs
+    compiled: bool = False  # a compiler computes outputs of norms and activations again, where no gather precedes
     keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
     keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
     selective: Selective = "orch"
@@ -63,9 +64,10 @@ def layer_activations(
     width, tp = DTYPE_BYTES[train.precision], parallel.tp
     rows = tp if parallel.sp else 1  # shards of the sequence between the blocks
     gathered = 1 if kernels.keep_gathered else rows
+    products = 0.0 if kernels.compiled and tp == 1 else 2 * model.hidden * (kernels.product_width or width) / gathered
     kept = {
         "norm inputs": 2 * _norm(model, width, kernels) / rows,
-        "matmul inputs": 2 * model.hidden * (kernels.product_width or width) / gathered,
+        "matmul inputs": products,
         **_attention(model, parallel, train, kernels, width),
         **_mlp(model, layer, parallel, kernels, width, gathered),
     }
@@ -109,7 +111,7 @@ def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels,
 
 def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: int, gathered: int) -> dict[str, float]:
     """Bytes per token: inputs and output of the activation, input of the down projection, routed tokens."""
-    copies = 2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
+    copies = (2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)) - kernels.compiled
     product = kernels.product_width or width  # the last copy is the down projection's input
     if (moe := layer_moe(model, layer)) is None:
         return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}

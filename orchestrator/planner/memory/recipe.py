@@ -146,11 +146,9 @@ def recipe_for(software: Software) -> Recipe:
     recipe = RECIPES[software.memory]
     if recipe.kernels is None:
         return recipe
-    kernels = structs.replace(
-        recipe.kernels,
-        fused_attention=software.attention != "unfused",
-        fused_activation=recipe.kernels.fused_activation or software.elementwise == "fused",
-    )
+    kernels = structs.replace(recipe.kernels, fused_attention=software.attention != "unfused")
+    if software.elementwise == "fused" and not kernels.fused_activation:  # torch.compile, XLA
+        kernels = structs.replace(kernels, fused_activation=True, compiled=True)
     gradient = software.grad_bytes if recipe.gradient is None else recipe.gradient
     return structs.replace(recipe, kernels=kernels, gradient=gradient)
 

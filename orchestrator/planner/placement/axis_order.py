@@ -14,6 +14,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +25,14 @@ from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Matmu
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
+from orchestrator.planner.cost.communication import PathKey
+from orchestrator.planner.cost.compute import Compute, micro_batch_compute
 from orchestrator.planner.cost.dual import Number, value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path
 from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
-from orchestrator.planner.cost.step_time import PathKey, StepCost, Work, predict, step_work
+from orchestrator.planner.cost.step_time import StepCost, Work, predict, step_work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 
 from .group_packing import domain_node_orders
@@ -67,7 +70,11 @@ class Candidate:
 
     def __init__(self, order: tuple[Axis, ...], paths: dict[PathKey, Path], work: Work, nodes: tuple[int, ...] = ()):
         """`nodes`: the node in each slot; empty: the cluster's first nodes in their order."""
-        self.order, self.paths, self.cost, self.nodes = order, paths, StepCost(work, paths), nodes
+        self.order, self.paths, self.work, self.nodes = order, paths, work, nodes
+
+    @cached_property
+    def cost(self) -> StepCost:
+        return StepCost(self.work, self.paths)
 
     @property
     def step_s(self) -> float:
@@ -112,6 +119,12 @@ class PathCache:
         return self._seen[slot]
 
 
+def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
+    """What paths the communication of all pipeline ranks takes."""
+    ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
+    return {(item.varying, PATTERN[item.operation]) for items in ranks for item in items}
+
+
 def candidates(
     path_cache: PathCache,
     parallel: Parallel,
@@ -121,10 +134,9 @@ def candidates(
 ) -> list[Candidate]:
     """Every nesting order with its cost, the default order first; or just the order `only`."""
     sizes = degrees(parallel)
-    wanted: dict[PathKey, bool] = {(item.varying, PATTERN[item.operation]): True for rank in traffic for item in rank}
+    # only virtual stages send from the last rank to the first
+    wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
     wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
-    if (("pp",), "chain") in wanted:
-        wanted[("pp",), "chain"] = parallel.vpp > 1  # only virtual stages send from the last rank to the first
     result = []
     for order in [tuple(only)] if only else orders(sizes):
         paths = {key: path_cache.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
@@ -203,6 +215,36 @@ class CostContext:
         self.level_names = [level.name for level in cluster.levels]
         self._parts: dict[tuple[int, int], list[PathCache]] = {}
         self._placed = False
+        self._compute: dict[tuple[object, ...], Compute] = {}
+        #: the training keys with each recomputation mode
+        self.trains = {mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")}
+
+    def rates(self, values: Mapping[str, Number]) -> Rates:
+        return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **self.job)
+
+    def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
+        """The same job on another cluster."""
+        options: dict[str, Any] = {"matmul": self.matmul, "software": self.software, "profile": self.profile}
+        return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
+
+    def training(self, train: Train) -> CostContext:
+        """The same job with its training keys resolved."""
+        other = copy.copy(self)
+        other.train = train
+        return other
+
+    def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
+        per_node = self.cluster.gpus_per_node
+        compute = None if rate else self.compute(parallel)
+        return step_work(self.model, parallel, train, rate or self.rate, self.software, per_node, compute)
+
+    def compute(self, parallel: Parallel) -> Compute:
+        """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""
+        tokens, ring = parallel.micro_batch_size / parallel.cp, parallel.cp_method == "ring"
+        key = parallel.tp, parallel.ep, parallel.sp, tokens, parallel.cp if ring else min(parallel.cp, 2)
+        if key not in self._compute:
+            self._compute[key] = micro_batch_compute(self.model, parallel, self.train, self.rate, self.software)
+        return self._compute[key]
 
     def placed(self) -> CostContext:
         """The same context for a job whose nodes are chosen: the first ones of the cluster."""
@@ -220,18 +262,6 @@ class CostContext:
             nodes = domain_node_orders(self.path_cache.fabric, group, slots)
             self._parts[key] = [self.path_cache.reordered(chosen) for chosen in nodes]
         return self._parts[key]
-
-    def rates(self, values: Mapping[str, Number]) -> Rates:
-        return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **self.job)
-
-    def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
-        """The same job on another cluster."""
-        options: dict[str, Any] = {"matmul": self.matmul, "software": self.software, "profile": self.profile}
-        return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
-
-    def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
-        per_node = self.cluster.gpus_per_node
-        return step_work(self.model, parallel, train, rate or self.rate, self.software, per_node)
 
 
 class Solution(NamedTuple):

@@ -48,6 +48,18 @@ _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
 
 
+_NAMED = re.compile(
+    r"megatron.?deepspeed|megatron.?bridge|megatron.?core|megatron|nemo|torch ?titan|maxtext|nanotron|fsdp|deepspeed",
+    re.I,
+)
+
+
+def named_in(words: str) -> str:
+    """The first software that a text names; empty where it names none."""
+    found = _NAMED.search(words)
+    return found[0] if found else ""
+
+
 def software_of(facts: Facts) -> tuple[Software, str]:
     """(the family with the row's own traits, what was assumed; empty where the row says it)."""
     return _software(facts)

@@ -190,7 +190,9 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
     """
     data = GPUS[gpu]
     nodes = -(-num_gpus // gpus_per_node)
-    per_domain = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
+    most = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
+    # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight NVL72 racks
+    per_domain = next((part for part in range(most, most // 2, -1) if nodes % part == 0), most)
     half = data.half_tflops * 1e12
     peaks = {"fp32": half / 8, "bf16": half, "fp16": half, "fp8": data.fp8_tflops * 1e12}
     peaks["nvfp4"] = max(data.fp4_tflops, data.fp8_tflops) * 1e12

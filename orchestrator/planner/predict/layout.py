@@ -30,7 +30,7 @@ _INTERLEAVE = ("nemo", "megatron")
 _SHARDED = ("fsdp", "torchtitan", "fsdp_triton", "maxtext", "eager", "deepspeed_2021")
 _STATE_BYTES = 18  # a parameter: weights, gradients and optimizer
 _FULL = 0.6  # of a GPU's memory, that states may take in an assumed layout
-_STEP_TOKENS = 2e6  # of a step, where nothing is said of batches
+_STEP_TOKENS = 1 << 21  # of a step, where nothing is said of batches
 
 
 class Layout(NamedTuple):
@@ -49,7 +49,7 @@ class Degrees(NamedTuple):
 
 def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per_node: int) -> Layout:
     """The row's parallelism. `memory_bytes`: of a GPU. RowError for numbers that mean nothing."""
-    zero = zero_of(row.text("zero_stage"))
+    zero = stated_zero(row)
     degrees = _degrees(row, model, software, zero, memory_bytes, per_node)
     tp, cp, pp, replicas, gpus = degrees
     if zero is None:
@@ -85,6 +85,14 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
         zero_group=_zero_group(row, zero, replicas * cp, per_node),
     )
     return Layout(parallel, expert_tp, expert_ranks)
+
+
+def stated_zero(row: Row) -> int | None:
+    """ZeRO stage that the row's own column or the name of its software says; None where neither does. RowError."""
+    zero = zero_of(row.text("zero_stage"))
+    if zero is None and (found := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", _words(row))):
+        zero = int(found[1])
+    return zero
 
 
 def _words(row: Row) -> str:
@@ -181,9 +189,7 @@ def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int
 def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
     """What a family's recipes do; where a family shards everything or nothing, what fits."""
     words = _words(row)
-    if found := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", words):
-        zero = int(found[1])
-    elif re.search(r"\bddp\b", words) and "fsdp" not in words:
+    if re.search(r"\bddp\b", words) and "fsdp" not in words:
         zero = 0
     elif software.name in _SHARDED or re.search(r"fsdp|hsdp", words):
         fits = model.parameters * _STATE_BYTES / (degrees.tp * degrees.pp) < memory * _FULL / 2
@@ -251,17 +257,18 @@ def _batch(row: Row, model: Model, degrees: Degrees) -> tuple[int, int, int]:
         size = 1
         if steps and batch and batch % (steps * replicas) == 0:
             size = batch // (steps * replicas)
-        elif (
-            pp == 1 and batch and model.moe is None and not steps
-        ):  # nothing idles: as many tokens a rank as without tp
-            size = max(
-                few for few in range(1, max(1, degrees.tp // 2) + 1) if few == 1 or batch % (few * replicas) == 0
-            )
+        elif pp == 1 and not steps:  # nothing idles in a pipeline: products of a usual size
+            tokens = max(4096, 2048 * degrees.tp) if model.moe is None else 4096
+            while 2 * size * model.max_seq_len <= tokens and (not batch or batch % (2 * size * replicas) == 0):
+                size *= 2
         row.say(f"micro_batch={size}")
     if batch is None:
-        if not steps and row.whole("micro_batch") is None:  # neither is stated: what pre-training takes
-            steps = max(1, round(_STEP_TOKENS / (replicas * (seq_len or 2048))))
-        batch = replicas * size * (steps or (4 * pp if pp > 1 else 1))
+        if not steps and pp == 1 and row.whole("micro_batch") is None:  # neither is stated: what pre-training takes
+            steps = max(1, round(_STEP_TOKENS / (replicas * size * model.max_seq_len)))
+        if not steps and pp > 1:
+            rounds = round(_STEP_TOKENS / (replicas * size * model.max_seq_len * pp))
+            steps = pp * min(32, max(4, rounds))
+        batch = replicas * size * (steps or 1)
         row.say(f"global_batch={batch}")
     if size * replicas > batch and size > 1:
         size = max(1, batch // replicas)

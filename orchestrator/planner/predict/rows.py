@@ -11,9 +11,9 @@ from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Precisi
 from orchestrator.planner.cost.software import Selective, Software, with_traits
 
 from .cells import Row, RowError
-from .family import Facts, software_of
+from .family import Facts, named_in, software_of
 from .hardware import GPUS, Network, cluster_of, gpu_of, network_of
-from .layout import layout_of, zero_of
+from .layout import layout_of, stated_zero
 from .shapes import model_of
 from .table import PROBLEM
 
@@ -57,13 +57,13 @@ def read_row(cells: Mapping[str, str]) -> Job:
         matmul = "fp8_block"  # as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3)
     seq_len = model.max_seq_len
     facts = Facts(
-        row.text("framework"),
+        row.text("framework") or _framework_of(row),
         row.text("notes"),
         gpu,
         precision == "fp16",
         model.mlp == "gated",
         seq_len,
-        zero_of(row.text("zero_stage")),
+        stated_zero(row),
     )
     software, said = software_of(facts)
     if said:
@@ -106,6 +106,20 @@ def read_row(cells: Mapping[str, str]) -> Job:
     )
 
 
+def _framework_of(row: Row) -> str:
+    """Software of a row that names none: what its other words name, else what its parallelism is usual with."""
+    found = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
+    if not found:
+        tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
+        if vpp > 1 or (tp > 1 and pp > 1):
+            found = "Megatron-LM"
+        elif tp * pp == 1 and stated_zero(row) == 3:
+            found = "FSDP"
+    if found:
+        row.say(f"framework={found}")
+    return found
+
+
 def group_of(cells: Mapping[str, str]) -> str:
     """The source of a row: its id without the number."""
     return (cells.get("id") or "").rpartition("-")[0] or "all"
@@ -114,17 +128,29 @@ def group_of(cells: Mapping[str, str]) -> str:
 def _hardware(row: Row) -> tuple[str, Network, int]:
     """(name of the GPU, what is said of the network, GPUs of a node)."""
     words = row.text("gpu")
-    name, known = gpu_of(words)
-    if not known:
+    interconnect = row.text("interconnect")
+    name, known = gpu_of(words or _gpu_of_network(interconnect))
+    if not known or not words:
         row.say(f"gpu={name}" if not words else f"gpu={name}: {words[:30]!r} is not known")
     per_node = row.whole("gpus_per_node")
-    interconnect = row.text("interconnect")
     network = network_of(interconnect, per_node or GPUS[name].per_node)
     if per_node is None:
         per_node = network.per_node or (4 if network.domain_gpus else GPUS[name].per_node)
         row.say(f"gpus_per_node={per_node}")
         network = network_of(interconnect, per_node)
+    if name.startswith("GB") and network.domain_gpus is None:
+        network = network._replace(domain_gpus=72)  # a rack
     return name, network, per_node
+
+
+#: Words of an interconnect that belong to one generation of GPUs.
+_GENERATIONS = (("nvl72", "GB200"), ("nvlink5|xdr", "B200"), ("nvlink4|ndr", "H100"), ("nvlink3|hdr|selene", "A100"))
+
+
+def _gpu_of_network(interconnect: str) -> str:
+    """The GPU whose generation an interconnect's words name; empty where they name none."""
+    word = interconnect.lower().replace(" ", "")
+    return next((gpu for pattern, gpu in _GENERATIONS if re.search(pattern, word)), "V100" if "dgx-2" in word else "")
 
 
 _WIDE: tuple[tuple[str, Precision], ...] = (("bf16|bfloat", "bf16"), ("fp16|float16|half|f16", "fp16"), ("32", "fp32"))
@@ -177,6 +203,10 @@ _TASKS: tuple[tuple[str, Task], ...] = (
 
 def _task(row: Row) -> Task:
     word = row.text("task").lower()
+    words = f"{row.text('framework')}; {row.text('notes')}".lower()
+    if not word and (stated := re.search(r"\b(q?lora|sft|fine-?tun)", words)):
+        word = stated[1]
+        row.say(f"task={word}")
     found = next((task for pattern, task in _TASKS if re.search(pattern, word)), None)
     if found:
         return found

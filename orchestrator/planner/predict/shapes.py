@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from msgspec import structs
 from orchestrator.plan.document import Model, Moe
 from orchestrator.planner.model.layers import parameter_count
 
-from .cells import Row, RowError, number_of
+from .cells import MOST, Row, RowError, number_of
 from .known_models import GATED, PLAIN, Shape, canonical, known_shape, size_in
 
 #: (billions of parameters, layers, hidden) of plain transformers: GPT-3 (arXiv 2005.14165 table 2.1), Narayanan et al.
@@ -48,6 +49,9 @@ def model_of(row: Row) -> Model:
     """The model, its sequence length as `max_seq_len`. RowError where nothing says a shape."""
     least = {"kv_heads": 0, "experts": 0, "topk": 0, "moe_ffn": 0}  # tables write 0 where there are none
     shape = {name: row.whole(name, least.get(name, 1)) or None for name in Cells._fields[2:]}
+    for name, mark in (("layers", "l"), ("hidden", "h")):  # "GPT-h14400-L80"
+        if shape[name] is None and (found := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))):
+            shape[name] = min(int(found[1]), MOST[name]) or None
     cells = Cells(row.text("model")[:120], _billions(row), **shape)
     model, assumed = _model(cells)
     row.assumed += assumed
@@ -142,7 +146,9 @@ def _depth_and_width(cells: Cells, known: Shape | None, billions: float | None, 
         table = (cells.vocab or _usual_vocab(cells.name)) * (hidden or width)
         blocks = max(billions * 1e9 / 2, billions * 1e9 - table) / 12  # about 12 layers hidden^2, and the token table
         if hidden is None:
-            hidden = 128 * max(1, round(math.sqrt(blocks / (layers or usual_layers)) / 128))
+            exact = math.sqrt(blocks / (layers or usual_layers))
+            step = 128 if exact < 2560 else 512 if exact < 8192 else 1024
+            hidden = step * max(1, round(exact / step))
         layers = layers or min(1024, max(1, round(blocks / hidden**2)))
     if cells.layers is None:
         said.append(f"layers={layers}")

@@ -19,7 +19,7 @@ COLUMNS = (
     *("id", "model", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
     *("moe_ffn", "seq_len", "gpu", "num_gpus", "gpus_per_node", "interconnect", "framework", "task", "tp", "sp", "cp"),
     *("pp", "vpp", "pp_schedule", "dp", "ep", "zero_stage", "micro_batch", "global_batch", "recompute", "precision"),
-    *("mem_kind", "notes", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status"),
+    *("mem_kind", "notes", "source", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status"),
 )
 #: Other names of these columns, without units.
 _ALIASES: dict[str, str] = {
