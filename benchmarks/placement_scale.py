@@ -48,13 +48,10 @@ def fragmented(gpus: int, seed: int = 1):
 def once(gpus: int) -> dict[str, float]:
     import resource
 
-    from orchestrator.planner.cost import step_time
-    from orchestrator.planner.cost.compute import rates
-    from orchestrator.planner.cost.profile import profile_for
     from orchestrator.planner.cost.traffic import step_traffic
     from orchestrator.planner.degrees import make_case, make_parallel
     from orchestrator.planner.job import make_job
-    from orchestrator.planner.placement.axis_order import PathCache
+    from orchestrator.planner.placement.axis_order import CostContext
     from orchestrator.planner.placement.node_placement import place_nodes
     from tests.planner import configs, shapes
 
@@ -68,12 +65,11 @@ def once(gpus: int) -> dict[str, float]:
 
     parallel = make_parallel(config, make_case(config, build_cluster(spec), model))
     train = make_job(config).train
-    profile = profile_for(cluster.gpu.name, cluster.device)
-    traffic = step_traffic(model, parallel, train)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = time.perf_counter(), time.process_time()
-    work = step_time.step_work(model, parallel, train, rates(cluster, profile, train.precision))
-    found = place_nodes(PathCache(cluster, profile), parallel, traffic, work)
+    context = CostContext(cluster, model, train)
+    traffic = step_traffic(model, parallel, train, context.software)
+    found = place_nodes(context.path_cache, parallel, traffic, context.work(parallel, train))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

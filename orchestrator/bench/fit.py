@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from orchestrator.cluster.measured import Fit, Row
 from orchestrator.planner.cost.collective import PATTERN, seconds
+from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import Path
 
 
@@ -34,8 +35,8 @@ def fit(rows: Sequence[Row]) -> dict[str, Fit]:
 def predicted(row: Row, latency_s: float, seconds_per_byte: float) -> float:
     """What the planner's formula says; every hop of such a group is the same."""
     turn = latency_s * (row.ranks if PATTERN[row.operation] == "ring" else 1)
-    path = Path(seconds_per_byte, latency_s, turn, row.level, {row.level: 1.0})
-    return seconds(row.operation, row.size, row.ranks, path)
+    path = Path(seconds_per_byte, 0.0, latency_s, turn, row.level, {row.level: 1.0})
+    return value_of(seconds(row.operation, row.size, row.ranks, path))
 
 
 def _line(rows: Sequence[Row]) -> tuple[float, float]:

@@ -88,8 +88,7 @@ def _idle(plan: Plan) -> str | None:
     left = domains.gpus - par.world_size
     idle = f"{left} GPU{'s' * (left > 1)} idle as spares"
     sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
-    odd = [size for size in sizes if int(size) % parts[part]]
-    why = f"groups of {parts[part]} do not divide {' or '.join(odd or sizes)}"
+    why = f"groups of {parts[part]} do not divide {' or '.join(sizes)}"
     busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes
     each = {sum(node in busy for node in nodes) * domains.gpus_per_node for nodes in plan.cluster.nvlink_domains}
     if len(sizes) == len(each) == 1:

@@ -13,6 +13,7 @@ from orchestrator.plan.ranks import coords, degrees, nested_groups
 from orchestrator.plan.supported import Case
 
 from . import advice, legality
+from .cost.profile import Profile, relative_sd
 from .degrees import make_case, make_parallel
 from .job import make_job
 from .memory import rank_memory as memory
@@ -20,19 +21,21 @@ from .memory.recipe import recipe_of
 from .memory.recompute import resolve_recompute
 from .model.layers import resolve
 from .placement.axis_order import CostContext, axis_placement, solve
-from .placement.node_placement import certified, cluster_to_fill, place_job
+from .placement.node_placement import certified, cluster_to_fill, make_context, place_job
 from .placement.rank_assignment import assign_ranks
+from .plan_cost import jacobian
 from .search.auto import resolve_auto
 
 
-def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
+def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Plan:
     """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its hash.
 
     `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`: for a
     program of the user's: parallel=auto may choose what the bundled trainer does not run, and no warning names it.
+    `profile`: parameters of the cost model; None: those that orch comes with.
     Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
-    config, searched = resolve_auto(config, cluster, any_layout)
+    config, searched = resolve_auto(config, cluster, any_layout, profile)
     model = resolve(config.model)
     job = make_job(config)
     case = make_case(config, cluster_to_fill(config, cluster), model)
@@ -43,11 +46,12 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
     train = resolve_recompute(job.train, cluster, model, shape, budget, recipe, job.matmul)
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
-    context = CostContext(cluster, model, train, searched.path_cache if searched else None)
+    context = make_context(config, cluster, profile, searched.path_cache if searched else None).training(train)
     whole = context
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
+    sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
     alternative = None
     if best.outside_nvlink("tp"):
         if not case.allow_tp_across_nvlink:  # only with an explicit order; the rules refuse everything else
@@ -75,7 +79,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False) -> Pl
         groups=nested_groups(parallel.order, degrees(parallel)),
         placement=axis_placement(best, traffic),
         memory=structs.replace(worst, worst_rank=worst_rank),
-        time=time,
+        time=structs.replace(time, sd=sd),
         mfu=per_gpu * model_flops_per_token(model, job.train.seq_len) / peak,
         tokens_per_s_per_gpu=per_gpu,
         warnings=[],

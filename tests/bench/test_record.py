@@ -20,7 +20,7 @@ from orchestrator.errors import OrchError
 from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import Exit, Plan, from_json, to_json
 from orchestrator.planner import build
-from orchestrator.planner.cost.profile import profile_of
+from orchestrator.planner.plan_cost import context_of
 from orchestrator.run.folder import home_folder
 from orchestrator.submit.cluster import ClusterResolver
 from tests.planner.configs import level_between
@@ -111,9 +111,11 @@ def test_plans_use_what_was_measured_and_say_so(home):
     assert switch.bytes_per_s == pytest.approx(RATE) and switch.latency_s == pytest.approx(LATENCY)
     assert "local://bench-test" in switch.source and "local://bench-test" in plan.cluster.measured.source
     assert plan.time.exposed_comm_s["dp"] > 2 * described.time.exposed_comm_s["dp"]
-    profile = profile_of(plan.cluster)
-    assert (profile.nvlink, profile.fabric, profile.contention) == (1.0, 1.0, 1.0)
-    assert profile.gemm["fp32"] * plan.cluster.gpu.peak_flops["fp32"] == pytest.approx(8e9)
+    rate = context_of(plan).rate
+    assert {(one.nvlink, one.nic, one.latency, one.launch_s) for one in (rate.tensor, rate.ring)} == {
+        (1.0, 1.0, 1.0, 0)
+    }
+    assert (1 / rate.gemm_s, 1 / rate.attention_s, 1 / rate.byte_s) == pytest.approx((8e9, 2e9, 3e9))
     assert "measured by orch bench" in render(plan) and "measured by" not in render(described)
     assert from_json(to_json(plan)) == plan
     assert plan_of(load([*WORDS, "cluster.measured=false"])).time == described.time
@@ -123,7 +125,8 @@ def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):
     keep(WORDS, home, switch=(1e-6, RATE))
     even = plan_of(load(WORDS)).time.exposed_comm_s["dp"]
     keep(WORDS, home, stretch={"all_reduce": 1.5}, switch=(1e-6, RATE))
-    assert plan_of(load(WORDS)).time.exposed_comm_s["dp"] == pytest.approx(1.5 * even, rel=0.01)
+    # a little more than half as much again: the same compute hides a part of both
+    assert 1.5 <= plan_of(load(WORDS)).time.exposed_comm_s["dp"] / even < 1.53
 
 
 def test_another_cluster_is_not_planned_with_it(home):

@@ -14,7 +14,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model, Parallel
 from orchestrator.planner import build
-from orchestrator.planner.cost.step_time import Work, step_work
+from orchestrator.planner.cost.step_time import Work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.placement.axis_order import CostContext, PathCache
 from orchestrator.planner.search.search import Search
@@ -118,8 +118,8 @@ def level_between(cluster: Cluster, node_a: int, node_b: int) -> str:
     raise ValueError(f"nodes {node_a} and {node_b} have no common switch")
 
 
-def costing(plan: Plan, cluster: Cluster) -> tuple[PathCache, Parallel, list[Traffic], Work]:
+def costing(plan: Plan, cluster: Cluster) -> tuple[PathCache, Parallel, list[list[Traffic]], Work]:
     """What the costs of a plan's degrees on a cluster follow from: the arguments of `candidates` and `place_nodes`."""
-    context = CostContext(cluster, plan.model, plan.job.train)
-    work = step_work(plan.model, plan.parallel, plan.job.train, context.rate)
-    return context.path_cache, plan.parallel, step_traffic(plan.model, plan.parallel, plan.job.train), work
+    context, train = CostContext(cluster, plan.model, plan.job.train), plan.job.train
+    traffic = step_traffic(plan.model, plan.parallel, train, context.software)
+    return context.path_cache, plan.parallel, traffic, context.work(plan.parallel, train)

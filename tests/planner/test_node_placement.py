@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cost.profile import profile_for
 from orchestrator.planner.placement.axis_order import PathCache
 from orchestrator.planner.placement.group_packing import distinct_node_orders
 from orchestrator.planner.placement.node_placement import place_nodes, reorder
@@ -90,7 +89,7 @@ def test_equals_brute_force(nodes, examples):
 @settings(max_examples=20, deadline=None)
 def test_names_do_not_matter(case, seed):
     cluster, (path_cache, parallel, traffic, work) = case
-    again = PathCache(shuffled(cluster, seed), profile_for(cluster.gpu.name, cluster.device))
+    again = PathCache(shuffled(cluster, seed))
     assert place_nodes(path_cache, parallel, traffic, work).score == place_nodes(again, parallel, traffic, work).score
 
 

@@ -8,11 +8,11 @@ import pytest
 from msgspec import structs
 
 from orchestrator.plan.document import Measured
-from orchestrator.planner.cost.compute import layer_seconds, rates
-from orchestrator.planner.cost.profile import profile_for
+from orchestrator.planner.cost.compute import layer_seconds
 from orchestrator.planner.memory.activations import activations
 from orchestrator.planner.memory.recompute import MODES, resolve_recompute
 from orchestrator.planner.model.stages import rank_stages, stage_range
+from orchestrator.planner.plan_cost import context_of
 from tests.planner import configs, shapes
 
 from .configs import build_plan
@@ -49,8 +49,8 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
     budget = (min(full) + share * (max(none) - min(full))) / GIB
     chosen = plan(budget, degrees, model=model)
     par, train = chosen.parallel, chosen.job.train
-    rate = rates(chosen.cluster, profile_for(chosen.cluster.gpu.name, "cuda"), train.precision)
-    one = layer_seconds(chosen.model, 0, par, train, rate)
+    context = context_of(chosen)
+    one = layer_seconds(chosen.model, 0, par, train, context.rate, context.software)
     seconds = {"none": 0.0, "selective": one.selective, "full": one.forward}
     for rank, stages in enumerate(rank_stages(par)):
         layers = [layer for stage in stages for layer in stage_range(par, stage)]

@@ -161,7 +161,7 @@ def test_batches():
         (LLAMA_70B, "nemo", {"attention": "cudnn", "host": "eager", "tp_overlap": True}),
         (LLAMA_70B | {"notes": "NeMo container 26.06"}, "nemo", {"host": "modern"}),
         (LLAMA_70B | {"notes": "max 28.29 GiB"}, "nemo", {"host": "eager"}),
-        (LLAMA_70B | {"zero_stage": "3"}, "nemo", {"dp_overlap": "fsdp"}),
+        (LLAMA_70B | {"zero_stage": "3"}, "nemo", {"dp_overlap": "modern"}),
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
@@ -211,7 +211,7 @@ def test_precisions(gpu, precision, matmul, wide):
 )
 def test_recomputation(framework, recompute, expected):
     job = job_of(LLAMA_70B, framework=framework, recompute=recompute)
-    assert (job.recompute, job.recompute_share, job.selective) == expected
+    assert (job.recompute, job.recompute_share, job.software.selective) == expected
 
 
 def test_hardware_and_software_of_rows_that_name_none():

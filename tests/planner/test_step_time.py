@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.schedules import Costs, build, simulate
 from orchestrator.planner.cost.pipeline import span_seconds
-from orchestrator.planner.cost.step_time import pipeline_timeline
+from orchestrator.planner.cost.profile import shipped
 from orchestrator.planner.model.stages import rank_stages
+from orchestrator.planner.plan_cost import cost_of, pipeline_timeline
 from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes
 from .configs import main_line, planned
+
+SHIPPED = shipped()
 
 
 def parallel(pp: int, m: int, vpp: int = 1, schedule: str = "1f1b"):
@@ -71,8 +74,9 @@ def test_parts_of_a_step_add_up():
 def test_timeline_shows_the_plan_s_own_stage_times():
     plan, drawn = main_line(), pipeline_timeline(main_line(), 16)
     assert drawn.schedule.micro_batches == 16 and len(drawn.spans) == 4
-    # 512 micro-batches on the slowest rank are most of the step
-    assert max(drawn.busy) / 16 * plan.parallel.micro_batches == pytest.approx(plan.time.step_s, rel=0.02)
+    # 512 micro-batches on the slowest rank are most of the step, beside the jitter of many nodes
+    busy = max(drawn.busy) / 16 * plan.parallel.micro_batches * cost_of(plan).factor
+    assert busy == pytest.approx(plan.time.step_s, rel=0.02)
 
 
 def time_of(**parallel):
@@ -86,7 +90,10 @@ def test_more_tensor_parallelism_costs_time():
 
 def test_gradients_hide_behind_the_last_backward_in_buckets_that_are_not_too_small():
     sent = 2 * 8.03e9 * 4 / (8 * 50e9)  # seconds: the whole model's gradients over a node's NICs
-    assert time_of(zero=0, bucket_mib=400).exposed_comm_s["dp"] < sent / 10
+    shown = SHIPPED.values["dp.fsdp"]  # of it no compute hides
+    assert time_of(zero=0, bucket_mib=400).exposed_comm_s["dp"] == pytest.approx(
+        shown * sent / SHIPPED.values["nic"], rel=0.1
+    )
     # tiny buckets pay the latency of 64 ranks each time, and more than a backward can hide
     assert time_of(zero=0, bucket_mib=1).exposed_comm_s["dp"] > sent
 

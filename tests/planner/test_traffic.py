@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import Traffic, rank_parameters, step_traffic
 from orchestrator.planner.model.layers import parameter_count
 from orchestrator.planner.model.stages import stage_range
@@ -13,8 +14,13 @@ from tests.beds.plans import make_plan, tiny_model
 from . import shapes
 
 
-def traffic(plan, model=None, **train) -> list[Traffic]:
-    return step_traffic(model or plan.model, plan.parallel, structs.replace(plan.job.train, **train))
+def every_rank(plan, model=None, **train) -> list[list[Traffic]]:
+    return step_traffic(model or plan.model, plan.parallel, structs.replace(plan.job.train, **train), SOFTWARE["orch"])
+
+
+def traffic(plan, model=None, rank=0, **train) -> list[Traffic]:
+    """Of one pipeline rank."""
+    return every_rank(plan, model, **train)[rank]
 
 
 def sent(found: list[Traffic], axis: str) -> float:

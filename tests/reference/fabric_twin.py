@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cost.profile import Profile
 
 
 def groups_by_pairs(coords: list[dict[str, int]], varying: tuple[str, ...]) -> set[frozenset[int]]:
@@ -33,19 +32,14 @@ def block_of(cluster: Cluster, tier: int, node: int) -> int:
     return next(i for i, block in enumerate(tiers(cluster)[tier]) if node in block)
 
 
-def rates(cluster: Cluster, profile: Profile) -> list[float]:
-    own = [cluster.nvlink.bytes_per_s * profile.nvlink, *(lv.bytes_per_s * profile.fabric for lv in cluster.levels)]
-    return [rate * profile.contention for rate in own]
-
-
 def seconds_per_byte(
-    cluster: Cluster, profile: Profile, groups: list[list[int]], pattern: str, wrap: bool = True
-) -> tuple[float, int]:
-    """(seconds per byte that a rank sends, worst tier) when all groups run `pattern` at once."""
-    rate, gpus = rates(cluster, profile), cluster.gpus_per_node
+    cluster: Cluster, groups: list[list[int]], pattern: str, wrap: bool = True
+) -> tuple[float, float, int]:
+    """(seconds on NVLink, on the network, per byte that a rank sends, worst tier) when all groups run `pattern`."""
+    rate, gpus = [cluster.nvlink.bytes_per_s, *(level.bytes_per_s for level in cluster.levels)], cluster.gpus_per_node
     own_nic = max(1.0, gpus / cluster.nics_per_node)
     load: Counter = Counter()  # (tier, block) -> bytes that leave the block upwards
-    slowest, worst = 0.0, 0
+    nvlink, slowest, worst = 0.0, 0.0, 0
     for group in groups:
         n = len(group)
         for i, rank in enumerate(group):
@@ -70,9 +64,9 @@ def seconds_per_byte(
                     home = block_of(cluster, 0, here)
                     lanes = sum(block_of(cluster, 0, other // gpus) == home for other in group)
                 outside += part / (rate[tier] * own_nic * lanes)
-            slowest = max(slowest, inside / rate[0], outside)
+            nvlink, slowest = max(nvlink, inside / rate[0]), max(slowest, outside)
     for (tier, block), size in load.items():
         over = cluster.levels[tier - 1].oversubscription if tier else 1.0
         capacity = len(tiers(cluster)[tier][block]) * gpus * rate[max(tier, 1)] / over
         slowest = max(slowest, size / capacity)
-    return slowest, worst
+    return nvlink, slowest, worst

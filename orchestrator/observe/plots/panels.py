@@ -9,9 +9,9 @@ from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.schedules import Kind
-from orchestrator.planner.cost.step_time import pipeline_timeline
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.planner.memory.recipe import recipe_of
+from orchestrator.planner.plan_cost import pipeline_timeline
 from orchestrator.style import seconds
 
 if TYPE_CHECKING:

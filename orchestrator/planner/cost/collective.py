@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from orchestrator.plan.cluster import Operation
 
+from .dual import Number, larger
 from .fabric import Path, Pattern
+from .rates import Links
 
 PATTERN: dict[str, Pattern] = {
     "all_reduce": "ring",
@@ -18,6 +20,8 @@ PATTERN: dict[str, Pattern] = {
     "all_to_all": "exchange",
     "p2p": "chain",
 }
+#: Links at their own rates, without further latency: what `orch bench` fits.
+IDEAL = Links(1.0, 1.0, 1.0, 0.0)
 
 
 def sent_bytes(operation: Operation, size: float, n: int) -> float:
@@ -29,7 +33,7 @@ def sent_bytes(operation: Operation, size: float, n: int) -> float:
     return size * (n - 1) / n * (2 if operation == "all_reduce" else 1)
 
 
-def seconds(operation: Operation, size: float, n: int, path: Path) -> float:
+def seconds(operation: Operation, size: float, n: int, path: Path, links: Links = IDEAL) -> Number:
     """Seconds of one operation over groups of n ranks, when all groups run it at once. `size` as in `sent_bytes`.
 
     Latency: a ring pays its hops once (all-reduce: twice), or 2*log2(n) of its longest hop where a tree is faster; an
@@ -46,4 +50,6 @@ def seconds(operation: Operation, size: float, n: int, path: Path) -> float:
         ring = rounds * path.ring_latency_s * (n - 1) / n
         tree = rounds * 2 * max(1, (n - 1).bit_length()) * path.hop_s
         latency = min(ring, tree)
-    return latency + sent_bytes(operation, size, n) * path.seconds_per_byte * path.stretch.get(operation, 1.0)
+    per_byte = larger(path.nvlink_s / links.nvlink, path.fabric_s / links.nic)
+    moved = sent_bytes(operation, size, n) * path.stretch.get(operation, 1.0)
+    return latency * links.latency + moved * per_byte + links.launch_s

@@ -1,110 +1,170 @@
-"""Roofline: seconds that one GPU computes, by operator group, for one micro-batch of one pipeline stage.
+"""Seconds that one GPU computes, by term, for one micro-batch of one decoder layer, of the loss, of the optimizer.
 
-Each group takes the longer of its FLOPs at the reachable rate and its bytes at the reachable memory bandwidth
-(Williams et al. 2009), plus a launch per kernel. Communication is not part of it.
+Matrix products follow an additive roofline: FLOPs at the rate of a large product plus bytes at that of memory, which is
+the efficiency curve of small shapes. Attention, memory-bound kernels and casts to 8 bits are terms of their own. Where
+the CPU needs longer to launch a layer than the GPU to run it, the layer takes the CPU's time: the fourth-power mean
+joins the two smoothly. Terms, constants and their sources: `parameters`, accuracy.md section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
-
-from orchestrator.errors import OrchError
-from orchestrator.plan import Exit
-from orchestrator.plan.document import Cluster, Model, Parallel, Train
+from orchestrator.plan import flops
+from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.planner.model.layers import (
-    DTYPE_BYTES,
-    LayerFlops,
-    dense_and_moe,
+    dense_on_rank,
     head_flops,
-    layer_flops,
-    layer_groups,
     layer_moe,
     layer_params,
     sample_layers,
 )
 
-from .profile import Profile
-from .traffic import Overlap
+from .dual import Number
+from .rates import Rates
+from .software import Software
 
-KERNELS_PER_LAYER = 14  # forward: 4 to 7 matmuls, attention, 2 norms, rotary, activation, 2 residual sums
-KERNELS_RECOMPUTED = 5  # of them in selective recomputation: 2 norms, rotary of queries and keys, activation
-
-
-class Rates(Struct, frozen=True):
-    """Rates that one GPU reaches: FLOP/s of matmuls and attention core, bytes/s of memory, seconds per launch."""
-
-    matmul: float
-    attention: float
-    memory: float
-    launch_s: float
-    peak: float  # data-sheet FLOP/s of this precision, the reference of MFU
-
-
-def rates(cluster: Cluster, profile: Profile, precision: str) -> Rates:
-    """Rates of the cluster's GPU in `precision`. Raises OrchError (65) when it does not compute in that precision."""
-    peak = cluster.gpu.peak_flops.get(precision)
-    if peak is None:
-        known = ", ".join(cluster.gpu.peak_flops)
-        raise OrchError(f"train.precision {precision}: GPU {cluster.gpu.name} computes in {known}", Exit.CONFIG)
-    return Rates(
-        matmul=peak * profile.gemm.get(precision, profile.gemm_default),
-        attention=peak * profile.attention,
-        memory=cluster.gpu.hbm_bytes_per_s * profile.hbm,
-        launch_s=profile.kernel_launch_s,
-        peak=peak,
-    )
-
-
-class StageSeconds(Struct, frozen=True):
-    """Seconds of one micro-batch on one virtual stage."""
-
-    forward: float
-    backward: float  # recomputation included
-    attention_core: float  # of one forward; ring attention's communication hides behind it
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
+TERMS = ("gemm", "attention", "elementwise", "cast", "experts", "recompute", "head", "host")
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of one micro-batch's forward through one decoder layer on one GPU, and of parts of it."""
+    """Seconds of one micro-batch through one layer on one GPU, without communication and recomputation."""
 
-    forward: float
-    core: float  # attention scores and weighted values
-    selective: float  # what selective recomputation computes recompute_s in backward
-    column_matmuls: tuple[float, float]  # column-parallel matrix products of attention, of the feed-forward
+    forward: Number
+    backward: Number
+    core: Number  # of forward: attention scores and weighted values
+    selective: Number  # what selective recomputation computes again in backward
+    full: Number  # what full recomputation does
+    column_matmuls: tuple[Number, Number]  # column-parallel products of attention, of the feed-forward
+    terms: dict[str, Number]  # forward and backward by term
+
+    def recompute_s(self, mode: str) -> Number:
+        return {"none": 0.0, "selective": self.selective, "full": self.full}[mode]
 
 
-def layer_seconds(model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates) -> LayerSeconds:
-    """Forward seconds of decoder layer `layer`.
+NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), {})
 
-    Selective recomputation keeps matrix products and attention; it computes norms, rotary positions and the activation
-    recompute_s (`trainer/parallel/recompute.py`), and under context parallelism attention too.
-    """
-    width, tp = DTYPE_BYTES[train.precision], parallel.tp
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    flops = layer_flops(model, layer, train.seq_len)
-    params = layer_params(model, layer)
+
+class Matrix(NamedTuple):
+    """Products [rows, inputs] x [inputs, outputs] of one kind, in one layer on one rank."""
+
+    rows: float  # of all of them together
+    inputs: float
+    outputs: float
+    weights: float = 1.0  # number of such matrices
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inputs * self.outputs
+
+    @property
+    def reduced(self) -> tuple[float, float]:
+        """Lengths of the sums: of the product itself, and of both gradients together."""
+        return self.inputs, self.outputs + self.rows
+
+    @property
+    def bytes(self) -> float:
+        """Read and written in 16 bits."""
+        return 2.0 * (self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs)
+
+
+def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
+    h, heads = model.hidden, model.heads / tp
+    if (m := model.mla) is not None:
+        key = m.qk_nope_head_dim + m.qk_rope_head_dim
+        down = Matrix(tokens, h, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
+        up = Matrix(tokens, m.kv_lora_rank, heads * (m.qk_nope_head_dim + m.v_head_dim))
+        query = Matrix(tokens, m.q_lora_rank or h, heads * key)
+        return [down, query, up, Matrix(tokens, heads * m.v_head_dim, h)]
+    columns = (heads + 2 * max(model.kv_heads / tp, 1.0)) * model.head_dim
+    return [Matrix(tokens, h, columns), Matrix(tokens, heads * model.head_dim, h)]
+
+
+def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int) -> Iterator[Matrix]:
+    """Of a dense layer, or of the shared and the routed experts; tokens are spread evenly over the experts."""
+    h, gate = model.hidden, 2 if model.mlp == "gated" else 1
     moe = layer_moe(model, layer)
-    experts = params.experts / parallel.ep if moe else 0
-    weight_bytes = (params.attention + params.ffn + experts) / tp * width
-    matmul = max((flops.attention_gemm + flops.ffn_gemm) * tokens / tp / rate.matmul, weight_bytes / rate.memory)
-    core = flops.attention_core * tokens / tp / rate.attention * _slowest_core(model, parallel)
-    # read and write: two norms and two residual sums over hidden; rotary over queries and keys; the activation
+    if moe is None:
+        yield from _mlp(h, model.ffn_hidden / tp, tokens, gate, 1.0)
+        return
+    if moe.shared_ffn_hidden:
+        yield from _mlp(h, moe.shared_ffn_hidden / tp, tokens, gate, 1.0)
+    yield from _mlp(h, moe.ffn_hidden / tp, tokens * moe.top_k, gate, moe.experts / ep)
+
+
+def _mlp(hidden: int, width: float, rows: float, gate: int, count: float) -> Iterator[Matrix]:
+    yield Matrix(rows, hidden, gate * width, count)
+    yield Matrix(rows, width, hidden, count)
+
+
+def layer_seconds(
+    model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates, software: Software
+) -> LayerSeconds:
+    """Seconds of decoder layer `layer` (0-based)."""
+    tp, ep = parallel.tp, parallel.ep
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    rows = tp if parallel.sp else 1
+    moe = layer_moe(model, layer)
+    attention, mlp = attention_matrices(model, tokens, tp), list(mlp_matrices(model, layer, tokens, tp, ep))
+    column = [one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])]
+    matrices = attention + mlp
+    gemm = sum(one.flops for one in matrices) * rate.gemm_s + sum(one.bytes for one in matrices) * rate.gemm_byte_s
+    lost = [sum(one.reduced[way] for one in matrices) * rate.wave_s for way in (0, 1)]  # the last, partly filled wave
+    if moe is not None:
+        gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
+
+    core, core_back = _core(model, parallel, train, tokens, rate)
     ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden if moe else model.ffn_hidden
-    row = model.hidden / (tp if parallel.sp else 1)
-    columns = ((3 if model.mlp == "gated" else 2) * ffn + 2 * (model.heads + model.kv_heads) * model.head_dim) / tp
-    moved = width * tokens / rate.memory
-    elementwise = (10 * row + columns) * moved + KERNELS_PER_LAYER * rate.launch_s
-    selective = (4 * row + columns) * moved + KERNELS_RECOMPUTED * rate.launch_s
-    column_matmuls = _column_matmuls(model, flops, tokens / tp / rate.matmul)
+    row, gated = 20 * model.hidden / rows, 6 if model.mlp == "gated" else 4
+    columns = gated * ffn / tp
+    if model.position == "rope":
+        columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
+    elementwise = tokens * (row + columns) * rate.elementwise * rate.byte_s
+    cast = sum(one.rows * one.inputs for one in matrices) * rate.cast_bytes * rate.byte_s
+    experts: Number = 0.0
+    if moe is not None:
+        experts = rate.permute * 8 * tokens / rows * moe.top_k * model.hidden * rate.byte_s
+    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (tp * ep)
+    accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
+
+    forward = gemm + lost[0] + core + elementwise + cast + experts
+    terms = {
+        "gemm": gemm * (2.0 + rate.weight_gradients) + lost[0] + lost[1] + accumulate,
+        "attention": core + core_back,
+        "elementwise": 3.0 * elementwise,
+        "cast": 3.0 * cast,
+        "experts": 2.0 * experts,
+    }
+    gpu = sum(terms.values())
+    host = rate.host_moe_s if moe is not None else rate.host_dense_s
+    slower = (gpu**4 + host**4) ** 0.25 / gpu  # the CPU launches kernels of forward and backward alike
+    slower = slower + rate.host_gap_s / gpu
+    terms["host"] = gpu * (slower - 1.0)
+    selective = _selective(software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel)
     return LayerSeconds(
-        matmul + core + elementwise, core, selective + (core if parallel.cp > 1 else 0.0), column_matmuls
+        forward=forward * slower,
+        backward=(gpu - forward) * slower,
+        core=core,
+        selective=selective,
+        full=forward * rate.full_recompute,
+        column_matmuls=(column[0], column[1]),
+        terms=terms,
     )
+
+
+def _core(model: Model, parallel: Parallel, train: Train, tokens: float, rate: Rates) -> tuple[Number, Number]:
+    """(forward, backward) seconds of attention scores and weighted values."""
+    done = flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
+    if not isinstance(rate.scores_bytes, float) or rate.scores_bytes:  # unfused: the whole square is computed
+        square = done * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
+        scores = tokens * train.seq_len * model.heads / parallel.tp
+        forward = square * rate.attention_s + scores * rate.scores_bytes * rate.byte_s
+        return forward, 2.0 * forward
+    forward = done * rate.attention_s * _slowest_core(model, parallel)
+    if parallel.cp > 1:
+        forward = forward * rate.cp_attention
+    return forward, 2.5 * forward
 
 
 def _slowest_core(model: Model, parallel: Parallel) -> float:
@@ -116,70 +176,77 @@ def _slowest_core(model: Model, parallel: Parallel) -> float:
     return 2 - 1 / parallel.cp if model.causal and parallel.cp_method == "ring" else 1.0
 
 
-def _column_matmuls(model: Model, flops: LayerFlops, seconds_per_flop: float) -> tuple[float, float]:
-    """Seconds of the column-parallel matrices: queries, keys and values in attention; gate and up in the MLP."""
-    attention = (model.heads + 2 * model.kv_heads) / (2 * (model.heads + model.kv_heads))
-    mlp = 2 / 3 if model.mlp == "gated" else 1 / 2
-    return attention * flops.attention_gemm * seconds_per_flop, mlp * flops.ffn_gemm * seconds_per_flop
+def _selective(
+    software: Software,
+    rate: Rates,
+    gemm: Number,
+    core: Number,
+    elementwise: Number,
+    columns: float,
+    forward: Number,
+    parallel: Parallel,
+) -> Number:
+    """Seconds that selective recomputation repeats. `columns`: share of the memory-bound bytes beside hidden states."""
+    if software.selective == "core":
+        return core
+    if software.selective == "ops":
+        return forward * rate.recompute_ops
+    if software.selective == "alternate":
+        return forward * 0.5
+    # norms, rotary positions and the activation; under context parallelism attention too
+    return elementwise * (columns + 0.4 * (1 - columns)) + (core if parallel.cp > 1 else 0.0)
 
 
-NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, (0.0, 0.0))
-
-
-def layer_seconds_by_kind(model: Model, parallel: Parallel, train: Train, rate: Rates) -> list[LayerSeconds]:
-    """Forward seconds of a dense and of an MoE layer, in the order of `sample_layers`."""
-    return [
-        NO_LAYER if layer is None else layer_seconds(model, layer, parallel, train, rate)
+def layer_seconds_by_kind(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software
+) -> tuple[LayerSeconds, LayerSeconds]:
+    """Seconds of a dense and of an MoE layer, in the order of `sample_layers`."""
+    dense, moe = (
+        NO_LAYER if layer is None else layer_seconds(model, layer, parallel, train, rate, software)
         for layer in sample_layers(model)
-    ]
-
-
-def stage_seconds(
-    model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
-) -> list[StageSeconds]:
-    """Compute seconds of every virtual stage. Backward is twice forward (Narayanan et al. 2021) plus recomputation."""
-    result, start, (dense, moe) = [], 0, kinds
-    for stage, count in enumerate(parallel.stage_layers):
-        few, many = dense_and_moe(model, start, start + count)
-        forward, core = few * dense.forward + many * moe.forward, few * dense.core + many * moe.core
-        selective = few * dense.selective + many * moe.selective
-        start += count
-        recompute_s = {"none": 0.0, "selective": selective, "full": forward}.get(train.recompute)
-        if recompute_s is None:  # budget: mode by mode
-            recompute_s = sum(
-                n * {"none": 0.0, "selective": kinds[kind].selective, "full": kinds[kind].forward}[mode]
-                for kind, mode, n in layer_groups(model, train, [range(start - count, start)])
-            )
-        if stage == len(parallel.stage_layers) - 1:
-            forward += loss_seconds(model, parallel, train, rate)
-        result.append(StageSeconds(forward, 2 * forward + recompute_s, core))
-    return result
+    )
+    return dense, moe
 
 
 def overlap_seconds(
     model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
-) -> dict[Overlap, float]:
+) -> dict[str, Number]:
     """Seconds of the matrix products that communication overlaps with; of two kinds of layers the shorter one."""
-    attention, mlp = map(min, zip(*(kind.column_matmuls for kind in kinds if kind is not NO_LAYER), strict=True))
+    there = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
+    attention, mlp = (min(pair[index] for pair in there) for index in (0, 1))
     return {"": 0.0, "attention": attention, "mlp": mlp, "head": _head_seconds(model, parallel, train, rate)}
 
 
-def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> float:
+def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Number:
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    return head_flops(model) * tokens / parallel.tp / rate.matmul
+    return head_flops(model) * tokens / parallel.tp * rate.gemm16_s * rate.head
 
 
-def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> float:
-    """Forward seconds of output projection and loss for one micro-batch."""
+def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> tuple[Number, Number]:
+    """(forward, backward) seconds of output projection and loss for one micro-batch."""
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    logits = tokens * model.vocab / parallel.tp
-    loss = logits * (DTYPE_BYTES[train.precision] + 8) / rate.memory  # cast to fp32, soft-max, in place
-    return _head_seconds(model, parallel, train, rate) + loss
+    loss = tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
+    head = _head_seconds(model, parallel, train, rate)
+    return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
 
-def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> float:
-    """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth.
+class Compute(NamedTuple):
+    """Compute of one micro-batch; it depends neither on the pipeline nor on the replicas."""
+
+    kinds: tuple[LayerSeconds, LayerSeconds]  # of a dense and of an MoE layer
+    loss: tuple[Number, Number]  # (forward, backward) of output projection and loss
+    overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
+
+
+def micro_batch_compute(model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software) -> Compute:
+    kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
+    loss = loss_seconds(model, parallel, train, rate)
+    return Compute(kinds, loss, overlap_seconds(model, parallel, train, rate, kinds))
+
+
+def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> Number:
+    """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth, and of the CPU around it.
 
     It reads gradient, master weight and both moments, and writes the last three and the weight: 30 bytes a parameter.
     """
-    return parameters / shards * 30 / rate.memory + 2 * rate.launch_s
+    return parameters / shards * rate.optimizer_bytes * rate.byte_s * rate.weight_gradients + rate.step_host_s

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Cluster
 
-from .profile import Profile
-
 #: ring: collectives, members on one node share the traffic over all their NICs; chain: point-to-point to the next
 #: member, over the GPU's own NIC; exchange: all-to-all.
 Pattern = Literal["ring", "chain", "exchange"]
@@ -32,7 +30,8 @@ Floats = NDArray[np.float64]
 class Path(Struct, frozen=True):
     """Cost of one pattern over the groups of one axis."""
 
-    seconds_per_byte: float  # per byte that a rank sends
+    nvlink_s: float  # on the links of an NVLink domain, per byte that a rank sends, at the links' own rates
+    fabric_s: float  # on the network's
     hop_s: float  # latency of the slowest hop
     ring_latency_s: float  # sum of the latencies of all hops of the ring
     worst_level: str
@@ -40,13 +39,13 @@ class Path(Struct, frozen=True):
     stretch: dict[str, float] = {}  # operation -> measured factor by which its bytes take longer
 
 
-NO_PATH = Path(0.0, 0.0, 0.0, SELF, {})
+NO_PATH = Path(0.0, 0.0, 0.0, 0.0, SELF, {})
 
 
 class Fabric:
     """A cluster's network as arrays over nodes. Tier 0 is the NVLink domain, tier i the i-th switch level."""
 
-    def __init__(self, cluster: Cluster, profile: Profile):
+    def __init__(self, cluster: Cluster):
         self.names = [NVLINK, *(level.name for level in cluster.levels)]
         self.gpus_per_node = cluster.gpus_per_node
         blocks = [cluster.nvlink_domains, *(level.switches for level in cluster.levels)]
@@ -54,10 +53,10 @@ class Fabric:
         for tier, members in enumerate(blocks):
             for index, nodes in enumerate(members):
                 self.block[tier, nodes] = index
-        links = [(cluster.nvlink.bytes_per_s * profile.nvlink, cluster.nvlink.latency_s)]
-        links += [(level.bytes_per_s * profile.fabric, level.latency_s) for level in cluster.levels]
-        #: bytes/s of one GPU's share of a path whose ends meet on each tier, during a training step
-        self.rate: Floats = np.array([rate for rate, _ in links]) * profile.contention
+        links = [(cluster.nvlink.bytes_per_s, cluster.nvlink.latency_s)]
+        links += [(level.bytes_per_s, level.latency_s) for level in cluster.levels]
+        #: bytes/s of one GPU's share of a path whose ends meet on each tier
+        self.rate: Floats = np.array([rate for rate, _ in links])
         self.latency = np.array([latency for _, latency in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]  # below each block
@@ -108,7 +107,7 @@ class Fabric:
         hops = self.latency[level]
         worst, slots = int(level.max()), int(node.max()) + 1
         inside = bool((level == 0).any())
-        seconds = 1.0 / float(self.rate[0]) if inside else 0.0
+        nvlink, seconds = 1.0 / float(self.rate[0]) if inside else 0.0, 0.0
         share = {NVLINK: 1.0}
         if worst:
             # a ring leaves an NVLink domain over the NICs of all its members there, a chain over one GPU's own
@@ -122,7 +121,7 @@ class Fabric:
             part = float((1.0 / nics[level == worst]).max())
             share = {NVLINK: 1.0 - part, self.names[worst]: part} if part < 1.0 else {self.names[worst]: 1.0}
         turn = float(hops.sum(axis=1).max())
-        return Path(seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst])
+        return Path(nvlink, seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst])
 
     def _exchange(self, node: Ints) -> Path:
         n = node.shape[1]
@@ -130,17 +129,17 @@ class Fabric:
         part = np.diff(within, axis=0, prepend=0.0) / (n - 1)  # [tier, groups, n]: fraction of bytes that meet there
         used = [tier for tier in range(len(self.names)) if part[tier].any()]
         worst = used[-1]
-        seconds = float(part[0].max() / self.rate[0])
+        nvlink = float(part[0].max() / self.rate[0])
         flows = part[1:].reshape(-1)
         source = np.broadcast_to(node, part[1:].shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
-        seconds = max(seconds, self._fullest_link(source, level, flows, int(node.max()) + 1))
+        seconds = self._fullest_link(source, level, flows, int(node.max()) + 1)
         own_nic = sum(part[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier)
         seconds = max(seconds, float(np.max(own_nic)))
         busiest = np.unravel_index(int(part[worst].argmax()), node.shape)
         share = {self.names[tier]: float(part[tier][busiest]) for tier in used if part[tier][busiest] > 0}
         hop = float(self.latency[worst])
-        return Path(seconds, hop, hop * (n - 1), self.names[worst], share, self.stretch[worst])
+        return Path(nvlink, seconds, hop, hop * (n - 1), self.names[worst], share, self.stretch[worst])
 
     def _gpu_bandwidth(self, level: Ints) -> Floats:
         """Bytes/s that a GPU can use when it sends alone: a whole NIC, or all of its NICs where it has several."""

@@ -15,6 +15,8 @@ from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.planner.model.stages import rank_stages
 
+from .dual import Number, value_of
+
 CLOSED_FORM = ("1f1b", "interleaved", "afab")
 EQUAL = 1e-6  # relative difference below which stages count as equal
 
@@ -24,7 +26,7 @@ def _steps(name: str, pp: int, micro_batches: int, vpp: int) -> Steps:
     return Steps(build(name, pp, micro_batches, vpp))
 
 
-def rank_seconds(parallel: Parallel, stages: Sequence[float]) -> list[float]:
+def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
     """Seconds of one micro-batch on each pipeline rank. `stages`: seconds of each model stage.
 
     A bidirectional schedule holds the model twice and sends half of the micro-batches each way.
@@ -42,7 +44,8 @@ def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequenc
     With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
     else is simulated for a few rounds of p micro-batches; each further round takes as long as the last one.
     """
-    work = rank_seconds(parallel, [f + b for f, b in zip(forward, backward, strict=True)])
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    work = [value_of(seconds) for seconds in rank_seconds(parallel, both)]
     busy = parallel.micro_batches * sum(work)
     if parallel.schedule in CLOSED_FORM and max(work) <= min(work) * (1 + EQUAL):
         ratio = (parallel.pp - 1) / (parallel.vpp * parallel.micro_batches)

@@ -1,89 +1,206 @@
-"""Fractions of data-sheet rates that hardware reaches: the only measured constants of the planner.
+"""Profiles: values of the cost model's parameters after a fit, with covariance and provenance.
 
-Each number names its measurement: a row of the calibration tables (`gemm_mamf`, `comm`) by id or accelerator. A later
-calibration replaces the values of this module, not the formulas that use them.
+`shipped.json` beside this file is the profile that orch comes with; `orch calibrate --table` writes such a file. A site
+profile has the same form and holds only what its own measurements made of another one. Predictions take their error
+from it: the parameters' covariance, what differs between tables measured by different people, and noise within a table.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
-from msgspec.structs import replace
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 
-from orchestrator.plan.document import Cluster
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+
+from .parameters import INDEX, NAMES, PRIOR
+
+SCHEMA = "orch.profile/1"
+SHIPPED_FILE = Path(__file__).with_name("shipped.json")
+NOISE = 0.06  # standard deviation of ln t within a table (accuracy.md section 4)
+#: Standard deviation of a parameter between tables: what a machine or a release differs by. By the longest prefix.
+BETWEEN: dict[str, float] = {
+    "": 0.3,
+    **dict.fromkeys(("gemm", "family"), 0.06),
+    **dict.fromkeys(("gemm.hopper.fp8", "gemm.blackwell.fp8", "gemm.blackwell_ultra.fp8"), 0.08),
+    **dict.fromkeys(("gemm.blackwell.nvfp4", "gemm.blackwell_ultra.nvfp4", "head"), 0.1),
+    **dict.fromkeys(("family.eager", "family.orch", "nvlink"), 0.15),
+    **dict.fromkeys(("gemm_bytes", "gemm_wave", "gemm.other", "attention", "elementwise", "accumulate", "logits"), 0.2),
+    **dict.fromkeys(("optimizer", "nic"), 0.2),
+    **dict.fromkeys(("moe", "host", "pp", "ep", "dp", "nodes"), 0.4),
+    **dict.fromkeys(("latency", "link", "attention.cpu"), 0.5),
+    "hbm": 0.05,
+    "hbm.cpu": 0.3,
+    "gemm.cpu": 0.3,
+}
 
 
-class Profile(Struct, frozen=True, kw_only=True):
-    """Fractions of the cluster description's rates that a training job reaches; fields in bytes or seconds say so."""
-
-    gemm: dict[str, float]  # best matmul / peak FLOP/s, by precision
-    gemm_default: float
-    attention: float  # fused attention core / peak FLOP/s
-    hbm: float  # memory-bound kernels / memory bandwidth
-    nvlink: float  # ring collective bus bandwidth / link rate
-    fabric: float
-    contention: float  # collectives inside a training step / the same collectives alone
-    kernel_launch_s: float  # fixed time of one operator on the critical path
-    context_bytes: int  # device context, communicators and workspaces
+class FittedParameter(Frozen):
+    name: str
+    value: float
+    prior: float
+    sd: float  # of the logarithm, after the fit
+    unit: str
     source: str
 
 
-#: gemm_mamf rows, BF16 and FP8, by the longest prefix of the GPU's name.
-_GEMM: dict[str, dict[str, float]] = {
-    "A100": {"bf16": 0.869, "fp16": 0.869},
-    "H100": {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709},
-    "H200": {"bf16": 0.803, "fp16": 0.803, "fp8": 0.734},
-    "GH200": {"bf16": 0.838, "fp16": 0.838, "fp8": 0.776},
-    "B200": {"bf16": 0.776, "fp16": 0.776, "fp8": 0.763},
-    "GB200": {"bf16": 0.729, "fp16": 0.729, "fp8": 0.723},
-    "B300": {"bf16": 0.786, "fp16": 0.786, "fp8": 0.745},
-}
+class LeftOut(Frozen):
+    """Mean absolute error of a source's step times: before the fit, in it, and when the source is left out of it."""
 
-_GPU_SOURCE = (
-    "gemm: gemm_mamf by accelerator, 0.75 where it has no row (assumed); nvlink 0.80: comm-0364 ring 370 of 450 GB/s;"
-    " fabric 0.93: comm-0236 373 of 400 GB/s; contention 0.77: collectives in training about 30 % slower than alone"
-    " (vTrain, MICRO 2024); attention, hbm, launch, context: assumed"
-)
+    source: str
+    rows: int
+    prior: float
+    fitted: float
+    left_out: float
 
 
-_GPU = Profile(
-    gemm={},
-    gemm_default=0.75,
-    attention=0.5,
-    hbm=0.8,
-    nvlink=0.80,
-    fabric=0.93,
-    contention=0.77,
-    kernel_launch_s=3e-6,
-    context_bytes=2 << 30,
-    source=_GPU_SOURCE,
-)
+class FittedOn(Frozen):
+    """Where the values come from."""
+
+    what: str  # "table", "run", "bench", "prior"
+    sha256: str = ""  # of the table
+    date: str = ""
+    rows: dict[str, int] = {}  # by source
+    base: str = ""  # label of the profile that was updated
 
 
-def profile_for(gpu_name: str, device: str) -> Profile:
-    """The profile of a GPU by its name ("H100-SXM5-80GB"), or of a CPU core."""
-    if device == "cpu":  # the memory share of a CPU rank does not include the process itself: context_bytes=0
-        rates = {"gemm_default": 0.6, "attention": 0.2, "hbm": 0.6, "nvlink": 0.8, "fabric": 0.8, "contention": 1.0}
-        return replace(_GPU, **rates, kernel_launch_s=2e-5, context_bytes=0, source="assumed")
-    matches = [name for name in _GEMM if gpu_name.upper().startswith(name)]
-    return replace(_GPU, gemm=_GEMM[max(matches, key=len)] if matches else {})
+class Profile(Frozen, dict=True):
+    schema: str
+    name: str
+    fitted_on: FittedOn
+    parameters: list[FittedParameter]
+    covariance: list[list[float]]  # of the logarithms, lower triangle, in the order of `parameters`
+    left_out: list[LeftOut] = []
+
+    @cached_property
+    def values(self) -> dict[str, float]:
+        """By name; parameters that the file does not know have their prior."""
+        known = {one.name: one.value for one in self.parameters if one.name in INDEX}
+        return {one.name: one.value for one in PRIOR} | known
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.digest[:8]}"
+
+    @cached_property
+    def posterior(self) -> NDArray[np.float64]:
+        """Covariance of the logarithms of `NAMES`."""
+        result = np.diag([one.sd**2 for one in PRIOR])
+        known = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
+        rows = [at for at, one in enumerate(self.parameters) if one.name in INDEX]
+        full = np.zeros((len(self.parameters), len(self.parameters)))
+        for at, row in enumerate(self.covariance):
+            full[at, : at + 1] = row
+        full += np.tril(full, -1).T
+        result[np.ix_(known, known)] = full[np.ix_(rows, rows)]
+        return result
+
+    @cached_property
+    def between(self) -> NDArray[np.float64]:
+        """Variances between tables; nothing for a site's own profile, whose machines are those that run."""
+        if self.fitted_on.base:
+            return np.zeros(len(NAMES))
+        return np.array([between_sd(name) ** 2 for name in NAMES])
+
+    @cached_property
+    def uncertainty(self) -> NDArray[np.float64]:
+        """Covariance of the parameters for a job on machines that were not in the fit."""
+        return self.posterior + np.diag(self.between)
 
 
-def profile_of(cluster: Cluster) -> Profile:
-    """The profile of a cluster's GPU, or what `orch bench` measured on the cluster."""
-    found, measured = profile_for(cluster.gpu.name, cluster.device), cluster.measured
-    if measured is None:
-        return found
-    peak = cluster.gpu.peak_flops
-    trains_in = ("fp32", "bf16") if cluster.device == "cpu" else ("bf16", "fp32")  # one fraction for all precisions
-    core = [measured.attention_flops[name] / peak[name] for name in trains_in if name in measured.attention_flops]
-    return replace(
-        found,
-        gemm={name: flops / peak[name] for name, flops in measured.matmul_flops.items() if name in peak},
-        attention=core[0] if core else found.attention,
-        hbm=measured.memory_bytes_per_s / cluster.gpu.hbm_bytes_per_s,
-        nvlink=1.0,  # links were measured with collectives, under the load of all ranks
-        fabric=1.0,
-        contention=1.0,
-        kernel_launch_s=measured.launch_s,
-        source=measured.source,
+def between_sd(name: str) -> float:
+    return BETWEEN[max((stem for stem in BETWEEN if name.startswith(stem)), key=len)]
+
+
+def relative_sd(jacobian: NDArray[np.float64], profile: Profile) -> float:
+    """Standard deviation of ln t. jacobian: d ln t / d ln(parameter), float [len(NAMES)]."""
+    return float(np.sqrt(jacobian @ profile.uncertainty @ jacobian + NOISE**2))
+
+
+def difference_sd(first: NDArray[np.float64], second: NDArray[np.float64], profile: Profile) -> float:
+    """Standard deviation of the difference of two ln t on the same machines: what they share does not count."""
+    own = first - second
+    return float(np.sqrt(own @ profile.uncertainty @ own + 0.02**2))
+
+
+def make_profile(
+    name: str, values: Mapping[str, float], covariance: NDArray[np.float64], fitted_on: FittedOn, left_out: Any = ()
+) -> Profile:
+    """A profile in the form of its file: values rounded to six digits, covariances to four."""
+    parameters = [
+        FittedParameter(
+            name=one.name,
+            value=_digits(values[one.name], 6),
+            prior=one.value,
+            sd=_digits(float(np.sqrt(covariance[at, at])), 4),
+            unit=one.unit,
+            source=one.source,
+        )
+        for at, one in enumerate(PRIOR)
+    ]
+    triangle = [
+        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[at, : at + 1]] for at in range(len(PRIOR))
+    ]
+    return Profile(
+        schema=SCHEMA,
+        name=name,
+        fitted_on=fitted_on,
+        parameters=parameters,
+        covariance=triangle,
+        left_out=list(left_out),
     )
+
+
+def _digits(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def prior_profile() -> Profile:
+    """What is believed before any run was seen."""
+    values = {one.name: one.value for one in PRIOR}
+    return make_profile("prior", values, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises OrchError (65) for a file that is not a profile."""
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise OrchError(f"profile {path}: {error.strerror}", Exit.CONFIG) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise OrchError(f"profile {path}: {error}; orch calibrate writes one", Exit.CONFIG) from None
+    problem = _problem(profile)
+    if problem:
+        raise OrchError(f"profile {path}: {problem}", Exit.CONFIG)
+    return profile
+
+
+def _problem(profile: Profile) -> str | None:
+    if profile.schema != SCHEMA:
+        return f"schema is {profile.schema!r}, this version reads {SCHEMA!r}"
+    for one in profile.parameters:
+        if not (0 < one.value < 1e12):
+            return f"parameter {one.name} is {one.value}, must be positive"
+    if [len(row) for row in profile.covariance] != list(range(1, len(profile.parameters) + 1)):
+        return f"covariance is not the lower triangle of {len(profile.parameters)} parameters"
+    if not all(np.isfinite(row).all() for row in map(np.array, profile.covariance)):
+        return "covariance holds a number that is not finite"
+    return None
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Profile:
+    """The profile that orch comes with."""
+    return read_profile(SHIPPED_FILE) if SHIPPED_FILE.exists() else prior_profile()

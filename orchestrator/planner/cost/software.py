@@ -19,6 +19,9 @@ from orchestrator.plan.exits import Exit
 Attention = Literal["unfused", "triton", "flash", "cudnn"]
 #: Class of the memory-bound kernels: fused by hand or by a compiler, or one kernel an operation.
 Elementwise = Literal["fused", "eager"]
+#: What selective recomputation repeats: this trainer's norms, rotary and activation; attention's core (Korthikanti et
+#: al. 2022); what PyTorch's per-operation policy does not keep; every other layer.
+Selective = Literal["orch", "core", "ops", "alternate"]
 #: How a kind of communication hides behind compute.
 Overlap = Literal["modern", "early", "fsdp", "jax", "zero_2021"]
 
@@ -29,38 +32,49 @@ class Software(Struct, frozen=True, kw_only=True):
     name: str
     attention: Attention = "flash"
     elementwise: Elementwise = "eager"
+    accumulate: Literal["fused", "separate"] = "fused"  # how weight gradients are summed over micro-batches
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
+    overlapped_steps: bool = False  # zero-bubble schedules begin a step before all ranks have ended the last one
+    ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
+    selective: Selective = "ops"
     host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
     memory: str = "orch"  # recipe of model states and activations: `planner.memory.recipe`
     known: bool = True  # False: assumed for software that nobody named
 
 
 _LISTED = (
-    Software(name="orch"),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
+    Software(
+        name="orch", selective="orch", accumulate="separate"
+    ),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
+        overlapped_steps=True,
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
+        selective="core",
         memory="megatron_fp16",
     ),
     Software(
         name="megatron_deepspeed",  # BLOOM: BigScience's fork of Megatron-DeepSpeed
+        accumulate="separate",
         attention="unfused",
         elementwise="fused",
         dp_overlap="early",
+        selective="core",
         memory="megatron_deepspeed",
     ),
     Software(
-        name="megatron",  # Megatron-LM's own scripts since 2023
+        name="megatron",  # Megatron-LM's own scripts since 2023: overlap with tensor parallelism is off by default
+        overlapped_steps=True,
         attention="cudnn",
         elementwise="fused",
         dp_overlap="modern",
-        tp_overlap=True,
         pp_overlap=True,
+        selective="core",
         memory="megatron",
     ),
     Software(
@@ -70,13 +84,26 @@ _LISTED = (
         dp_overlap="modern",
         tp_overlap=True,
         pp_overlap=True,
+        selective="core",
         grad_bytes=2,
         memory="megatron",
     ),
+    Software(
+        name="deepseek",  # DeepSeek-V3's: DualPipe hides all-to-all and sends behind the other direction's compute
+        attention="cudnn",
+        elementwise="fused",
+        dp_overlap="modern",
+        pp_overlap=True,
+        ep_overlap=True,
+        selective="core",
+        host="modern",
+        memory="megatron",
+    ),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
-    Software(name="fsdp", attention="flash", memory="fsdp"),  # PyTorch FSDP, compiled or not
+    Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
+    Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
     Software(name="fsdp_triton", attention="triton", memory="llm_foundry"),  # MosaicML LLM-Foundry of 2023
-    Software(name="nanotron", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
+    Software(name="nanotron", accumulate="separate", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
     Software(
         name="deepspeed_2021",  # ZeRO-3 as Narayanan et al. measured it: bound by its own communication
         attention="unfused",
@@ -85,7 +112,7 @@ _LISTED = (
         memory="deepspeed",
     ),
     Software(name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"),  # MaxText, PaxML
-    Software(name="eager", memory="pytorch", known=False),  # software that nobody named
+    Software(name="eager", accumulate="separate", memory="pytorch", known=False),  # software that nobody named
 )
 SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 

@@ -1,126 +1,309 @@
-"""Seconds of one optimizer step: compute, exposed communication by axis, pipeline bubble, optimizer."""
+"""Seconds of one optimizer step: every pipeline rank's compute and communication, the schedule, gradients, optimizer.
+
+step = (span of the schedule + exposed transfers + exposed gradients + optimizer) * jitter * family. Each pipeline rank
+is costed by itself: its layers of each kind with their own communication, its share of token table and head, its own
+gradients. The schedule finds the slowest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import log2, sqrt
+from typing import NamedTuple
 
-from msgspec import Struct
+from orchestrator.plan.document import Model, Parallel, Time, Train
+from orchestrator.plan.schedules import copies_of
+from orchestrator.planner.model.layers import layer_groups
+from orchestrator.planner.model.stages import rank_stages, splits_backward
 
-from orchestrator.plan import Plan
-from orchestrator.plan.document import AXES, Axis, Model, Parallel, Time, Train
-from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
-from orchestrator.planner.model.stages import rank_stages
-
-from . import collective
-from .compute import (
-    Rates,
-    StageSeconds,
-    layer_seconds_by_kind,
-    optimizer_seconds,
-    overlap_seconds,
-    rates,
-    stage_seconds,
+from .communication import (
+    PathKey,
+    context_seconds,
+    expert_seconds,
+    exposed_gradients,
+    gradient_seconds,
+    hidden_bytes,
+    tensor_seconds,
+    transfer_seconds,
 )
-from .fabric import Path, Pattern
+from .compute import Compute, micro_batch_compute, optimizer_seconds
+from .dual import Number, scaled_like, value_of
+from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, span_seconds
-from .profile import profile_of
-from .traffic import Overlap, Traffic, rank_parameters
+from .rates import Rates
+from .software import Software
+from .traffic import rank_parameters, recomputed_share, sends_per_micro_batch
 
-#: (axes that vary in a group, pattern): what a path on a given cluster in a given nesting order depends on.
-PathKey = tuple[tuple[Axis, ...], Pattern]
+INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
+
+#: Schedules without idle time where a step may begin before the last one has ended on all ranks (arXiv 2401.10241).
+NO_BUBBLE = ("zb_h2", "zbv")
 
 
-class Work(Struct, frozen=True):
+class Stage(NamedTuple):
+    """What a virtual stage holds."""
+
+    layers: tuple[tuple[int, str, int], ...]  # (kind as in `sample_layers`, recomputation mode, number)
+    first: bool
+    last: bool
+
+
+class Work(NamedTuple):
     """Compute of a step: everything that does not depend on where the ranks are."""
 
-    stages: list[StageSeconds]  # one micro-batch through each model stage
-    ranks: list[float]  # one micro-batch, forward and backward, through all stages of each pipeline rank
-    ahead: list[tuple[float, int]]  # of each rank: (forward seconds, number) of the stages before its first
-    windows: dict[str, float]  # seconds per step that can hide communication, by `traffic.Window`
-    overlap_s: dict[Overlap, float]  # seconds of the matrix product that one operation overlaps with
-    optimizer_s: float
+    model: Model
+    parallel: Parallel
+    train: Train
+    rate: Rates
+    software: Software
+    compute: Compute
+    stages: list[Stage]
+    held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
+    nodes: int
 
 
-def step_work(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Work:
-    """The compute of one step, from the cost model's rates."""
-    kinds = layer_seconds_by_kind(model, parallel, train, rate)
-    stages = stage_seconds(model, parallel, train, rate, kinds)
-    by_rank = [[stages[stage] for stage in held] for held in rank_stages(parallel)]
-    ranks = rank_seconds(parallel, [stage.both for stage in stages])
-    slowest = by_rank[ranks.index(max(ranks))]
-    m = parallel.micro_batches
-    shards = parallel.dp * parallel.ep * parallel.cp if parallel.zero else 1
-    most = max(map(sum, rank_parameters(model, parallel)))
+def step_work(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    rate: Rates,
+    software: Software,
+    gpus_per_node: int,
+    compute: Compute | None = None,
+) -> Work:
+    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known."""
+    last = len(parallel.stage_layers) - 1
+    starts = list(accumulate(parallel.stage_layers, initial=0))
+    stages = [
+        Stage(tuple(one for one in layer_groups(model, train, [range(*ends)]) if one[2]), at == 0, at == last)
+        for at, ends in enumerate(pairwise(starts))
+    ]
     return Work(
+        model=model,
+        parallel=parallel,
+        train=train,
+        rate=rate,
+        software=software,
+        compute=compute or micro_batch_compute(model, parallel, train, rate, software),
         stages=stages,
-        ranks=ranks,
-        ahead=[(sum(stage.forward for stage in stages[:first]), first) for first in map(min, rank_stages(parallel))],
-        windows={
-            "none": 0.0,
-            "attention": m * 3 * sum(stage.attention_core for stage in slowest),
-            "backward": sum(stage.backward for stage in slowest),  # of the last micro-batch
-            "compute": m * ranks[by_rank.index(slowest)],
-        },
-        overlap_s=overlap_seconds(model, parallel, train, rate, kinds),
-        optimizer_s=optimizer_seconds(most, shards, rate),
+        held=rank_parameters(model, parallel),
+        nodes=-(-parallel.world_size // gpus_per_node),
     )
 
 
-def exposed_seconds(traffic: Sequence[Traffic], paths: Mapping[PathKey, Path], work: Work, pp: int) -> dict[str, float]:
-    """Communication that no compute hides, by axis, in seconds per step.
+class StepCost:
+    """Seconds of one step with the ranks in one nesting order."""
 
-    The last operation of an overlapped series is always exposed. A 1F1B pipeline has no slack between a micro-batch's
-    last forward and its first backward, so every transfer between stages is exposed.
-    """
-    result: dict[str, float] = dict.fromkeys(AXES, 0.0)
-    for item in traffic:
-        path = paths[item.varying, collective.PATTERN[item.operation]]
-        once = max(
-            0.0, collective.seconds(item.operation, item.size, item.members, path) - work.overlap_s[item.overlap]
-        )
-        count = item.count + (2 * (pp - 1) if item.axis == "pp" else 0)
-        total = once * count
-        hidden = min(work.windows[item.window], max(0.0, total - once))
-        result[item.axis] += total - hidden
-    return result
+    def __init__(self, work: Work, paths: Mapping[PathKey, Path]):
+        self.work, self.paths = work, paths
+        self.parallel = work.parallel
+        par, train, rate = work.parallel, work.train, work.rate
+        share, tokens = recomputed_share(par, train, work.software), par.micro_batch_size * train.seq_len / par.cp
+        hidden = hidden_bytes(work.model, par, train)
+        self.tensor = tensor_seconds(par, share, hidden, tokens, rate, work.software, work.compute, paths)
+        context = context_seconds(work.model, par, train, share, rate, paths)
+        dense: dict[str, Number] = {"tp": self.tensor.layer, "cp": context, "ep": 0.0}
+        #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
+        self.inner = [dense, dense | {"ep": expert_seconds(work.model, par, train, share, rate, paths)}]
+        known: dict[Stage, tuple[Number, Number]] = {}
+        for stage in work.stages:
+            if stage not in known:
+                known[stage] = self._stage(stage)
+        self.stages = [known[stage] for stage in work.stages]
+        #: seconds of one micro-batch on each pipeline rank
+        self.ranks = rank_seconds(self.parallel, [sum(both) for both in self.stages])
+        self.slowest = max(range(len(self.ranks)), key=lambda rank: value_of(self.ranks[rank]))
+
+    # ---------------------------------------------------------------------------------- one stage
+
+    def _stage(self, stage: Stage) -> tuple[Number, Number]:
+        """(forward, backward) seconds of one micro-batch, communication inside the stage and recomputation included."""
+        forward: Number = 0.0
+        backward: Number = 0.0
+        for kind, mode, count in stage.layers:
+            layer, inner = self.work.compute.kinds[kind], sum(self.inner[kind].values()) / 2
+            forward += count * (layer.forward + inner)
+            backward += count * (layer.backward + layer.recompute_s(mode) + inner)
+        if stage.first:
+            forward += self.tensor.first
+        if stage.last:
+            forward += self.work.compute.loss[0] + self.tensor.last / 2
+            backward += self.work.compute.loss[1] + self.tensor.last / 2
+        return forward, backward
+
+    # ---------------------------------------------------------------------------------- the step
+
+    @cached_property
+    def transfers(self) -> Number:
+        """Exposed seconds of transfers between stages."""
+        par, work = self.parallel, self.work
+        if par.pp == 1:
+            return 0.0
+        once = transfer_seconds(work.model, par, work.train, work.rate, self.paths)
+        return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
+
+    @cached_property
+    def _sent(self) -> list[Number]:
+        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline rank."""
+        work, found = self.work, dict[tuple[int, int], Number]()
+        for held in work.held:
+            if held not in found:
+                found[held] = gradient_seconds(held, self.parallel, work.train, work.rate, work.software, self.paths)
+        return [found[held] for held in work.held]
+
+    @cached_property
+    def gradients(self) -> Number:
+        """Exposed seconds of them, of the rank that waits longest."""
+        work, par, found = self.work, self.parallel, dict[tuple[float, float], Number]()
+        for sent, seconds in zip(self._sent, self.ranks, strict=True):
+            key = value_of(sent), value_of(seconds)
+            if key not in found:
+                found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
+        return max(found.values(), key=value_of)
+
+    @cached_property
+    def constant(self) -> Number:
+        """Seconds of optimizer and network that are the same wherever the ranks are."""
+        return constant_seconds(self.parallel, self.work.rate, max(map(sum, self.work.held)), self.work.nodes)
+
+    @cached_property
+    def outside(self) -> Number:
+        """Seconds of the step outside the pipeline."""
+        return self.transfers + self.gradients + self.constant
+
+    @cached_property
+    def factor(self) -> Number:
+        return step_factor(self.work.rate, self.work.nodes)
+
+    @property
+    def never_idle(self) -> bool:
+        return self.work.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
+
+    @cached_property
+    def span(self) -> tuple[Number, float]:
+        """(seconds from the first forward to the last backward, idle / busy). May simulate the schedule."""
+        par = self.parallel
+        if self.never_idle:
+            return par.micro_batches * self.ranks[self.slowest], 0.0
+        forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
+        span, idle = span_seconds(par, forward, backward)
+        # the span is proportional to the slowest rank where that rank's time changes
+        return scaled_like(span, self.ranks[self.slowest]), idle
+
+    @cached_property
+    def step_s(self) -> Number:
+        return (self.span[0] + self.outside) * self.factor
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        """Seconds that the schedule takes at least for the sake of each pipeline rank.
+
+        It waits until a micro-batch has come through the stages ahead of it, then does all of its work; where backward
+        is whole, the last gradient goes back through those stages.
+        """
+        ahead, total, whole = [0.0], 0.0, not splits_backward(self.parallel)
+        if self.never_idle:
+            return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
+        for forward, backward in self.stages:
+            total += value_of(forward) + (value_of(backward) if whole else 0.0)
+            ahead.append(total)
+        firsts, m = map(min, rank_stages(self.parallel)), self.parallel.micro_batches
+        return [ahead[first] + m * value_of(seconds) for first, seconds in zip(firsts, self.ranks, strict=True)]
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Lower bound of `step_s` that needs no simulation."""
+        return self._least(max(self._ends), value_of(self.gradients))
+
+    def bound_over(self, inner_known: bool) -> float:
+        """Lower bound of the step with any paths that are no cheaper than these.
+
+        A rank that takes longer hides more of its gradients; but where it takes longer than `span`, the step does too.
+        inner_known: the paths of communication inside a stage are these, so no rank takes longer.
+        """
+        work, par, span, longest = self.work, self.parallel, value_of(self.span[0]), 0.0
+        for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
+            slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
+            shown = exposed_gradients(sent, par, work.rate, work.software, seconds + slack)
+            longest = max(longest, value_of(shown))
+        return self._least(span, longest)
+
+    def _least(self, span: float, gradients: float) -> float:
+        outside = gradients + value_of(self.transfers) + value_of(self.constant)
+        return (span + outside) * value_of(self.factor) * (1 - EQUAL)
+
+    @cached_property
+    def exposed(self) -> dict[str, Number]:
+        """Communication that no compute hides, by axis, in seconds per step, of the slowest rank."""
+        par, m = self.parallel, self.parallel.micro_batches
+        result: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+        for stage in rank_stages(par)[self.slowest]:
+            held = self.work.stages[stage]
+            for kind, _, count in held.layers:
+                for axis, seconds in self.inner[kind].items():
+                    result[axis] += m * count * seconds
+            result["tp"] += m * (held.first * self.tensor.first + held.last * self.tensor.last)
+        copies = copies_of(par)
+        result = {axis: seconds * self.factor / copies for axis, seconds in result.items()}
+        return result | {"pp": self.transfers * self.factor, "dp": self.gradients * self.factor}
+
+    def terms(self) -> dict[str, Number]:
+        """Seconds of the step by term; they sum to `step_s`."""
+        par, m, work = self.parallel, self.parallel.micro_batches, self.work
+        result: dict[str, Number] = {}
+
+        def add(name: str, seconds: Number) -> None:
+            result[name] = result.get(name, 0.0) + seconds
+
+        scale = self.factor * m / copies_of(par)
+        for at in rank_stages(par)[self.slowest]:
+            stage = work.stages[at]
+            for kind, mode, count in stage.layers:
+                layer = work.compute.kinds[kind]
+                for name, seconds in layer.terms.items():
+                    add(name, count * seconds * scale)
+                add("recompute", count * layer.recompute_s(mode) * scale)
+            if stage.last:
+                add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
+        for axis, seconds in self.exposed.items():
+            add(axis, seconds)
+        add("bubble", (self.span[0] - m * self.ranks[self.slowest]) * self.factor)
+        add("optimizer", (self.outside - self.transfers - self.gradients) * self.factor)
+        return {name: seconds for name, seconds in result.items() if value_of(seconds) != 0.0}
 
 
-def assemble(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> tuple[float, float, float]:
-    """(step seconds, bubble seconds of the slowest rank, bubble ratio = idle / busy over the pipeline)."""
-    m = parallel.micro_batches
-    # tp, cp and ep are on the path of every micro-batch and stage; a third of it in forward
-    inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / m / parallel.vpp
-    forward = [stage.forward + inner / 3 for stage in work.stages]
-    backward = [stage.backward + inner * 2 / 3 for stage in work.stages]
-    span, idle = span_seconds(parallel, forward, backward)
-    slowest = max(work.ranks) + inner * parallel.vpp
-    step = span + exposed["pp"] + exposed["dp"] + work.optimizer_s
-    return step, max(0.0, span - m * slowest), idle
+def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:
+    """Seconds of the optimizer on the fullest rank, which holds `parameters`, and of a slow network."""
+    replicas = par.dp * par.ep * par.cp
+    total = optimizer_seconds(parameters, replicas if par.zero else 1, rate)
+    return total + rate.slow_fabric_s * sqrt(replicas) if nodes > 1 else total
 
 
-def step_lower_bound(work: Work, exposed: Mapping[str, float], parallel: Parallel) -> float:
-    """Lower bound of the step seconds of `assemble` that needs no simulation.
-
-    Each rank waits until a micro-batch has come through the stages ahead of it, then does all of its work.
-    """
-    inner = sum(exposed[axis] for axis in ("tp", "cp", "ep")) / parallel.micro_batches
-    m, each = parallel.micro_batches, inner / parallel.vpp / 3
-    span = max(
-        ahead + stages * each + m * (rank + inner) for (ahead, stages), rank in zip(work.ahead, work.ranks, strict=True)
-    )
-    return (span + exposed["pp"] + exposed["dp"] + work.optimizer_s) * (1 - EQUAL)
+def step_factor(rate: Rates, nodes: int) -> Number:
+    """Jitter of many nodes, and what is left of the software's family."""
+    return (1.0 + rate.nodes * log2(nodes)) * rate.family
 
 
-def predict(work: Work, exposed: Mapping[str, float], parallel: Parallel, outside: Container[str] = ()) -> Time:
+def predict(cost: StepCost, sd: float = 0.0, profile: str = "", outside: Container[str] = ()) -> Time:
     """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in `limited_by`."""
-    step, bubble, _ = assemble(work, exposed, parallel)
-    compute = parallel.micro_batches * max(work.ranks) + work.optimizer_s
+    work, par = cost.work, cost.parallel
+    step = value_of(cost.step_s)
+    exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}
+    terms = {name: value_of(seconds) for name, seconds in cost.terms().items()}
+    bubble = max(0.0, terms.get("bubble", 0.0))
+    compute = sum(seconds for name, seconds in terms.items() if name not in exposed and name != "bubble")
     return Time(
         step_s=step,
         compute_s=compute,
-        exposed_comm_s=dict(exposed),
+        exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
         bubble_ratio=bubble / step,
-        limited_by=_limited_by(step, compute, bubble, exposed, parallel, outside),
+        limited_by=_limited_by(step, compute, bubble, exposed, par, outside),
+        sd=sd,
+        terms=terms,
+        software=work.software.name,
+        profile=profile,
     )
 
 
@@ -152,16 +335,3 @@ def _limited_by(
         return f"the pipeline bubble ({share:.0%} of the step): fewer micro-batches than stages; raise the global batch"
     inside = ", so that its groups stay inside one NVLink domain" if worst in ("tp", "ep") and worst in outside else ""
     return f"{ADVICE[worst]}{inside} ({share:.0%} of the step)"
-
-
-def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
-    """The pipeline of a plan, simulated: start and end in seconds of every action of its first micro-batches."""
-    par, train = plan.parallel, plan.job.train
-    rate = rates(plan.cluster, profile_of(plan.cluster), train.precision)
-    work = step_work(plan.model, par, train, rate)
-    exposed = plan.time.exposed_comm_s
-    inner = sum(exposed.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / par.micro_batches / par.vpp
-    forward = tuple(stage.forward + inner / 3 for stage in work.stages)
-    half = tuple((stage.backward + inner * 2 / 3) / 2 for stage in work.stages)
-    shown = None if par.schedule == TABLE else min(par.micro_batches, most_micro_batches)
-    return simulate(schedule_of(par, shown), Costs(forward, half, half))

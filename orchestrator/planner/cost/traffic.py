@@ -1,6 +1,6 @@
 """Communication of one optimizer step by axis: operations, message sizes, counts, and what compute may hide them.
 
-It does not depend on where the ranks are: the same list is costed for every placement. Bytes are of the busiest stage.
+It does not depend on where the ranks are: the same list is costed for every placement.
 Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section 4.2) for tensor and
 sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv
 2310.01889) for ring attention; Lepikhin et al. (GShard, arXiv 2006.16668) for expert all-to-all.
@@ -29,6 +29,7 @@ from orchestrator.planner.model.layers import (
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
 from .collective import sent_bytes
+from .software import Software
 
 #: Compute that can hide a series of operations: none, the attention core (ring attention), the backward of the last
 #: micro-batch (gradient buckets), or all of it (weights gathered ahead).
@@ -51,9 +52,7 @@ class Traffic(Struct, frozen=True):
     operation: Operation
     size: float
     count: float
-    window: Window = "none"
-    members: int = 1
-    overlap: Overlap = ""
+    members: int
 
     @property
     def sent_bytes(self) -> float:
@@ -89,61 +88,82 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     ]
 
 
-def step_traffic(model: Model, parallel: Parallel, train: Train) -> list[Traffic]:
-    """All communication of one step on the busiest pipeline rank."""
-    width = DTYPE_BYTES[train.precision]
+def step_traffic(model: Model, parallel: Parallel, train: Train, software: Software) -> list[list[Traffic]]:
+    """All communication of one step, of every pipeline rank."""
     held = rank_parameters(model, parallel)
-    busiest = held.index(max(held, key=sum))
-    stages = [stage_range(parallel, stage) for stage in rank_stages(parallel)[busiest]]
+    seen: dict[tuple[object, ...], list[Traffic]] = {}
+    result = []
+    for stages, parameters in zip(rank_stages(parallel), held, strict=True):
+        parts = [stage_range(parallel, stage) for stage in stages]
+        moe = sum(dense_and_moe(model, part.start, part.stop)[1] for part in parts)
+        key = sum(map(len, parts)), moe, end_shares(parallel, stages), parameters
+        if key not in seen:
+            seen[key] = _rank_traffic(model, parallel, train, software, *key)
+        result.append(seen[key])
+    return result
+
+
+def _rank_traffic(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    software: Software,
+    held: int,
+    moe: int,
+    ends: tuple[float, float],
+    parameters: tuple[int, int],
+) -> list[Traffic]:
+    """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters: (dense, expert)."""
+    width = DTYPE_BYTES[train.precision]
     copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
-    layers = sum(map(len, stages)) / copies
+    layers, m = held / copies, parallel.micro_batches
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     hidden_bytes = tokens * model.hidden * width
-    recomputed = recomputed_share(parallel, train)
-    m = parallel.micro_batches
+    recomputed = recomputed_share(parallel, train, software)
     result: list[Traffic] = []
 
-    def add(
-        axis: Axis,
-        operation: Operation,
-        size: float,
-        count: float,
-        window: Window = "none",
-        varying: Sequence[Axis] = (),
-        overlap: Overlap = "",
-    ) -> None:
+    def add(axis: Axis, operation: Operation, size: float, count: float, varying: Sequence[Axis] = ()) -> None:
         varying = varying or (axis,)
         n = 1
         for name in varying:
             n *= getattr(parallel, name)
         if n > 1 and size > 0 and count > 0:
-            result.append(Traffic(axis, tuple(varying), operation, size, count, window, n, overlap))
+            result.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
-    for operation, overlap, count in tensor_operations(parallel, recomputed):
-        add("tp", operation, hidden_bytes, count * layers * m, overlap=overlap)
-    first, last = end_shares(parallel, rank_stages(parallel)[busiest])
-    for operation, overlap, count in vocabulary_operations(parallel, first, last):
-        add("tp", operation, hidden_bytes, count * m, overlap=overlap)
+    for operation, _, count in tensor_operations(parallel, recomputed):
+        add("tp", operation, hidden_bytes, count * layers * m)
+    first, last = ends
+    for operation, _, count in vocabulary_operations(parallel, first, last):
+        add("tp", operation, hidden_bytes, count * m)
     add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, last * m)  # the loss: two fp32 numbers per token and rank
 
-    for operation, size, count, window in context_parallel_operations(model, parallel, train, recomputed):
-        add("cp", operation, size, count * layers * m, window)
+    for operation, size, count, _ in context_parallel_operations(model, parallel, train, recomputed):
+        add("cp", operation, size, count * layers * m)
 
-    if model.moe is not None:
-        moe_layers = sum(dense_and_moe(model, part.start, part.stop)[1] for part in stages) / copies
-        routed = hidden_bytes * model.moe.top_k / (parallel.tp if parallel.sp else 1)
-        add("ep", "all_to_all", routed, 2 * moe_layers * m * (2 + recomputed.layer))
+    for operation, size, count in expert_operations(model, parallel, train, recomputed):
+        add("ep", operation, size, count * moe / copies * m)
 
     boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
     add("pp", "p2p", boundary, m * sends_per_micro_batch(parallel))
 
-    dense, experts = held[busiest]
-    grad_width = DTYPE_BYTES[train.grad_dtype]
+    dense, experts = parameters
+    grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
     sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
-    for parameters, varying in sharing:
-        for operation, size, count, window in gradient_operations(parameters, parallel, width, grad_width):
-            add("dp", operation, size, count, window, varying)
+    for count_of, varying in sharing:
+        for operation, size, count, _ in gradient_operations(count_of, parallel, width, grad_width):
+            add("dp", operation, size, count, varying)
     return result
+
+
+def expert_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
+) -> list[tuple[Operation, float, float]]:
+    """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and backward."""
+    if model.moe is None:
+        return []
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp / (parallel.tp if parallel.sp else 1)
+    routed = tokens * model.hidden * DTYPE_BYTES[train.precision] * model.moe.top_k
+    return [("all_to_all", routed, 2 * (2 + recomputed.layer))]
 
 
 def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[TensorOperation]:
@@ -219,13 +239,15 @@ class RecomputedShare(NamedTuple):
     core: float  # attention, with its communication of keys and values (context parallelism)
 
 
-def recomputed_share(parallel: Parallel, train: Train) -> RecomputedShare:
-    """Selective recomputation keeps neither gathered inputs nor attention over other ranks' keys."""
+def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
+    """This trainer's selective recomputation keeps neither gathered inputs nor attention over other ranks' keys."""
     if train.recompute == "budget":
         modes = train.recompute_layers or ["full"]
         full, selective = (modes.count(mode) / len(modes) for mode in ("full", "selective"))
     else:
         full, selective = float(train.recompute == "full"), float(train.recompute == "selective")
+    if software.selective != "orch":
+        selective = 0.0
     return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1))
 
 

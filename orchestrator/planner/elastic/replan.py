@@ -17,6 +17,7 @@ from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.placement.axis_order import CostContext, axis_placement, solve
 from orchestrator.planner.placement.node_placement import certified, place_job
 from orchestrator.planner.placement.rank_assignment import assign_ranks
+from orchestrator.planner.plan_cost import context_of
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
@@ -31,7 +32,7 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
         raise OrchError(
             f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
         )
-    context, certificate = place_job(CostContext(cluster, plan.model, plan.job.train), plan.parallel)
+    context, certificate = place_job(context_of(plan, cluster=cluster), plan.parallel)
     return _placed(plan, context, certificate)
 
 
@@ -41,7 +42,7 @@ def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
     `cluster` has each new node at the index of the node that it replaces, so all other ranks stay on their nodes, with
     their caches and the state in their memory.
     """
-    context = CostContext(cluster, plan.model, plan.job.train)
+    context = context_of(plan, cluster=cluster)
     order = plan.parallel.order
     context, certificate = place_job(context, plan.parallel, order, move=False)
     return _placed(plan, context, certificate, order)

@@ -5,9 +5,9 @@ States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the re
 
 from __future__ import annotations
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Recompute, Train
+from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
 from orchestrator.planner.model.stages import rank_stages
@@ -155,22 +155,3 @@ def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:
         "reserved": allocated * recipe.fragmentation,
         "process": float(memory.total),
     }[kind]
-
-
-def least_recompute(
-    cluster: Cluster,
-    model: Model,
-    parallel: Parallel,
-    train: Train,
-    recipe: Recipe = ORCH,
-    matmul: str = "",
-    expert_shards: int = 0,
-) -> Recompute:
-    """The recomputation mode with the least work whose memory fits: what a report that does not say may have used."""
-    modes: tuple[Recompute, ...] = ("none", "selective")
-    for mode in modes:
-        tried = structs.replace(train, recompute=mode)
-        accounts = memory_by_pp_rank(cluster, model, parallel, tried, recipe, matmul, expert_shards)
-        if all(account.total <= account.capacity for account in accounts):
-            return mode
-    return "full"

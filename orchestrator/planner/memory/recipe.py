@@ -85,7 +85,7 @@ _EARLY = structs.replace(_MEGATRON, fused_attention=False, dropout=True)
 
 _LISTED = (
     ORCH,
-    structs.replace(_PYTORCH, kernels=_EAGER, sd=0.23),  # software that nobody knows; sd: all six sources so
+    structs.replace(_PYTORCH, kernels=_EAGER, sd=0.15),  # software that nobody knows
     # sharded fp32 weights, gradients and moments: 16 bytes (PyTorch FSDP, arXiv 2304.11277)
     structs.replace(_PYTORCH, name="fsdp", kernels=_EAGER, gradient=4, whole_gradients=True),
     # LLM-Foundry of 2023: fused cross-entropy overwrites the 16-bit logits with their gradient
@@ -94,7 +94,11 @@ _LISTED = (
     ),
     # gradients in 16 bits as autograd makes them, and their fp32 sum; values are views of the fused projection's output
     structs.replace(
-        _PYTORCH, name="nanotron", kernels=structs.replace(_EAGER, copied_heads=True), gradient=4, more_gradient=2
+        _PYTORCH,
+        name="nanotron",
+        kernels=structs.replace(_EAGER, copied_heads=True, keep_gathered=False),
+        gradient=4,
+        more_gradient=2,
     ),
     structs.replace(_PYTORCH, name="megatron", kernels=_MEGATRON, narrow=True),  # Megatron-LM's table: 2 + 4 + 12
     # DeepSeek-V3's own: moments in bf16 (arXiv 2412.19437, section 3.3.3)

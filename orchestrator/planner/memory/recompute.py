@@ -11,8 +11,11 @@ from msgspec import structs
 
 from orchestrator.plan import document as doc
 from orchestrator.plan.document import Cluster, Model, Parallel, Train
-from orchestrator.planner.cost.compute import layer_seconds, rates
-from orchestrator.planner.cost.profile import profile_of
+from orchestrator.planner.cost.compute import layer_seconds
+from orchestrator.planner.cost.dual import value_of
+from orchestrator.planner.cost.profile import shipped
+from orchestrator.planner.cost.rates import rates
+from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.stages import rank_stages, stage_range
 
@@ -69,11 +72,11 @@ def _cheapest(
     """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
     if not layers:
         return []
-    rate = rates(cluster, profile_of(cluster), train.precision)
-    layer = layer_seconds(model, layers[-1], parallel, train, rate)
+    rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
+    layer = layer_seconds(model, layers[-1], parallel, train, rate, SOFTWARE["orch"])
     many = len(layers)
     choices = sorted(
-        (full * layer.forward + selective * layer.selective, full, selective)
+        (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
         for full in range(many + 1)
         for selective in range(many + 1 - full)
     )

@@ -14,30 +14,25 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from orchestrator.plan.cluster import NVLINK, SELF
-from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Model, Parallel, Time, Train
+from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Matmul, Model, Parallel, Time, Train
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.collective import PATTERN
-from orchestrator.planner.cost.compute import Rates, rates
+from orchestrator.planner.cost.communication import PathKey
+from orchestrator.planner.cost.compute import Compute, micro_batch_compute
+from orchestrator.planner.cost.dual import Number, value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path
-from orchestrator.planner.cost.profile import Profile, profile_of
-from orchestrator.planner.cost.step_time import (
-    PathKey,
-    Work,
-    assemble,
-    exposed_seconds,
-    predict,
-    step_lower_bound,
-    step_work,
-)
+from orchestrator.planner.cost.profile import Profile, shipped
+from orchestrator.planner.cost.rates import Rates, rates
+from orchestrator.planner.cost.software import SOFTWARE, Software
+from orchestrator.planner.cost.step_time import StepCost, Work, predict, step_work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 
 from .group_packing import domain_node_orders
@@ -70,26 +65,26 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
     return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
 
 
-@dataclass(frozen=True)
 class Candidate:
     """One nesting order and its cost."""
 
-    order: tuple[Axis, ...]
-    paths: dict[PathKey, Path]
-    exposed: dict[str, float]  # exposed communication by axis, seconds per step
-    work: Work
-    parallel: Parallel
-    nodes: tuple[int, ...] = ()  # the node in each slot; empty: the cluster's first nodes in their order
+    def __init__(self, order: tuple[Axis, ...], paths: dict[PathKey, Path], work: Work, nodes: tuple[int, ...] = ()):
+        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order."""
+        self.order, self.paths, self.work, self.nodes = order, paths, work, nodes
 
     @cached_property
+    def cost(self) -> StepCost:
+        return StepCost(self.work, self.paths)
+
+    @property
     def step_s(self) -> float:
         """Seconds of one step. May simulate a pipeline, so it is computed only where needed."""
-        return assemble(self.work, self.exposed, self.parallel)[0]
+        return value_of(self.cost.step_s)
 
-    @cached_property
+    @property
     def lower_bound_s(self) -> float:
         """Lower bound of `step_s`, without simulation."""
-        return step_lower_bound(self.work, self.exposed, self.parallel)
+        return self.cost.lower_bound_s
 
     def worst_level(self, axis: Axis) -> str:
         return self.paths[(axis,), "ring"].worst_level
@@ -101,8 +96,8 @@ class Candidate:
 class PathCache:
     """Paths on one cluster, each computed once: axes with equal strides and sizes have equal groups."""
 
-    def __init__(self, cluster: Cluster, profile: Profile):
-        self.fabric = Fabric(cluster, profile)
+    def __init__(self, cluster: Cluster):
+        self.fabric = Fabric(cluster)
         self._seen: dict[tuple[object, ...], Path] = {}
         self.nodes: tuple[int, ...] = ()  # the node in each slot, where that is not the cluster's order
 
@@ -124,24 +119,28 @@ class PathCache:
         return self._seen[slot]
 
 
+def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
+    """What paths the communication of all pipeline ranks takes."""
+    ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
+    return {(item.varying, PATTERN[item.operation]) for items in ranks for item in items}
+
+
 def candidates(
     path_cache: PathCache,
     parallel: Parallel,
-    traffic: Sequence[Traffic],
+    traffic: Sequence[Sequence[Traffic]],
     work: Work,
     only: Sequence[Axis] | None = None,
 ) -> list[Candidate]:
     """Every nesting order with its cost, the default order first; or just the order `only`."""
     sizes = degrees(parallel)
-    wanted: dict[PathKey, bool] = {(item.varying, PATTERN[item.operation]): True for item in traffic}
+    # only virtual stages send from the last rank to the first
+    wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
     wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
-    if (("pp",), "chain") in wanted:
-        wanted[("pp",), "chain"] = parallel.vpp > 1  # only virtual stages send from the last rank to the first
     result = []
     for order in [tuple(only)] if only else orders(sizes):
         paths = {key: path_cache.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
-        exposed = exposed_seconds(traffic, paths, work, parallel.pp)
-        result.append(Candidate(order, paths, exposed, work, parallel, path_cache.nodes))
+        result.append(Candidate(order, paths, work, path_cache.nodes))
     return result
 
 
@@ -166,21 +165,23 @@ def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
     return min(rest, key=height)  # the first of equals: nearest to the default
 
 
-def axis_placement(candidate: Candidate, traffic: Sequence[Traffic]) -> dict[str, AxisPlacement]:
+def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -> dict[str, AxisPlacement]:
     """By axis: the worst level that its groups cross, and bytes per step that its busiest rank sends, by level.
 
     "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
     """
     result: dict[str, AxisPlacement] = {}
     for axis in AXES:
-        by_level: dict[str, float] = {}
-        worst = candidate.worst_level(axis)
-        for item in traffic:
-            if item.axis == axis:
-                path = candidate.paths[item.varying, PATTERN[item.operation]]
-                for level, share in path.share.items():
-                    by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
-        result[axis] = AxisPlacement(worst_level=worst, bytes_per_step_by_level=by_level)
+        busiest: dict[str, float] = {}
+        for rank in traffic:
+            by_level: dict[str, float] = {}
+            for item in rank:
+                if item.axis == axis:
+                    path = candidate.paths[item.varying, PATTERN[item.operation]]
+                    for level, share in path.share.items():
+                        by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+            busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
+        result[axis] = AxisPlacement(worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest)
     return result
 
 
@@ -194,15 +195,56 @@ def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
 class CostContext:
     """One model on one cluster: what the costs of all layouts share, computed once."""
 
-    def __init__(self, cluster: Cluster, model: Model, train: Train, path_cache: PathCache | None = None):
-        """`path_cache`: the cluster's, if there is one already."""
-        self.cluster, self.model, self.train = cluster, model, train
-        self.profile: Profile = profile_of(cluster)
-        self.path_cache = path_cache or PathCache(cluster, self.profile)
-        self.rate: Rates = rates(cluster, self.profile, train.precision)
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model,
+        train: Train,
+        path_cache: PathCache | None = None,
+        *,
+        matmul: Matmul = "",
+        software: Software = SOFTWARE["orch"],
+        profile: Profile | None = None,
+        **job: Any,
+    ):
+        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as `rates` takes them."""
+        self.cluster, self.model, self.train, self.software = cluster, model, train, software
+        self.matmul, self.profile, self.job = matmul, profile or shipped(), job
+        self.path_cache = path_cache or PathCache(cluster)
+        self.rate: Rates = self.rates(self.profile.values)
         self.level_names = [level.name for level in cluster.levels]
         self._parts: dict[tuple[int, int], list[PathCache]] = {}
         self._placed = False
+        self._compute: dict[tuple[object, ...], Compute] = {}
+        #: the training keys with each recomputation mode
+        self.trains = {mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")}
+
+    def rates(self, values: Mapping[str, Number]) -> Rates:
+        return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **self.job)
+
+    def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
+        """The same job on another cluster."""
+        options: dict[str, Any] = {"matmul": self.matmul, "software": self.software, "profile": self.profile}
+        return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
+
+    def training(self, train: Train) -> CostContext:
+        """The same job with its training keys resolved."""
+        other = copy.copy(self)
+        other.train = train
+        return other
+
+    def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
+        per_node = self.cluster.gpus_per_node
+        compute = None if rate else self.compute(parallel)
+        return step_work(self.model, parallel, train, rate or self.rate, self.software, per_node, compute)
+
+    def compute(self, parallel: Parallel) -> Compute:
+        """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""
+        tokens, ring = parallel.micro_batch_size / parallel.cp, parallel.cp_method == "ring"
+        key = parallel.tp, parallel.ep, parallel.sp, tokens, parallel.cp if ring else min(parallel.cp, 2)
+        if key not in self._compute:
+            self._compute[key] = micro_batch_compute(self.model, parallel, self.train, self.rate, self.software)
+        return self._compute[key]
 
     def placed(self) -> CostContext:
         """The same context for a job whose nodes are chosen: the first ones of the cluster."""
@@ -227,7 +269,7 @@ class Solution(NamedTuple):
 
     parallel: Parallel
     best: Candidate
-    traffic: list[Traffic]
+    traffic: list[list[Traffic]]
     time: Time
 
 
@@ -239,10 +281,11 @@ def solve(
     `train`: where its recompute is not the context's.
     """
     train = train or context.train
-    traffic = step_traffic(context.model, parallel, train)
-    work = step_work(context.model, parallel, train, context.rate)
+    traffic = step_traffic(context.model, parallel, train, context.software)
+    work = context.work(parallel, train)
     found = [one for part in context.parts(parallel) for one in candidates(part, parallel, traffic, work, only)]
     best = choose(found, context.level_names)
     parallel = structs.replace(parallel, order=list(best.order))
     outside = [axis for axis in AXES if best.outside_nvlink(axis)]
-    return Solution(parallel, best, traffic, predict(work, best.exposed, parallel, outside))
+    time = predict(best.cost, profile=context.profile.label, outside=outside)
+    return Solution(parallel, best, traffic, time)

@@ -2,68 +2,86 @@
 
 For every axis: its groups need a certain number of nodes each; where not all of them fit under switches of a tier, at
 least one crosses the next tier and pays its rate and latency. Congestion counts only at the nodes' own NICs, whose load
-does not depend on the placement.
+does not depend on the placement. A bound path has no more seconds on NVLink and none more on the network than any real
+one; where a group may lie on either, its seconds are NVLink's, or fewer where the network were faster. So
+the bound holds whatever share of either link the software reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from orchestrator.plan.document import Axis, Parallel
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.cost.collective import PATTERN
+from orchestrator.planner.cost.communication import PathKey
+from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
-from orchestrator.planner.cost.step_time import Work, assemble, exposed_seconds
-from orchestrator.planner.cost.traffic import Traffic
+from orchestrator.planner.cost.rates import Rates
+from orchestrator.planner.cost.step_time import INNER, StepCost, Work
 
 from .axis_order import group_members
 
 
 def placement_lower_bound(
-    fabric: Fabric, order: Sequence[Axis], parallel: Parallel, traffic: Sequence[Traffic], work: Work, slots: int
+    fabric: Fabric, order: Sequence[Axis], parallel: Parallel, keys: Iterable[PathKey], work: Work
 ) -> float:
-    """Lower bound of the step in seconds, for this nesting order and any placement."""
-    sizes = degrees(parallel)
-    paths = {}
-    for item in traffic:
-        key = (item.varying, PATTERN[item.operation])
-        if key not in paths:
-            members = group_members(order, sizes, item.varying)
-            wrap = key != (("pp",), "chain") or parallel.vpp > 1
-            paths[key] = path_lower_bound(fabric, members, key[1], wrap)
-    exposed = exposed_seconds(traffic, paths, work, parallel.pp)
-    return assemble(work, exposed, parallel)[0]
+    """Lower bound of the step in seconds, for this nesting order and any placement. `keys`: of the paths it needs."""
+    sizes, ratio = degrees(parallel), nvlink_over_fabric(work.rate)
+    paths, known = {}, True
+    for key in keys:
+        wrap = key != (("pp",), "chain") or parallel.vpp > 1
+        members = group_members(order, sizes, key[0])
+        paths[key] = path_lower_bound(fabric, members, key[1], wrap, ratio)
+        if key[0][0] in INNER and len(key[0]) == 1:  # groups of one node cost the same wherever the node is
+            known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
+    return StepCost(work, paths).bound_over(known)
 
 
-def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool) -> Path:
-    """A path that costs no more than `fabric.path` of the same groups under any placement."""
+def nvlink_over_fabric(rate: Rates) -> float:
+    """The least by which the share that is reached of NVLink exceeds that of the network, for any collective."""
+    links = (rate.tensor, rate.tensor_outside, rate.ring)
+    return min(value_of(one.nvlink) / value_of(one.nic) for one in links)
+
+
+def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool, ratio: float = 1.0) -> Path:
+    """A path that costs no more than `fabric.path` of the same groups under any placement.
+
+    `ratio`: see `nvlink_over_fabric`.
+    """
     n = members.shape[1]
     if n == 1:
         return NO_PATH
     slot = members // fabric.gpus_per_node
     row = np.sort(slot, axis=1)
     spans = 1 + (row[:, 1:] != row[:, :-1]).sum(axis=1)  # nodes of each group
-    nodes = int(spans.min())
+    nodes, inside = int(spans.min()), 1.0 / float(fabric.rate[0])
     if nodes == 1:
         hop = float(fabric.latency.min())
         turn = hop * (n if wrap and pattern != "exchange" else n - 1)
-        return Path(1.0 / float(fabric.rate[0]), hop, turn, fabric.names[0], {})
+        return Path(inside, 0.0, hop, turn, fabric.names[0], {})
+    nics = max(1.0, 1.0 / fabric.nics_per_gpu)
+    nic = 1.0 / (float(fabric.rate[1:].max()) * nics)  # a GPU that sends alone
+    domain = int(fabric.gpus[0].max())
+    source, target = (slot, np.roll(slot, -1, axis=1)) if wrap else (slot[:, :-1], slot[:, 1:])
+    crossing = source != target
     # groups that share no nodes: two that share their first node share all
     count = int(np.count_nonzero(np.bincount(row[:, 0])))
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
     level = _least_level(fabric, nodes, count if even else 1)
     if level == 0:
-        return Path(1.0 / float(fabric.rate.max()), float(fabric.latency.min()), 0.0, fabric.names[0], {})
+        # inside one domain, or, where no two neighbours share a node, wholly outside: then all `u` GPUs of a domain
+        # that the job uses send out of it, a ring over at most `u` GPUs' NICs
+        alone = {"ring": nic * nics / math.sqrt(domain * nics), "chain": nic, "exchange": nic / 2}[pattern]
+        near = inside if pattern != "exchange" and not crossing.all() else min(inside, alone * ratio)
+        return Path(near, 0.0, float(fabric.latency.min()), 0.0, fabric.names[0], {})
     rate, latency = float(fabric.rate[level:].max()), float(fabric.latency[level:].min())
-    nics = max(1.0, 1.0 / fabric.nics_per_gpu)
-    domain = int(fabric.gpus[0].max())
     if pattern == "exchange":
-        outside = max(0, n - domain) / (n - 1) / (float(fabric.rate[1:].max()) * nics)
-        return Path(outside, latency, latency * (n - 1), fabric.names[level], {})
-    source, target = (slot, np.roll(slot, -1, axis=1)) if wrap else (slot[:, :-1], slot[:, 1:])
-    crossing = source != target
+        outside = max(0, n - domain) / (n - 1) * nic
+        return Path(0.0, outside, latency, latency * (n - 1), fabric.names[level], {})
+    nvlink = 0.0 if crossing.all() else inside  # two neighbours on one node
     least = int(crossing.sum(axis=1).min())  # hops between nodes; two hops of a ring reach `level`
     far = min(2 if wrap else 1, least)
     near = float(fabric.latency[0 if domain > fabric.gpus_per_node else 1 :].min())
@@ -74,7 +92,7 @@ def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool
         seconds = max(seconds, float(load.max()) / (fabric.gpus_per_node * float(fabric.rate[1:].max())))
         if pattern == "ring" and even and n % nodes == 0:
             seconds = max(seconds, nodes / (n * rate * nics))
-    return Path(seconds, latency, hops, fabric.names[level], {})
+    return Path(nvlink, seconds, latency, hops, fabric.names[level], {})
 
 
 def _least_level(fabric: Fabric, nodes: int, groups: int) -> int:

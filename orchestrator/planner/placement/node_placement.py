@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -27,10 +27,15 @@ from orchestrator.plan.domains import cut, domains_of, usable_nodes
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.collective import PATTERN
-from orchestrator.planner.cost.step_time import Work, step_work
+from orchestrator.planner.cost.dual import value_of
+from orchestrator.planner.cost.profile import Profile
+from orchestrator.planner.cost.software import software_named
+from orchestrator.planner.cost.step_time import Work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
+from orchestrator.planner.job import make_train
+from orchestrator.planner.model.layers import resolve
 
-from .axis_order import Candidate, CostContext, PathCache, candidates, orders, solve
+from .axis_order import Candidate, CostContext, PathCache, candidates, orders, path_keys, solve
 from .group_packing import distinct_node_orders, domain_node_orders, packed_node_orders
 from .lower_bound import placement_lower_bound
 
@@ -48,7 +53,7 @@ class PlacementScore(NamedTuple):
     tp_outside: bool  # tensor-parallel groups leave their NVLink domain
     ep_outside: bool
     step_s: float
-    busy_s: float  # all communication, hidden or not
+    busy_s: float  # all communication, hidden or not, of the rank that has most
     height: int  # sum over axes of the highest level that they cross
     order: int  # index of the nesting order, the default first
 
@@ -74,7 +79,7 @@ class PlacementCosts:
         self,
         path_cache: PathCache,
         parallel: Parallel,
-        traffic: Sequence[Traffic],
+        traffic: Sequence[Sequence[Traffic]],
         work: Work,
         only: Sequence[Axis] | None,
     ):
@@ -122,11 +127,14 @@ class PlacementCosts:
         return self._by_signature[pattern]
 
     def _score(self, found: Candidate, index: int) -> PlacementScore:
-        names = self.path_cache.fabric.names
-        busy = 0.0
-        for item in self.traffic:
-            path = found.paths[item.varying, PATTERN[item.operation]]
-            busy += item.count * collective.seconds(item.operation, item.size, item.members, path)
+        names, busy = self.path_cache.fabric.names, 0.0
+        for rank in {id(items): items for items in self.traffic}.values():
+            total = 0.0
+            for item in rank:
+                path = found.paths[item.varying, PATTERN[item.operation]]
+                once = collective.seconds(item.operation, item.size, item.members, path, self.work.rate.ring)
+                total += item.count * value_of(once)
+            busy = max(busy, total)
         levels = [found.worst_level(axis) for axis in AXES]
         height = sum(names.index(level) + 1 for level in levels if level in names)
         tp, ep = found.outside_nvlink("tp"), found.outside_nvlink("ep")
@@ -134,8 +142,9 @@ class PlacementCosts:
 
     def bound(self) -> float:
         """Lower bound of the step in seconds, for any placement and nesting order."""
+        keys = path_keys(self.traffic)
         return min(
-            placement_lower_bound(self.path_cache.fabric, order, self.parallel, self.traffic, self.work, self.slots)
+            placement_lower_bound(self.path_cache.fabric, order, self.parallel, keys, self.work)
             for order in self.orders
         )
 
@@ -143,7 +152,7 @@ class PlacementCosts:
 def place_nodes(
     path_cache: PathCache,
     parallel: Parallel,
-    traffic: Sequence[Traffic],
+    traffic: Sequence[Sequence[Traffic]],
     work: Work,
     only: Sequence[Axis] | None = None,
     exact: bool | None = None,
@@ -260,6 +269,15 @@ def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
     return cut(pool, usable[:nodes] if len(usable) >= nodes else range(nodes))
 
 
+def make_context(
+    config: Config, cluster: Cluster, profile: Profile | None = None, path_cache: PathCache | None = None
+) -> CostContext:
+    """What all layouts of a configuration share. `path_cache`: the cluster's, if there is one already."""
+    software, matmul = software_named(config.cost.software), config.train.matmul
+    same: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
+    return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **same)
+
+
 def place_job(
     context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, move: bool = True
 ) -> tuple[CostContext, Certificate]:
@@ -267,8 +285,8 @@ def place_job(
 
     Without `move` the nodes keep their order, but for those that stay idle, and are only certified.
     """
-    traffic = step_traffic(context.model, parallel, context.train)
-    work = step_work(context.model, parallel, context.train, context.rate)
+    traffic = step_traffic(context.model, parallel, context.train, context.software)
+    work = context.work(parallel, context.train)
     if not move:
         if context.parts(parallel) != [context.path_cache]:
             context = _moved(context, solve(context, parallel, only).best.nodes)
@@ -285,7 +303,7 @@ def _moved(context: CostContext, nodes: Sequence[int]) -> CostContext:
     """The context of the same job with its ranks on `nodes`, in this order."""
     if tuple(nodes) == tuple(range(len(nodes))):
         return context.placed()
-    return CostContext(reorder(context.cluster, nodes), context.model, context.train).placed()
+    return context.on(reorder(context.cluster, nodes)).placed()
 
 
 def certified(certificate: Certificate, step_s: float) -> Certificate:

@@ -42,6 +42,8 @@ _RELEASE = re.compile(r"(?:container|nemo|framework|bridge|release|ngc|image|tag
 _SINCE_2023 = re.compile(r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan")
 #: The first container whose MoE layers launch without waiting for the CPU.
 _MODERN_RELEASE = (26, 6)
+#: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
+_DISPATCHER_RELEASE = (26, 4)
 _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
 
@@ -82,6 +84,8 @@ def _software(facts: Facts) -> tuple[Software, str]:
         base = "megatron_2021" if old else "megatron"
     elif name == "fsdp_triton" and hopper:
         base = "fsdp"  # the Triton kernel of 2023 ran on A100
+    if name == "fsdp" and re.search(r"fms|compile|torch ?tune", words):
+        base = "fsdp_compile"
     software = SOFTWARE[base]
     traits = own_memory
     if name in ("nemo", "megatron") and base != "megatron_2021":
@@ -90,8 +94,6 @@ def _software(facts: Facts) -> tuple[Software, str]:
             said = "software of 2022: attention is not fused"
         elif not hopper:
             traits["attention"] = "flash"
-        if facts.zero == 3:
-            traits["dp_overlap"] = "fsdp"  # Megatron-FSDP
     if name == "megatron_deepspeed" and not old:
         traits["attention"] = "flash"
     if base.endswith("_2021") and not said:
@@ -126,8 +128,13 @@ def _stated(words: str, software: Software, hopper: bool) -> dict[str, object]:
         traits["elementwise"] = "eager"
     elif "compile" in words or "liger" in words:
         traits["elementwise"] = "fused"
-    graphs = re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
+    if "hybridep" in words or re.search(r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", words):
+        traits["ep_overlap"] = True
+    dropping = re.search(r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words)
+    graphs = dropping or "hybridep" in words or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
     release = _RELEASE.search(words)
+    if release and (int(release[1]), int(release[2])) >= _DISPATCHER_RELEASE:
+        traits["ep_overlap"] = True
     if graphs or (release and (int(release[1]), int(release[2])) >= _MODERN_RELEASE):
         traits["host"] = "modern"
     if re.search(r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap", words):

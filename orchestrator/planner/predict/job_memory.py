@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from orchestrator.plan.document import Memory, Recompute, Train
-from orchestrator.planner.memory.rank_memory import as_measured, least_recompute, memory_by_pp_rank
+from orchestrator.planner.memory.rank_memory import as_measured, memory_by_pp_rank
 from orchestrator.planner.memory.recipe import Recipe, adapters_only, measured_kind, recipe_for
 
 from .rows import Job
@@ -32,21 +32,48 @@ def job_memory(job: Job) -> JobMemory:
         assumed.append(f"peak_mem_gib: {kind}")
     cluster, model, par = job.cluster, job.model, job.parallel
     if job.recompute is None:
-        mode = least_recompute(cluster, model, par, job.train, recipe, job.matmul, job.expert_shards)
-        train = structs.replace(job.train, recompute=mode)
-        assumed.append(f"recompute={mode}: the least that fits")
+        train, how = _least(job, recipe)
+        assumed.append(how)
     else:
-        train = recomputed(job.train, job.recompute, job.recompute_share, job.selective == "alternate", model.layers)
+        train = recomputed(
+            job.train, job.recompute, job.recompute_share, job.software.selective == "alternate", model.layers
+        )
     accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul, job.expert_shards)
     worst = max(accounts, key=lambda account: account.total)
     return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
+
+
+#: GPUs beside a CPU whose memory they reach fast enough for activations: recipes offload there instead of recomputing.
+_OFFLOADS = ("GB200", "GB300", "GH200")
+
+
+def _least(job: Job, recipe: Recipe) -> tuple[Train, str]:
+    """(the row's `train` with the least recomputation that fits, layer by layer; what was assumed)."""
+
+    def worst(train: Train) -> Memory:
+        accounts = memory_by_pp_rank(job.cluster, job.model, job.parallel, train, recipe, job.matmul, job.expert_shards)
+        return max(accounts, key=lambda account: account.total)
+
+    plain = structs.replace(job.train, recompute="none")
+    need = worst(plain)
+    if need.total <= need.capacity:
+        return plain, "recompute=none: fits"
+    if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
+        return plain, "recompute=none: activations in the CPU's memory"
+    full = worst(structs.replace(job.train, recompute="full"))
+    share = min(1.0, (need.total - need.capacity) / max(1, need.total - full.total))
+    layers = job.model.layers
+    share = -(-share * layers // 1) / layers
+    return recomputed(
+        job.train, "full", share, False, layers
+    ), f"recompute=full in {share:.0%} of the layers: the least"
 
 
 def job_recipe(job: Job) -> Recipe:
     """The recipe of a row's software, with what selective recomputation means there."""
     recipe = recipe_for(job.software)
     if recipe.kernels is not None:
-        recipe = structs.replace(recipe, kernels=structs.replace(recipe.kernels, selective=job.selective))
+        recipe = structs.replace(recipe, kernels=structs.replace(recipe.kernels, selective=job.software.selective))
     return adapters_only(recipe) if job.task == "lora" else recipe
 
 

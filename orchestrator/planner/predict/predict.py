@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
-
-from msgspec import structs
+from typing import Any, NamedTuple
 
 from orchestrator.plan.document import AXES
-from orchestrator.planner.cost.compute import Rates
-from orchestrator.planner.placement.axis_order import CostContext, solve
+from orchestrator.planner.cost.profile import Profile, shipped
+from orchestrator.planner.placement.axis_order import CostContext, PathCache, solve
 
 from .cells import RowError
 from .job_memory import job_memory
@@ -33,28 +31,22 @@ class Prediction(NamedTuple):
         return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in self]
 
 
-def predict(rows: Iterable[Mapping[str, str]]) -> Iterator[Prediction]:
+def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -> Iterator[Prediction]:
     """A prediction for each row, in order. Rows on the same hardware share its paths."""
-    contexts: dict[tuple[object, ...], CostContext] = {}
+    paths: dict[int, PathCache] = {}
+    profile = profile or shipped()
     for number, cells in enumerate(rows, 1):
         name = (cells.get("id") or "").strip() or str(number)
         try:
             job = read_row(cells)
-            yield _one(name, job, contexts)
+            yield _one(name, job, paths, profile)
         except RowError as error:
             yield Prediction(name, None, None, None, f"error: row {number}: {error}", "")
 
 
-def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -> Prediction:
+def _one(name: str, job: Job, paths: dict[int, PathCache], profile: Profile) -> Prediction:
     par = job.parallel
-    matmul = job.matmul or job.train.precision
-    key = id(job.cluster), job.train.precision, matmul
-    if key not in contexts:  # paths and rates depend on the cluster alone; the model is set for each row
-        contexts[key] = CostContext(job.cluster, job.model, job.train)
-        contexts[key].rate = _rate(contexts[key], matmul)
-    context = contexts[key]
-    context.model, context.train = job.model, job.train
-    held = job_memory(job)
+    context, held = context_of(job, paths, profile), job_memory(job)
     solution = solve(context, par, AXES, held.train)
     tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
     assumed = "; ".join([*job.assumed, *held.assumed])
@@ -62,9 +54,11 @@ def _one(name: str, job: Job, contexts: dict[tuple[object, ...], CostContext]) -
     return Prediction(name, solution.time.step_s, tokens, held.peak_bytes / GIB, status, assumed)
 
 
-def _rate(context: CostContext, matmul: str) -> Rates:
-    """Rates of the 16-bit precision, with matrix products at that of `matmul`."""
-    kind = matmul if matmul in context.cluster.gpu.peak_flops else "fp8"
-    peak = context.cluster.gpu.peak_flops[kind]
-    reached = context.profile.gemm.get(kind, context.profile.gemm_default)
-    return structs.replace(context.rate, matmul=peak * reached)
+def context_of(job: Job, paths: dict[int, PathCache], profile: Profile) -> CostContext:
+    """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
+    cache = paths.get(id(job.cluster))
+    if cache is None:
+        cache = paths[id(job.cluster)] = PathCache(job.cluster)
+    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
+    named |= {"task": job.task, "slow_fabric": job.slow_fabric}
+    return CostContext(job.cluster, job.model, job.train, cache, **named)

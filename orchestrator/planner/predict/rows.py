@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Precision, Recompute, Train
-from orchestrator.planner.cost.software import Software
+from orchestrator.planner.cost.software import Selective, Software, with_traits
 
 from .cells import Row, RowError
 from .family import Facts, named_in, software_of
@@ -18,9 +18,6 @@ from .shapes import model_of
 from .table import PROBLEM
 
 Task = Literal["pretrain", "sft", "lora"]
-#: What "selective" recomputes: core: scores of the attention (Korthikanti et al. 2022); ops: all but some operations of
-#: a layer (torchtitan); alternate: whole layers, every second one (fms-fsdp).
-Selective = Literal["core", "ops", "alternate"]
 
 
 class Job(NamedTuple):
@@ -36,7 +33,6 @@ class Job(NamedTuple):
     mem_kind: str  # how memory was measured, in the table's words
     recompute: Recompute | None  # None: the row does not say
     recompute_share: float  # of the layers, that recompute
-    selective: Selective
     slow_fabric: bool  # a cloud's or an Ethernet network
     expert_tp: int  # ranks that share one expert
     expert_ranks: int  # `ep` of the row; `parallel.ep` is what fits the plan's axes
@@ -79,6 +75,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
         row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
     recompute, share, selective = _recompute(row, software)
+    if software.selective != selective:
+        software = with_traits(software, selective=selective)
     train = Train(
         steps=1,
         seq_len=seq_len,
@@ -100,7 +98,6 @@ def read_row(cells: Mapping[str, str]) -> Job:
         row.text("mem_kind"),
         recompute,
         share,
-        selective,
         network.slow and gpus > per_node,
         layout.expert_tp,
         layout.expert_ranks,

@@ -13,8 +13,8 @@ from orchestrator.config.schema import ModelSpec
 from orchestrator.plan import Plan
 from orchestrator.plan.schedules import build, simulate
 from orchestrator.planner.cost import collective
+from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import Fabric
-from orchestrator.planner.cost.profile import profile_of
 
 from . import published as pub
 from .rows import Plans, Row, Section
@@ -239,5 +239,5 @@ def bus_bandwidth(plans: Plans, nodes: int, size: int) -> float:
     """GB/s as nccl-tests count: 2 (n - 1) / n bytes of each byte reduced."""
     cluster = build_cluster(plans.config("cluster=h100x64", nodes=nodes).cluster)
     n = 8 * nodes
-    path = Fabric(cluster, profile_of(cluster)).path(np.arange(n).reshape(1, n) // 8, "ring", True)
-    return 2 * (n - 1) / n * size / collective.seconds("all_reduce", size, n, path) / 1e9
+    path = Fabric(cluster).path(np.arange(n).reshape(1, n) // 8, "ring", True)
+    return 2 * (n - 1) / n * size / value_of(collective.seconds("all_reduce", size, n, path)) / 1e9

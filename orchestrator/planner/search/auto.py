@@ -6,6 +6,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
+from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.placement.axis_order import CostContext
 
 from .search import NEAR, Search, SearchResult
@@ -13,19 +14,23 @@ from .search import NEAR, Search, SearchResult
 GIB = 1 << 30
 
 
-def search(config: Config, cluster: Cluster, near: float = NEAR, any_layout: bool = False) -> SearchResult:
+def search(
+    config: Config, cluster: Cluster, near: float = NEAR, any_layout: bool = False, profile: Profile | None = None
+) -> SearchResult:
     """The fastest layout that fits, and slower ones (by up to `near`) that need less memory.
 
     `any_layout`: also layouts that the bundled trainer does not run. Raises OrchError (65) when nothing fits.
     """
-    return _run(Search(config, cluster, any_layout), near)
+    return _run(Search(config, cluster, any_layout, profile), near)
 
 
-def resolve_auto(config: Config, cluster: Cluster, any_layout: bool = False) -> tuple[Config, CostContext | None]:
+def resolve_auto(
+    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+) -> tuple[Config, CostContext | None]:
     """(configuration with every degree filled in, cost context of the search or None when nothing was open)."""
     if not config.parallel.auto:
         return config, None
-    seeker = Search(config, cluster, any_layout)
+    seeker = Search(config, cluster, any_layout, profile)
     return _run(seeker, near=0.0).front[0].config, seeker.context
 
 

@@ -2,7 +2,8 @@
 
 Tensor-parallel groups lie inside one NVLink domain (a rule, unless `allow_tp_across_nvlink`), so a block of G GPUs
 holds at most G / tp members of any other group. A group with more members must leave the block; how often, over how
-many NICs and with what latency follows from that number, tier by tier.
+many NICs and with what latency follows from that number, tier by tier. What may lie inside a domain or outside gets
+NVLink's seconds, or fewer where the network were faster.
 """
 
 from __future__ import annotations
@@ -10,25 +11,61 @@ from __future__ import annotations
 from functools import cache
 
 from orchestrator.plan.cluster import NVLINK
+from orchestrator.planner.cost.communication import DENSE_REPLICAS, EXPERT_REPLICAS, PathKey
+from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
+from orchestrator.planner.cost.rates import Rates
+from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
+
+from .space import Mesh
 
 
 class BestPaths:
-    def __init__(self, fabric: Fabric, confined: bool):
+    def __init__(self, fabric: Fabric, rate: Rates, confined: bool):
         """`confined`: tensor-parallel groups stay inside their NVLink domain."""
-        self.confined = confined
+        self.confined, self.links, self.ratio = confined, rate.ring, nvlink_over_fabric(rate)
         self.blocks = [int(gpus.max()) for gpus in fabric.gpus]  # GPUs of the largest block of each tier
         self.inside = 1.0 / float(fabric.rate[0])
         self.share = 1.0 / float(fabric.rate[1:].max())  # s/byte over one GPU's share of the NICs
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
-        self.ring, self.chain = cache(self._ring), cache(self._chain)
         self.latency = [float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))]  # of this tier or above
+        self._ring, self._chain, self._exchange = cache(self.ring), cache(self.chain), cache(self.exchange)
+
+    def possible(self, mesh: Mesh, near: bool) -> bool:
+        """Whether stages can lie inside an NVLink domain (`near`); without a pipeline one nesting is enough."""
+        return mesh.pp <= self.members_in_block(mesh.tp) if near else mesh.pp > 1
+
+    def paths(self, mesh: Mesh, near: bool) -> dict[PathKey, Path]:
+        """Best paths of a mesh. near: stages lie inside an NVLink domain and leave less of it to other rings."""
+        tp, cp, ep, dp = mesh.tp, mesh.cp, mesh.ep, mesh.dp
+        sharing = mesh.pp if near else 1
+        return {
+            (("tp",), "ring"): self.tensor(tp),
+            (("cp",), "ring"): self._ring(cp, tp),
+            (("cp",), "chain"): self._chain(cp, tp),
+            (("cp",), "exchange"): self._exchange(cp, tp),
+            (("ep",), "exchange"): self._exchange(ep, tp),
+            (("pp",), "chain"): self._chain(mesh.pp, tp, near),
+            (DENSE_REPLICAS, "ring"): self._ring(cp * ep * dp, tp, sharing),
+            (EXPERT_REPLICAS, "ring"): self._ring(cp * dp, tp, sharing),
+        }
+
+    def per_byte(self, path: Path) -> float:
+        """Seconds of a byte of a ring."""
+        return max(path.nvlink_s / value_of(self.links.nvlink), path.fabric_s / value_of(self.links.nic))
 
     def members_in_block(self, tp: int, tier: int = 0) -> int:
         """Most members that a group of any axis but tp can have in one block of a tier."""
         return max(1, self.blocks[tier] // tp) if self.confined else self.blocks[tier]
 
-    def _ring(self, members: int, tp: int, sharing: int = 1) -> Path:
+    def _near(self, alone: float) -> float:
+        """Seconds on NVLink that are no more than those inside a domain, nor than `alone` on the network.
+
+        Where no hop of any ring lies inside a domain, all GPUs of a domain send out of it at once.
+        """
+        return min(self.inside, alone * self.ratio)
+
+    def ring(self, members: int, tp: int, sharing: int = 1) -> Path:
         """Best path of a ring: its members in one domain share the domain's NICs.
 
         `sharing`: members of another axis that lie in the same domain. At least one hop leaves each block that cannot
@@ -37,12 +74,6 @@ class BestPaths:
         if members == 1:
             return NO_PATH
         members_in_block = -(-self.members_in_block(tp) // sharing)
-        if members <= members_in_block:
-            per_byte = min(self.inside, self.share / members, self.own_nic)
-        elif members_in_block > 1:
-            per_byte = min(self.own_nic, max(self.inside, self.share / members_in_block))
-        else:
-            per_byte = self.own_nic
         turn, hops = 0.0, members
         for tier in range(len(self.blocks)):  # hops below a tier follow from the number of blocks that the ring visits
             room = members_in_block if tier == 0 else self.members_in_block(tp, tier)
@@ -50,16 +81,22 @@ class BestPaths:
             turn += (hops - leaving) * self.latency[tier]
             hops = leaving
         hop = self.latency[1] if members > members_in_block else self.latency[0]
-        return Path(per_byte, max(hop, self._hop(members, tp)), turn, NVLINK, {})
+        hop = max(hop, self._hop(members, tp))
+        if members <= members_in_block:
+            return Path(self._near(self.share), 0.0, hop, turn, NVLINK, {})
+        if members_in_block > 1:
+            fabric = min(self.own_nic, self.share / members_in_block)
+            return Path(self._near(self.share), fabric, hop, turn, NVLINK, {})
+        return Path(0.0, self.own_nic, hop, turn, NVLINK, {})
 
     def tensor(self, tp: int) -> Path:
         if tp == 1:
             return NO_PATH
         if not self.confined:
-            return self.ring(tp, 1)
-        return Path(self.inside, self.latency[0], tp * self.latency[0], NVLINK, {})
+            return self._ring(tp, 1)
+        return Path(self.inside, 0.0, self.latency[0], tp * self.latency[0], NVLINK, {})
 
-    def _chain(self, members: int, tp: int, near: bool = True) -> Path:
+    def chain(self, members: int, tp: int, near: bool = True) -> Path:
         """Best path to the next member, over the GPU's own NIC where that is on another node.
 
         `near`: neighbours may lie in one domain.
@@ -67,16 +104,18 @@ class BestPaths:
         if members == 1:
             return NO_PATH
         if members > self.members_in_block(tp) or not near:
-            return Path(self.own_nic, max(self.latency[1], self._hop(members, tp)), 0.0, NVLINK, {})
-        return Path(min(self.inside, self.own_nic), self.latency[0], 0.0, NVLINK, {})
+            return Path(0.0, self.own_nic, max(self.latency[1], self._hop(members, tp)), 0.0, NVLINK, {})
+        return Path(self._near(self.own_nic), 0.0, self.latency[0], 0.0, NVLINK, {})
 
     def exchange(self, members: int, tp: int) -> Path:
         """Best path of an all-to-all: bytes for members outside the domain go over its NICs."""
         if members == 1:
             return NO_PATH
         outside = max(0, members - self.members_in_block(tp)) / (members - 1)
-        per_byte = outside * min(self.share, self.own_nic) if outside else min(self.inside, self.own_nic)
-        return Path(per_byte, self._hop(members, tp), 0.0, NVLINK, {})
+        hop = self._hop(members, tp)
+        if outside:
+            return Path(0.0, outside * min(self.share, self.own_nic), hop, 0.0, NVLINK, {})
+        return Path(self._near(self.own_nic / 2), 0.0, hop, 0.0, NVLINK, {})  # in two parts: half of the bytes leave
 
     def _hop(self, members: int, tp: int) -> float:
         """Latency of the longest hop: that of the lowest tier whose blocks can hold the group."""

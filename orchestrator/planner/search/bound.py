@@ -1,8 +1,9 @@
 """Lower bounds of a layout's step time and memory, a few microseconds each.
 
-Every term is the cost model's own (`layer_cost`), with two replacements that can only lower it: each axis gets the
-best path that any nesting order could give it (`best_paths`), and the pipeline a span that no schedule can beat. So no
-layout costs less than its bound, and on a regular cluster most cost exactly that.
+Every term is the cost model's own (`LayerCost`, `cost.communication`), with two replacements that can only lower it:
+each axis gets the best path that any nesting order could give it (`BestPaths`), and the pipeline a span that no
+schedule can beat. A rank that computes longer hides more of its gradients, but no more than it computes longer, so the
+span and the gradients of a rank are bounded together. No layout costs less than its bound, and most nearly that.
 
 `MeshBound`: a mesh in one or several variants. `RecomputeBound`: with a recomputation mode. `PipelineBound`: with an
 assignment of stages to ranks as well; what is left are the schedule's name (micro-batches in flight) and the ZeRO
@@ -12,26 +13,30 @@ stage, with which `bytes_of` and `seconds_of` bound a complete layout.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 from msgspec import structs
 
 from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.compute import optimizer_seconds
-from orchestrator.planner.cost.fabric import Path
+from orchestrator.planner.cost.communication import (
+    DENSE_REPLICAS,
+    exposed_gradients,
+    gradient_seconds,
+    transfer_seconds,
+)
+from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank
-from orchestrator.planner.cost.traffic import gradient_operations
+from orchestrator.planner.cost.step_time import constant_seconds, step_factor
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.activations import logits_in_flight
 from orchestrator.planner.memory.deferred_weight_gradients import in_flight_before_input_gradient
 
 from .best_paths import BestPaths
-from .layer_cost import LayerCost
+from .layer_cost import LayerCost, StageSeconds
 from .pipeline_shapes import PipelineShape, PipelineShapes, RankShape
 from .space import Mesh
 
-ROUNDING = 1 - 1e-9  # bounds add up in another order than the model
-ENDLESS = float("inf")
+ROUNDING = (1 - EQUAL) * (1 - 1e-9)  # stages count as equal to EQUAL; bounds add up in another order than the model
 
 
 class MeshBound:
@@ -45,197 +50,169 @@ class MeshBound:
         sp_open: bool = False,
     ):
         """cp_methods: those that are open; sp_open: sequence parallelism is open too, `mesh.sp` is one of two."""
-        self.mesh, self.cost, self.shapes, self.cp_methods, self.sp_open = mesh, cost, shapes, cp_methods, sp_open
-        self.nestings = list(self._nestings(best))
+        self.mesh, self.cost, self.shapes, self.cp_methods, self.sp_open = (
+            mesh,
+            cost,
+            shapes,
+            tuple(cp_methods),
+            sp_open,
+        )
+        world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
+        same = {"pp": mesh.pp, "dp": mesh.dp, "micro_batches": mesh.micro_batches, "world_size": world}
+        self.par = structs.replace(cost.par, **same)
+        #: paths of a nesting with stages inside an NVLink domain, and of one with stages on different nodes
+        self.best, self.nestings = best, [best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)]
+        context = cost.context
+        self.overlapped = context.software.overlapped_steps  # of schedules that split backward, some are never idle
+        self.nodes = -(-self.par.world_size // context.cluster.gpus_per_node)
+        self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
+        self.transfers = [0.0 for _ in self.nestings]
+        if mesh.pp > 1:
+            job = context.model, self.par, context.train, context.rate
+            self.transfers = [value_of(transfer_seconds(*job, paths)) for paths in self.nestings]
+        #: tensor parallelism lies inside an NVLink domain, and nothing else communicates inside a stage
+        self.inner_known = mesh.cp == 1 and mesh.ep == 1 and (mesh.tp == 1 or best.confined)
         self.sharded: list[ZeroStage] = []
-        self._gradients: dict[str | None, float] = {}
 
-    def branches(self, recomputes: Iterable[str], zeros: Iterable[int], par: Parallel) -> Iterator[RecomputeBound]:
-        """One bound for each recomputation mode. `par`: the `parallel` of any layout of the same job."""
+    def branches(self, recomputes: Iterable[str], zeros: Iterable[int]) -> Iterator[RecomputeBound]:
+        """One bound for each recomputation mode."""
         if not self.sharded:
-            par = structs.replace(par, **self.mesh._asdict())
-            self.sharded = [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
+            self.sharded = [ZeroStage(self, structs.replace(self.par, zero=zero)) for zero in zeros]
         return (RecomputeBound(self, recompute) for recompute in recomputes)
 
-    def least_seconds(self, recompute: str | None = None) -> float:
-        """Lower bound of the step in seconds, for one recomputation mode (None: for all of them).
+    def least_seconds(self, recompute: str = "none") -> float:
+        """Lower bound of the step in seconds, with one recomputation mode (none: also of all others).
 
-        The work of the slowest rank, or of the rank that starts last, plus transfers between stages, exposed
-        context-parallel communication, and gradient communication that nothing can hide.
+        The work of an average rank, or of the one with most layers, or of the one that starts last, with the least that
+        its gradients can show.
         """
-        mesh, cost, shapes, m = self.mesh, self.cost, self.shapes, self.mesh.micro_batches
-        mode = cost.recompute_cost(recompute or "none")
-        work = mode.work_s / mesh.pp  # of the average rank; of equal layers some rank has the rounded-up number
-        if not cost.mixed:
-            work = max(work, -(-(cost.dense + cost.moe) // mesh.pp) * mode.slowest_s)
-        if self.sp_open:
-            inner = shapes.least * min(*mode.tensor_s, cost.other_sp[0])
-        else:
-            inner = shapes.least * min(mode.tensor_s) + (min(map(sum, cost.vocabulary_s)) if mesh.pp == 1 else 0.0)
-        if mesh.cp > 1:
-            window = 3 * shapes.most * cost.most_core
-            shown = ENDLESS
-            for method in self.cp_methods:
-                own = 0.0
-                for once, count, hides in cost.cp_communication(method, recompute or "none"):
-                    own += max(0.0, once * count * shapes.least - window * hides)
-                shown = min(shown, own)
-            inner += shown
-        transfer, busy = self.nestings[0][0], m * (work + inner)
-        span = min(
-            max(
-                busy,
-                late.before * (cost.fastest_forward if late.split else mode.fastest_s)
-                + m * (late.own * mode.fastest_s + inner),
-            )
-            + transfer * (m * late.sends + 2 * (mesh.pp - 1))
-            for late in shapes.latest_ranks
+        mesh, cost, m = self.mesh, self.cost, self.mesh.micro_batches
+        one = cost.least(recompute, self.cp_methods, self.sp_open)
+        both = [forward + backward for forward, backward in zip(one.forward, one.backward, strict=True)]
+        there = [seconds for seconds, many in zip(both, (cost.dense, cost.moe), strict=True) if many]
+        fastest, forward = (
+            min(there),
+            min(f for f, many in zip(one.forward, (cost.dense, cost.moe), strict=True) if many),
         )
-        return (span + self.gradients(recompute)) * ROUNDING
+        work = cost.dense * both[0] + cost.moe * both[1] + one.first + sum(one.last)
+        dense, experts = cost.average_params(mesh.pp)
+        shown = self._gradients(dense), self._gradients(cost.least_params)
+        span = m * work / mesh.pp + shown[0]
+        if not cost.mixed:
+            span = max(span, self.shapes.heaviest * (m * fastest + shown[1]))
+        least = float("inf")
+        for late in self.shapes.latest_ranks:
+            ahead = late.before * (forward if late.split else fastest)
+            ahead *= not (late.split and self.overlapped)
+            own = max(span, ahead + late.own * (m * fastest + shown[1]))
+            least = min(least, own + min(self.transfers) * (m * late.sends + 2 * (mesh.pp - 1)))
+        rest = value_of(constant_seconds(self._most_sharded, cost.context.rate, dense + experts, self.nodes))
+        return (least + rest) * self.factor
 
-    def gradients(self, recompute: str | None) -> float:
-        """Lower bound of exposed gradient communication of dense parameters, in seconds, for any ZeRO stage."""
-        if recompute not in self._gradients:
-            self._gradients[recompute] = self._shown(recompute)
-        return self._gradients[recompute]
+    @cached_property
+    def _most_sharded(self) -> Parallel:
+        return structs.replace(self.par, zero=1)
 
-    def _shown(self, recompute: str | None) -> float:
-        cost, mesh, m = self.cost, self.mesh, self.mesh.micro_batches
-        members = mesh.cp * mesh.ep * mesh.dp
+    def _gradients(self, parameters: float) -> float:
+        """The least that communication of gradients and weights of dense parameters shows, for any ZeRO stage."""
+        cost, members = self.cost, self.mesh.cp * self.mesh.ep * self.mesh.dp
         if members == 1:
             return 0.0
-        # at most one micro-batch's forward and backward, recomputation included, hides them
-        slowest = cost.slowest(recompute) + (4 * cost.other_sp[1] if self.sp_open else 0.0)
-        both = self.shapes.most * slowest + 3 * cost.head_s
-        seconds = min(dense.seconds_per_byte for _, dense, _ in self.nestings) * (members - 1) / members
-        seconds *= cost.busiest_params(mesh.pp, self.shapes.least)
-        weight, gradient = (width * seconds for width in cost.widths)
-        zero0, zero1 = max(0.0, 2 * gradient - both), max(0.0, gradient - both) + weight
-        scatter = max(0.0, m * (gradient - both))
-        zero3 = scatter + (weight if mesh.pp > 1 else max(0.0, m * (2 * weight - both)))
-        return min(zero0, zero1, scatter + weight, zero3)
-
-    def _nestings(self, best: BestPaths) -> Iterator[tuple[float, Path, Path]]:
-        """(seconds of a transfer between stages, ring path of dense gradients, of expert gradients).
-
-        Once with stages inside an NVLink domain, where they leave fewer GPUs of it to those rings, once with stages on
-        different nodes.
-        """
-        mesh, boundary = self.mesh, self.cost.boundary
-        dense, experts = mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp
-        for near in (True, False):
-            if near and mesh.pp > best.members_in_block(mesh.tp):
-                continue
-            transfer = collective.seconds("p2p", boundary, mesh.pp, best.chain(mesh.pp, mesh.tp, near))
-            sharing = mesh.pp if near else 1
-            yield transfer, best.ring(dense, mesh.tp, sharing), best.ring(experts, mesh.tp, sharing)
-            if mesh.pp == 1:
-                return
+        rate, (weight, gradient) = cost.context.rate, cost.widths
+        path = min(self.best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
+        shown = min(value_of(rate.dp_exposed), value_of(rate.dp_sharded))
+        return shown * parameters * min(2 * gradient, gradient + weight) * (members - 1) / members * path
 
 
 class ZeroStage:
     """State bytes and gradient communication of a mesh with one ZeRO stage."""
 
     def __init__(self, base: MeshBound, par: Parallel):
-        context, mesh, recipe, self.widths = base.cost.context, base.mesh, base.cost.recipe, base.cost.widths
-        self.par, self.replicas = par, (mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp)
-        states = [memory.param_state_bytes(replicas, par, context.train, recipe) for replicas in self.replicas]
+        self.context, self.par, mesh = base.cost.context, par, base.mesh
+        recipe = base.cost.recipe
+        self.nestings, self.nodes = base.nestings, base.nodes
+        states = [
+            memory.param_state_bytes(replicas, par, self.context.train, recipe)
+            for replicas in (mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp)
+        ]
         self.dense_bytes, self.expert_bytes = (one.params + one.grads + one.optimizer for one in states)
-        self.buffer_bytes = memory.buffers(context.model, par, context.train, context.cluster.device, recipe)
+        device = self.context.cluster.device
+        self.buffer_bytes = memory.buffers(self.context.model, par, self.context.train, device, recipe)
+        self._sent: dict[tuple[int, int], list[float]] = {}
+        self._constant: dict[int, float] = {}
 
-    def gradients(self, parameters: int, experts: bool, path: Path, windows: dict[str, float]) -> float:
-        """Exposed seconds of gradient communication, as `traffic` and `step_time.exposed_seconds` count them."""
-        members = self.replicas[experts]
-        if members == 1 or parameters == 0:
-            return 0.0
-        exposed = 0.0
-        for operation, size, count, window in gradient_operations(parameters, self.par, *self.widths):
-            exposed += _exposed(collective.seconds(operation, size, members, path), count, windows[window])
-        return exposed
+    def sent(self, held: tuple[int, int]) -> list[float]:
+        """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters."""
+        found = self._sent.get(held)
+        if found is None:
+            context = self.context
+            same = held, self.par, context.train, context.rate, context.software
+            found = self._sent[held] = [value_of(gradient_seconds(*same, paths)) for paths in self.nestings]
+        return found
+
+    def exposed(self, seconds: float, micro_batch: float) -> float:
+        return value_of(exposed_gradients(seconds, self.par, self.context.rate, self.context.software, micro_batch))
+
+    def constant(self, parameters: int) -> float:
+        if parameters not in self._constant:
+            seconds = constant_seconds(self.par, self.context.rate, parameters, self.nodes)
+            self._constant[parameters] = value_of(seconds)
+        return self._constant[parameters]
 
 
 class RecomputeBound:
     def __init__(self, base: MeshBound, recompute: str):
         self.base, self.mesh, self.cost, self.sharded = base, base.mesh, base.cost, base.sharded
-        self.recompute, self.mode = recompute, base.cost.recompute_cost(recompute)
-        self.gradients = base.gradients(recompute)
+        self.recompute = recompute
 
     def least_bytes(self) -> float:
-        """Lower bound in bytes: states of an average rank and the micro-batches that some rank must hold."""
-        cost, pp = self.cost, self.mesh.pp
-        plain, experts = cost.average_params(pp)
-        states = min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
-        kept = min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
-        tensors = states + min(self.mesh.micro_batches, pp) * self.base.shapes.least * kept
-        return cost.recipe.process_bytes(tensors) * ROUNDING
+        """Lower bound in bytes.
+
+        Some rank holds the states of an average one, and at least one micro-batch; some rank, which may hold the fewest
+        layers, as many micro-batches as there are ranks.
+        """
+        cost, pp, least = self.cost, self.mesh.pp, self.base.shapes.least
+        kept = least * min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
+        average, fewest = cost.average_params(pp), cost.fewest_params(least)
+        size = max(self._states(*average) + kept, self._states(*fewest) + min(self.mesh.micro_batches, pp) * kept)
+        return cost.recipe.process_bytes(size) * ROUNDING
+
+    def _states(self, plain: float, experts: float) -> float:
+        """With the ZeRO stage that needs least."""
+        return min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
 
     def least_seconds(self) -> float:
         return self.base.least_seconds(self.recompute)
 
 
 class PipelineBound:
-    """A branch with stages on ranks (`shape`) and backward in one layer_cost or two (`split`)."""
+    """A branch with stages on ranks (`shape`) and backward in one piece or two (`split`)."""
 
     def __init__(
         self, branch: RecomputeBound, shape: PipelineShape, split: bool, vpp: int, cp_methods: Sequence[CpMethod]
     ):
-        self.branch, self.shape, self.split, self.vpp, self.cp_methods = branch, shape, split, vpp, cp_methods
+        self.branch, self.shape, self.split, self.vpp, self.cp_methods = branch, shape, split, vpp, tuple(cp_methods)
         self.held = vpp * shape.copies  # stages of a rank
-        cost, mode, mesh, m = branch.cost, branch.mode, branch.mesh, branch.mesh.micro_batches
-        self.params = params = cost.pipeline_params(shape)
-        first, last = cost.vocabulary_s[split]
-        inner = params.layers * mode.tensor_s[split] + params.moe_layers * cost.expert_s * 2 * (
-            2 + mode.recomputed.layer
-        )
-        inner += min(first * passing + last * leaving for passing, leaving in params.ends)
-        if mesh.cp > 1:
-            core = max(rank.dense * cost.layer_s[0].core + rank.moe * cost.layer_s[1].core for rank in shape.ranks)
-            inner += min([self._cp_seconds(method, core) for method in cp_methods]) / m
-        self.backward = self.both = 0.0  # seconds of the slowest rank: the windows that hide gradients and weights
-        self.span = self._span(inner, split)
-        self.transfers = m * shape.sends + 2 * (mesh.pp - 1)
-        #: with the cheaper nesting and the ZeRO stage that exposes least; the optimizer is not in it yet
-        self.least_s = (self.span + branch.base.nestings[0][0] * self.transfers + branch.gradients) * ROUNDING
+        cost, mesh, base = branch.cost, branch.mesh, branch.base
+        self.params = cost.pipeline_params(shape)
+        one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
+        #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one micro-batch)
+        self.ranks = [self._rank(rank, one) for rank in shape.ranks]
+        sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
+        self.transfers = [once * sends for once in base.transfers]
+        self.longest = max(end for end, _ in self.ranks)
+        #: whatever the ZeRO stage
+        self.least_s = (self.longest + min(self.transfers)) * base.factor
 
-    def _cp_seconds(self, method: CpMethod, core: float) -> float:
-        """Exposed context-parallel seconds of a step. `core`: attention seconds of one micro-batch."""
-        m, seconds = self.branch.mesh.micro_batches, 0.0
-        times, window = self.params.layers * m, 3 * m * core
-        for once, count, hides in self.branch.cost.cp_communication(method, self.branch.recompute):
-            seconds += _exposed(once, count * times, window) if hides else once * count * times
-        return seconds
-
-    def _span(self, inner: float, split: bool) -> float:
-        """Lower bound of the seconds from the first forward to the last backward.
-
-        A rank starts only when a micro-batch has come through all stages ahead of it, does all of its work, and then
-        the gradients go back through those stages.
-        """
-        branch, shape, cost = self.branch, self.shape, self.branch.cost
-        m, pp = branch.mesh.micro_batches, branch.mesh.pp
-        (dense_s, moe_s), (dense_recompute, moe_recompute) = (
-            (one.forward for one in cost.layer_s),
-            branch.mode.recompute_s,
-        )
-        longest, least, most, each = 0.0, ENDLESS, 0.0, inner / self.vpp
-        for rank in shape.ranks:
-            forward = rank.dense * dense_s + rank.moe * moe_s + rank.head * cost.head_s
-            backward = 2 * forward + rank.dense * dense_recompute + rank.moe * moe_recompute
-            self.backward, self.both = max(self.backward, backward), max(self.both, forward + backward)
-            own = (forward + backward) / shape.copies + inner
-            least, most = min(least, own), max(most, own)
-            stages, dense, moe = rank.before
-            ahead = dense * dense_s + moe * moe_s
-            if split:
-                ahead += stages * each / 3
-            else:
-                ahead += 2 * ahead + dense * dense_recompute + moe * moe_recompute + stages * each
-            longest = max(longest, ahead + m * own)
-        if pp == 1:
-            return m * most
-        if not split and most <= least * (1 + EQUAL):  # where the model's closed form holds
-            longest = min(longest, least * (m + (pp - 1) / self.vpp))
-        return longest
+    def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
+        stages, dense, moe = (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
+        ahead = dense * one.forward[0] + moe * one.forward[1] + (one.first if stages else 0.0)
+        if not self.split:
+            ahead += dense * one.backward[0] + moe * one.backward[1]
+        own = rank.dense * (one.forward[0] + one.backward[0]) + rank.moe * (one.forward[1] + one.backward[1])
+        own += rank.table * one.first + rank.head * sum(one.last)
+        own /= self.shape.copies
+        return ahead + self.branch.mesh.micro_batches * own, own
 
     # ---------------------------------------------------------------------------------- of one schedule and ZeRO
 
@@ -264,25 +241,18 @@ class PipelineBound:
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
         fullest = 0.0
-        for (plain, experts), keeps in zip(self.params.held, kept, strict=True):
+        for (plain, experts), keeps in zip(self.params, kept, strict=True):
             fullest = max(fullest, plain * sharded.dense_bytes + experts * sharded.expert_bytes + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
     def seconds_of(self, sharded: ZeroStage) -> float:
         """Lower bound of the step in seconds, for any nesting order."""
-        params, m = self.params, self.branch.mesh.micro_batches
-        windows = {"none": 0.0, "backward": self.backward, "compute": m * self.both / self.shape.copies}
-        talk = min(
-            transfer * self.transfers
-            + sharded.gradients(params.dense, False, dense, windows)
-            + sharded.gradients(params.experts, True, experts, windows)
-            for transfer, dense, experts in self.branch.base.nestings
-        )
-        shards = sharded.replicas[0] if sharded.par.zero else 1
-        optimizer = optimizer_seconds(params.dense + params.experts, shards, self.branch.cost.context.rate)
-        return (self.span + talk + optimizer) * ROUNDING
-
-
-def _exposed(once: float, count: float, window: float) -> float:
-    late = once * count - once  # the last has nothing to hide behind
-    return once * count - window if window < late else once if late > 0.0 else once * count
+        base, m = self.branch.base, self.branch.mesh.micro_batches
+        least = float("inf")
+        for nesting, transfers in enumerate(self.transfers):
+            shown = 0.0  # of gradients and weights, as `StepCost` bounds them
+            for held, (end, own) in zip(self.params, self.ranks, strict=True):
+                slack = 0.0 if base.inner_known else (self.longest - end) / m
+                shown = max(shown, sharded.exposed(sharded.sent(held)[nesting], own + slack))
+            least = min(least, self.longest + shown + transfers)
+        return (least + sharded.constant(max(map(sum, self.params)))) * base.factor

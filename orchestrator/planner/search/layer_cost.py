@@ -1,32 +1,31 @@
 """Cost of one layer on one GPU, computed once for all meshes that give it equal shards and micro-batches.
 
-Every number is the cost model's own (`compute`, `traffic`, `memory`), with the cheapest path that an axis can have.
-Methods of context parallelism that divide attention evenly differ only in communication: they share a `LayerCost`.
+Every number is the cost model's own (`cost.compute`, `cost.communication`, `memory`), with the cheapest path that an
+axis can have. Methods of context parallelism that divide attention evenly differ only in communication: they share a
+`LayerCost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache, cached_property
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import CpMethod, Model, Parallel
-from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.compute import layer_seconds_by_kind, loss_seconds, overlap_seconds
-from orchestrator.planner.cost.fabric import Path
-from orchestrator.planner.cost.traffic import (
-    Overlap,
-    RecomputedShare,
-    context_parallel_operations,
-    recomputed_share,
-    tensor_operations,
-    vocabulary_operations,
+from orchestrator.planner.cost.communication import (
+    TensorSeconds,
+    context_seconds,
+    expert_seconds,
+    grad_bytes,
+    hidden_bytes,
+    tensor_seconds,
 )
+from orchestrator.planner.cost.compute import NO_LAYER
+from orchestrator.planner.cost.dual import value_of
+from orchestrator.planner.cost.traffic import recomputed_share
 from orchestrator.planner.memory import activations
-from orchestrator.planner.memory.recipe import ORCH, Recipe, kernels_of
+from orchestrator.planner.memory.recipe import Recipe, kernels_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
@@ -40,17 +39,18 @@ from orchestrator.planner.placement.axis_order import CostContext
 
 from .best_paths import BestPaths
 from .pipeline_shapes import PipelineShape, RankShape
+from .space import Mesh
+
+Pair = tuple[float, float]  # of a dense layer, of an MoE layer
 
 
-class RecomputeCost(NamedTuple):
-    """One recomputation mode. Pairs are (dense layer, MoE layer)."""
+class StageSeconds(NamedTuple):
+    """Seconds of one micro-batch through the parts of a stage, communication and recomputation included."""
 
-    recompute_s: tuple[float, float]  # seconds of forward that backward recomputes
-    recomputed: RecomputedShare
-    tensor_s: tuple[float, float]  # exposed, of a layer, forward and backward: with whole backward, with split backward
-    work_s: float  # all layers and the head, forward and backward
-    fastest_s: float  # of a layer, forward and backward
-    slowest_s: float
+    forward: Pair
+    backward: Pair
+    first: float  # token table
+    last: tuple[float, float]  # output projection and loss, (forward, backward)
 
 
 NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
@@ -81,122 +81,95 @@ def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
     )
 
 
-class PipelineParams(NamedTuple):
-    """Parameters of the pipeline ranks of one pipeline shape."""
-
-    held: list[tuple[int, int]]  # (dense, experts) of each rank of `PipelineShape.ranks`
-    dense: int  # of the busiest rank, which sends the gradients
-    experts: int
-    layers: float  # of the busiest rank, per copy of the model
-    moe_layers: float
-    ends: set[tuple[float, float]]  # `traffic.end_shares` of the busiest rank; of all where several are equal
-
-
 class LayerCost:
     """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
 
     def __init__(
-        self,
-        par: Parallel,
-        context: CostContext,
-        best: BestPaths,
-        params: ShardParams,
-        recipe: Recipe = ORCH,
-        matmul: str = "",
+        self, par: Parallel, mesh: Mesh, context: CostContext, best: BestPaths, params: ShardParams, recipe: Recipe
     ):
-        """`par`: only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
+        """`par`: of any layout of the mesh; only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
         model, train = context.model, context.train
         par = structs.replace(par, schedule="1f1b")  # a schedule that splits backward keeps no less
-        self.par, self.context, self.best, self.params, self.recipe = par, context, best, params, recipe
-        self.tokens = par.micro_batch_size * train.seq_len / par.cp
-        self.kinds = sample_layers(model)
-        self.layer_s = layer_seconds_by_kind(model, par, train, context.rate)
-        self.head_s = loss_seconds(model, par, train, context.rate)
-        self.widths = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
+        self.par, self.context, self.params, self.recipe = par, context, params, recipe
+        self.kinds, self.trains = sample_layers(model), context.trains
+        self.tokens, self.hidden = par.micro_batch_size * train.seq_len / par.cp, hidden_bytes(model, par, train)
+        self.compute = context.compute(par)
+        self.paths = best.paths(mesh, False)
+        self.widths = DTYPE_BYTES[train.precision], grad_bytes(train, context.software)
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
-        there = [one for one, layer in zip(self.layer_s, self.kinds, strict=True) if layer is not None]
-        self.fastest_forward, self.slowest_forward = (of(one.forward for one in there) for of in (min, max))
-        self.most_core = max(one.core for one in there)
-        self.kernels = kernels_of(recipe, context.cluster, model, par, matmul)
+        self.kernels = kernels_of(recipe, context.cluster, model, par, context.matmul)
         self.boundary = activations.boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
         self.loss_bytes = activations.loss_bytes(model, par, train, self.kernels)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
-        self.recompute_cost, self.activation_bytes = cache(self._recompute_cost), cache(self._activation_bytes)
-        self.cp_communication = cache(self._cp_communication)
-        self._pipeline_params: dict[tuple[str, int, int], PipelineParams] = {}
-        self._operations(best)
+        self._known: dict[tuple[object, ...], Any] = {}
+        self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
-    def _operations(self, best: BestPaths) -> None:
-        par, model, width = self.par, self.context.model, self.widths[0]
-        hidden = self.tokens * model.hidden * width
-        tensor = best.tensor(par.tp)
-        names: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-        self.tensor_s = {name: collective.seconds(name, hidden, par.tp, tensor) for name in names}
-        self.overlap_s = overlap_seconds(model, par, self.context.train, self.context.rate, self.layer_s)
-        self.pars = par, structs.replace(par, schedule="zb_h1")  # with whole backward, with split backward
-        loss = collective.seconds("all_gather", self.tokens * 2 * 4 * par.tp, par.tp, tensor)
-        #: by split of backward: exposed seconds of (first stage, last stage)
-        self.vocabulary_s = [
-            (self._exposed(vocabulary_operations(one, 1, 0)), self._exposed(vocabulary_operations(one, 0, 1)) + loss)
-            for one in self.pars
+    def stage_seconds(self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]) -> StageSeconds:
+        """With the method that sends least; `split`: backward is."""
+        key = recompute, split, cp_methods
+        found: StageSeconds = self._once(key, self._seconds, recompute, (split,), cp_methods, self.par.sp)
+        return found
+
+    def least(self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool) -> StageSeconds:
+        """With backward split or not. `sp_open`: also without sequence parallelism, which computes no less."""
+        along = (True, False) if sp_open else (self.par.sp,)
+        key = recompute, cp_methods, along
+        found: StageSeconds = self._once(key, self._seconds, recompute, (False, True), cp_methods, *along)
+        return found
+
+    def _seconds(
+        self, recompute: str, splits: tuple[bool, ...], cp_methods: tuple[CpMethod, ...], *along: bool
+    ) -> StageSeconds:
+        tensors = [
+            self._once((recompute, split, sp), self._tensor, recompute, split, sp) for split in splits for sp in along
         ]
-        routed = self.boundary * model.moe.top_k if model.moe else 0.0
-        exchange = best.exchange(par.ep, par.tp)
-        self.expert_s = collective.seconds("all_to_all", routed, par.ep, exchange) if routed else 0.0
+        tensor, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
+        inner = tensor + min(self._once((recompute, one), self._context, recompute, one) for one in cp_methods)
+        forward, backward = [], []
+        for kind, layer in enumerate(self.compute.kinds):
+            if kind == 1 and layer is not NO_LAYER:
+                inner += min(self._once((recompute, sp), self._expert, recompute, sp) for sp in along)
+            forward.append(value_of(layer.forward) + inner / 2)
+            backward.append(value_of(layer.backward) + value_of(layer.recompute_s(recompute)) + inner / 2)
+        loss = [value_of(seconds) + last / 2 for seconds in self.compute.loss]
+        return StageSeconds((forward[0], forward[1]), (backward[0], backward[1]), table, (loss[0], loss[1]))
 
-    @cached_property
-    def other_sp(self) -> tuple[float, float]:
-        """(exposed tensor-parallel seconds of a layer, most by which its forward may be slower) with `sp` inverted."""
-        model, train, par = self.context.model, self.context.train, structs.replace(self.par, sp=not self.par.sp)
-        moved = DTYPE_BYTES[train.precision] * self.tokens / self.context.rate.memory
-        no_recompute = recomputed_share(par, structs.replace(train, recompute="none"))
-        return self._exposed(tensor_operations(par, no_recompute)), 10 * model.hidden * (1 - 1 / par.tp) * moved
+    def _tensor(self, recompute: str, split: bool, sp: bool) -> TensorSeconds:
+        par, context = self.par, self.context
+        if split or sp != par.sp:
+            par = structs.replace(par, schedule="zb_h1" if split else "1f1b", sp=sp)
+        share = recomputed_share(par, self.trains[recompute], context.software)
+        same = context.rate, context.software, self.compute, self.paths
+        return tensor_seconds(par, share, self.hidden, self.tokens, *same)
 
-    def _exposed(self, operations: Iterable[tuple[Operation, Overlap, float]]) -> float:
-        return sum(
-            count * max(0.0, self.tensor_s[name] - self.overlap_s[overlap]) for name, overlap, count in operations
-        )
+    def _context(self, recompute: str, method: CpMethod) -> float:
+        par, context, train = structs.replace(self.par, cp_method=method), self.context, self.trains[recompute]
+        share = recomputed_share(par, train, context.software)
+        return value_of(context_seconds(context.model, par, train, share, context.rate, self.paths))
 
-    def _cp_communication(self, method: CpMethod, recompute: str) -> list[tuple[float, float, bool]]:
-        """Context-parallel operations per layer and micro-batch: (seconds, count, whether attention hides it)."""
-        recomputed = self.recompute_cost(recompute).recomputed
-        par, best, cp = structs.replace(self.par, cp_method=method), self.best, self.par.cp
-        path_of: dict[str, Callable[[int, int], Path]] = {"p2p": best.chain, "all_to_all": best.exchange}
-        return [
-            (collective.seconds(name, size, cp, path_of.get(name, best.ring)(cp, par.tp)), count, window == "attention")
-            for name, size, count, window in context_parallel_operations(
-                self.context.model, par, self.context.train, recomputed
-            )
-        ]
+    def _expert(self, recompute: str, sp: bool) -> float:
+        par, context, train = structs.replace(self.par, sp=sp), self.context, self.trains[recompute]
+        share = recomputed_share(par, train, context.software)
+        return value_of(expert_seconds(context.model, par, train, share, context.rate, self.paths))
+
+    def _once(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
+        """`make(*args)`, computed once."""
+        key = make.__name__, *key
+        if key not in self._known:
+            self._known[key] = make(*args)
+        return self._known[key]
+
+    def activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
+        """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
+        found: list[activations.ActivationBytes] = self._once((recompute,), self._activation_bytes, recompute)
+        return found
 
     def _activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
-        """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
-        model, train = self.context.model, structs.replace(self.context.train, recompute=recompute)
+        model, train = self.context.model, self.trains[recompute]
         of, same = activations.layer_activation_bytes, (self.tokens, self.par, train, self.kernels, recompute)
         return [NO_ACTIVATIONS if layer is None else of(model, layer, *same) for layer in self.kinds]
-
-    def slowest(self, recompute: str | None) -> float:
-        """Most seconds of a layer, forward and backward. `recompute` None: of all modes."""
-        return 4 * self.slowest_forward if recompute is None else self.recompute_cost(recompute).slowest_s
-
-    def _recompute_cost(self, recompute: str) -> RecomputeCost:
-        train = structs.replace(self.context.train, recompute=recompute)
-        recompute_s = [
-            {"none": 0.0, "selective": one.selective, "full": one.forward}[recompute] for one in self.layer_s
-        ]
-        work = [3 * one.forward + more for one, more in zip(self.layer_s, recompute_s, strict=True)]
-        there = [one for one, layer in zip(work, self.kinds, strict=True) if layer is not None]
-        times, (whole, split) = recomputed_share(self.par, train), self.pars
-        return RecomputeCost(
-            recompute_s=(recompute_s[0], recompute_s[1]),
-            recomputed=times,
-            tensor_s=(self._exposed(tensor_operations(whole, times)), self._exposed(tensor_operations(split, times))),
-            work_s=self.dense * work[0] + self.moe * work[1] + 3 * self.head_s,
-            fastest_s=min(there),
-            slowest_s=max(there),
-        )
 
     # -------------------------------------------------------------------------------------- parameters
 
@@ -206,32 +179,20 @@ class LayerCost:
         ends = self.params.first + (self.params.single_last if pp == 1 else self.params.last)
         return (layers + ends) / pp, self.moe * self.params.experts / pp
 
-    def busiest_params(self, pp: int, layers: float) -> float:
-        """Dense parameters of the fullest rank, at least; `layers`: it has no fewer. Experts may fill another rank."""
-        if not self.moe:
-            return self.average_params(pp)[0]
-        return layers * min(
-            size for size, layer in zip(self.params.dense, self.kinds, strict=True) if layer is not None
-        )
+    def fewest_params(self, layers: float) -> tuple[float, float]:
+        """(dense, expert) parameters of `layers` layers of either kind, at least."""
+        return layers * self.least_params, 0.0 if self.dense else layers * self.params.experts
 
-    def pipeline_params(self, shape: PipelineShape) -> PipelineParams:
-        """Parameters of a pipeline shape, the same for all schedules, ZeRO stages and batches."""
+    @property
+    def least_params(self) -> int:
+        """Dense parameters of a layer of either kind, at least."""
+        return min(size for size, layer in zip(self.params.dense, self.kinds, strict=True) if layer is not None)
+
+    def pipeline_params(self, shape: PipelineShape) -> list[tuple[int, int]]:
+        """(dense, expert) parameters of each rank of a shape, the same for all schedules, ZeRO stages and batches."""
         found = self._pipeline_params.get(shape.key)
         if found is None:
-            held = [self._held(rank, shape.single) for rank in shape.ranks]
-            most = max(map(sum, held))
-            # of equally full ranks the one with the fewest layers, which sends least
-            (dense, experts), busiest = min(
-                (one for one in zip(held, shape.ranks, strict=True) if sum(one[0]) == most),
-                key=lambda one: one[1].dense + one[1].moe,
-            )
-            layers, moe_layers = (busiest.dense + busiest.moe) / shape.copies, busiest.moe / shape.copies
-            ends = {
-                (rank.table / shape.copies, rank.head / shape.copies)
-                for one, rank in zip(held, shape.ranks, strict=True)
-                if sum(one) == most
-            }
-            found = self._pipeline_params[shape.key] = PipelineParams(held, dense, experts, layers, moe_layers, ends)
+            found = self._pipeline_params[shape.key] = [self._held(rank, shape.single) for rank in shape.ranks]
         return found
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:

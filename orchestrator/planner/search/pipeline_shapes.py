@@ -43,7 +43,7 @@ class PipelineShapes(NamedTuple):
     """Bounds over all shapes of a pipeline."""
 
     least: float  # fewest layers of any rank, per copy of the model
-    most: int  # most layers of any rank, all its copies
+    heaviest: float  # layers of the rank that holds most, per copy of the model, in the shape where it holds fewest
     latest_ranks: list[LatestRank]
 
 
@@ -71,11 +71,11 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
 
 def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
     """Bounds that hold for all of `shapes`: (shape, whether backward is split)."""
-    least, most = float("inf"), 0
+    least = heaviest = float("inf")
     groups: dict[tuple[bool, int], LatestRank] = {}  # by magnitude of vpp: more virtual stages idle less and send more
     for shape, split in shapes:
         layers = [rank.dense + rank.moe for rank in shape.ranks]
-        least, most = min(least, min(layers) / shape.copies), max(most, *layers)
+        least, heaviest = min(least, min(layers) / shape.copies), min(heaviest, max(layers) / shape.copies)
         last = max(range(len(layers)), key=lambda index: shape.ranks[index].before)
         before = sum(shape.ranks[last].before[1:])
         latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
@@ -85,7 +85,7 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         groups[key] = LatestRank(*least_of, split)
     latest_ranks = list(groups.values())
     return PipelineShapes(
-        least, most, [latest for latest in latest_ranks if not any(_under(other, latest) for other in latest_ranks)]
+        least, heaviest, [latest for latest in latest_ranks if not any(_under(other, latest) for other in latest_ranks)]
     )
 
 

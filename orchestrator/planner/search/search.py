@@ -20,13 +20,13 @@ from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.plan.supported import Case, broken
+from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
-from orchestrator.planner.job import make_train
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.memory.recipe import recipe_of
-from orchestrator.planner.model.layers import resolve
-from orchestrator.planner.placement.axis_order import CostContext, Solution, solve
+from orchestrator.planner.placement.axis_order import Solution, solve
+from orchestrator.planner.placement.node_placement import make_context
 
 from .best_paths import BestPaths
 from .bound import MeshBound, PipelineBound, RecomputeBound, ZeroStage
@@ -35,7 +35,7 @@ from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summ
 from .space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh, Space, Variant
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
-FAMILY, MESH, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(7)
+FAMILY, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(6)
 Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 #: Layouts that take up to this much longer than the fastest are reported too where they need less memory.
@@ -99,12 +99,13 @@ def preference(layout: Layout) -> tuple[object, ...]:
 
 
 class Search:
-    def __init__(self, config: Config, cluster: doc.Cluster, any_layout: bool = False):
+    def __init__(self, config: Config, cluster: doc.Cluster, any_layout: bool = False, profile: Profile | None = None):
         """`any_layout`: also what the bundled trainer does not run. Raises OrchError (65) where nothing is left."""
-        self.context = CostContext(cluster, resolve(config.model), make_train(config))
+        self.context = make_context(config, cluster, profile)
         self.space = Space(config, self.context, any_layout)
-        self.best = BestPaths(self.context.path_cache.fabric, confined=not config.parallel.allow_tp_across_nvlink)
-        self.recipe, self.matmul = recipe_of(config.cost.software), config.train.matmul
+        confined = not config.parallel.allow_tp_across_nvlink
+        self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
+        self.recipe = recipe_of(config.cost.software)
         self.capacity = self.recipe.capacity(cluster)
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
@@ -161,16 +162,13 @@ class Search:
         """Children of a node that may need no more than `most` bytes."""
         if state == FAMILY:
             base, variants = item
-            branches = self._branches(base, most)
+            for variant in variants if len(variants) > 1 else ():
+                own = self.base(base.mesh, [variant])
+                own.sharded = base.sharded  # the same for all variants
+                yield from self._branches(own, most)
+                base.sharded = own.sharded
             if len(variants) == 1:
-                yield from ((branch.least_seconds(), RECOMPUTE, (), branch) for branch in branches)
-            elif next(branches, None):
-                for variant in variants:
-                    own = self.base(base.mesh, [variant])
-                    own.sharded = base.sharded  # the same for all variants
-                    yield own.least_seconds(), MESH, (), own
-        elif state == MESH:
-            yield from ((branch.least_seconds(), RECOMPUTE, (), branch) for branch in self._branches(item, most))
+                yield from self._branches(base, most)
         elif state == RECOMPUTE:
             for pipeline, names in self.pipelines(item):
                 yield pipeline.least_s, PIPELINE, (), (pipeline, names)
@@ -192,9 +190,10 @@ class Search:
             if found is not None:
                 yield found.step_s, COSTED, (found.memory.total, preference(layout)), found
 
-    def _branches(self, base: MeshBound, most: int) -> Iterator[RecomputeBound]:
-        branches = base.branches(self.space.recompute, self.space.zeros(base.mesh), self.par)
-        return (branch for branch in branches if branch.least_bytes() <= most)
+    def _branches(self, base: MeshBound, most: int) -> Iterator[Node]:
+        for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
+            if branch.least_bytes() <= most:
+                yield branch.least_seconds(), RECOMPUTE, (), branch
 
     def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
         """Every assignment of stages to ranks, with the schedules that use it."""
@@ -249,9 +248,8 @@ class Search:
                 self._params[cut] = shard_params(self.context.model, *cut)
             names = ("tp", "cp", "ep", "sp", "micro_batch_size", "cp_method")
             par = structs.replace(self.par, **{name: getattr(mesh, name) for name in names})
-            found = self._layer_costs[key] = LayerCost(
-                par, self.context, self.best, self._params[cut], self.recipe, self.matmul
-            )
+            same = self.context, self.best, self._params[cut], self.recipe
+            found = self._layer_costs[key] = LayerCost(par, mesh, *same)
         return found
 
     def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
@@ -274,7 +272,7 @@ class Search:
         train = structs.replace(self.context.train, recompute=layout.recompute)
         parallel = make_parallel(config, case)
         job = self.context.cluster, self.context.model, parallel, train
-        accounts = memory.memory_by_pp_rank(*job, self.recipe, self.matmul)
+        accounts = memory.memory_by_pp_rank(*job, self.recipe, self.context.matmul)
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > worst.capacity:
             return None

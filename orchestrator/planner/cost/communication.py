@@ -1,0 +1,153 @@
+"""Seconds of one micro-batch's communication, of transfers between stages, and of gradients, that no compute hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from orchestrator.plan.cluster import Operation
+from orchestrator.plan.document import Axis, Model, Parallel, Train
+from orchestrator.planner.model.layers import DTYPE_BYTES
+
+from . import collective
+from .compute import Compute
+from .dual import Number, larger
+from .fabric import Path, Pattern
+from .rates import Rates
+from .software import Software
+from .traffic import (
+    Overlap,
+    RecomputedShare,
+    TensorOperation,
+    context_parallel_operations,
+    expert_operations,
+    gradient_operations,
+    tensor_operations,
+    vocabulary_operations,
+)
+
+#: (axes that vary in a group, pattern): what a path on a given cluster in a given nesting order depends on.
+PathKey = tuple[tuple[Axis, ...], Pattern]
+DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
+EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
+
+
+class TensorSeconds(NamedTuple):
+    """Exposed tensor-parallel communication of one micro-batch."""
+
+    layer: Number  # of one layer, forward and backward
+    first: Number  # of the first stage beside its layers
+    last: Number  # of the last stage
+
+
+def tensor_seconds(
+    par: Parallel,
+    share: RecomputedShare,
+    hidden: float,
+    tokens: float,
+    rate: Rates,
+    software: Software,
+    compute: Compute,
+    paths: Mapping[PathKey, Path],
+) -> TensorSeconds:
+    """`hidden`: bytes of a micro-batch's hidden states; `tokens`: of it on a rank."""
+    if par.tp == 1:
+        return TensorSeconds(0.0, 0.0, 0.0)
+    path, shown = paths[("tp",), "ring"], rate.tp_exposed
+    links, known = rate.tensor_outside if path.fabric_s else rate.tensor, dict[Operation, Number]()
+
+    def late(once: Number, overlap: Overlap) -> Number:
+        return larger(0.0, once - compute.overlap_s[overlap])
+
+    def exposed(once: Number, overlap: Overlap = "") -> Number:
+        if overlap:  # whole, behind a product that does not need it
+            return shown * late(once, overlap)
+        if software.tp_overlap:  # in pieces, behind the product before or after it
+            return shown * once + (1.0 - shown) / 2 * (late(once, "attention") + late(once, "mlp"))
+        return shown * once
+
+    def total(operations: Iterable[TensorOperation]) -> Number:
+        result: Number = 0.0
+        for operation, overlap, count in operations:
+            if operation not in known:
+                known[operation] = collective.seconds(operation, hidden, par.tp, path, links)
+            result += count * exposed(known[operation], overlap)
+        return result
+
+    loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)  # two numbers a token
+    first, last = (total(vocabulary_operations(par, *ends)) for ends in ((1, 0), (0, 1)))
+    return TensorSeconds(total(tensor_operations(par, share)), first, last + exposed(loss))
+
+
+def context_seconds(
+    model: Model, par: Parallel, train: Train, share: RecomputedShare, rate: Rates, paths: Mapping[PathKey, Path]
+) -> Number:
+    """Exposed context-parallel communication of a layer and micro-batch, forward and backward."""
+    total: Number = 0.0
+    for operation, size, count, window in context_parallel_operations(model, par, train, share):
+        path = paths[("cp",), collective.PATTERN[operation]]
+        seconds = count * collective.seconds(operation, size, par.cp, path, rate.ring)
+        total += seconds * rate.cp_exposed if window == "attention" else seconds
+    return total
+
+
+def expert_seconds(
+    model: Model, par: Parallel, train: Train, share: RecomputedShare, rate: Rates, paths: Mapping[PathKey, Path]
+) -> Number:
+    """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
+    total: Number = 0.0
+    for operation, size, count in expert_operations(model, par, train, share) if par.ep > 1 else ():
+        path = paths[("ep",), collective.PATTERN[operation]]
+        total += count * collective.seconds(operation, size, par.ep, path, rate.ring) * rate.ep_exposed
+    return total
+
+
+def transfer_seconds(model: Model, par: Parallel, train: Train, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
+    """Exposed seconds of one transfer between stages."""
+    size = hidden_bytes(model, par, train) / (par.tp if par.sp else 1)
+    return rate.pp_exposed * collective.seconds("p2p", size, par.pp, paths[("pp",), "chain"], rate.ring)
+
+
+def gradient_seconds(
+    held: tuple[int, int],
+    par: Parallel,
+    train: Train,
+    rate: Rates,
+    software: Software,
+    paths: Mapping[PathKey, Path],
+) -> Number:
+    """Seconds of all communication of gradients and weights of a rank. held: its (dense, expert) parameters."""
+    width, gradient = DTYPE_BYTES[train.precision], grad_bytes(train, software)
+    total: Number = 0.0
+    for parameters, varying in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
+        members = par.cp * par.dp * (par.ep if "ep" in varying else 1)
+        if members == 1 or not parameters:
+            continue
+        for operation, size, count, _ in gradient_operations(parameters, par, width, gradient):
+            path = paths[varying, collective.PATTERN[operation]]
+            total += count * collective.seconds(operation, size, members, path, rate.ring)
+    return total
+
+
+def exposed_gradients(total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number) -> Number:
+    """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one on the rank."""
+    overlap = software.dp_overlap
+    if par.zero == 3 and overlap in ("modern", "early"):
+        overlap, shown = "fsdp", rate.dp_sharded
+    else:
+        shown = rate.dp_exposed
+    if overlap in ("early", "zero_2021"):
+        return shown * total
+    window = micro_batch * (par.micro_batches if par.zero >= 2 or overlap == "jax" else 1)
+    return shown * total + (1.0 - shown) * larger(0.0, total - window)
+
+
+def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    return tokens * model.hidden * DTYPE_BYTES[train.precision]
+
+
+def grad_bytes(train: Train, software: Software) -> int:
+    """Bytes of one gradient on the wire."""
+    return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]

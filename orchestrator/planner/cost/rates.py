@@ -1,0 +1,190 @@
+"""What one GPU, its links and the software reach: the profile's parameters, chosen for one cluster and job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.document import Cluster, Matmul
+from orchestrator.planner.model.layers import DTYPE_BYTES
+
+from .dual import Number
+from .parameters import generation_of
+from .software import Software
+
+CPU_LAUNCHES = 14  # operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
+
+
+#: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256 (V100: 128 x 128).
+WAVE = {"v100": 80 * 128 * 128, "a100": 108 * 32768, "hopper": 132 * 32768, "cpu": 0}
+WAVE |= dict.fromkeys(("blackwell", "blackwell_ultra"), 148 * 32768)
+
+
+class Links(Struct, frozen=True):
+    """Share of the links' rates that collectives reach in a step, and fixed times."""
+
+    nvlink: Number
+    nic: Number
+    latency: Number  # of the hops' latencies
+    launch_s: Number  # further seconds of each operation
+
+
+class Rates(Struct, frozen=True):
+    """Seconds of a unit of work on one GPU, and the software's traits as numbers."""
+
+    peak: float  # data-sheet FLOP/s of the tensors' precision, the reference of MFU
+    gemm_s: Number  # a FLOP of the layers' matrix products
+    gemm16_s: Number  # the same in the tensors' precision: router, head
+    gemm_byte_s: Number  # a byte that a matrix product reads or writes
+    wave_s: Number  # lost in the last wave of tiles of a product, for each element of its sums
+    head: Number  # output projection / its matrix product
+    attention_s: Number  # a FLOP of the attention core
+    byte_s: Number  # a byte of memory-bound kernels
+    scores_bytes: Number  # unfused attention: of one score, forward; 0 when fused
+    elementwise: Number  # bytes moved / bytes counted
+    cast_bytes: Number  # of one input of a matrix product; 0 without fp8
+    accumulate_bytes: Number
+    logits_bytes: Number
+    permute: Number
+    host_dense_s: Number
+    host_moe_s: Number
+    host_gap_s: Number  # between kernels that are launched one by one
+    recompute_ops: Number
+    optimizer_bytes: Number
+    step_host_s: Number
+    weight_gradients: Number  # of weight-gradient products that are computed: 1; LoRA: a small share
+    cp_attention: Number
+    tensor: Links
+    tensor_outside: Links  # tensor parallelism across NVLink domains
+    ring: Links
+    tp_exposed: Number
+    pp_exposed: Number
+    cp_exposed: Number
+    ep_exposed: Number
+    dp_exposed: Number  # share of gradient communication that nothing hides
+    dp_sharded: Number  # the same with ZeRO-3 of software whose other stages hide it otherwise
+    slow_fabric_s: Number  # a step on a cloud network, by the root of the replicas
+    nodes: Number
+    family: Number
+    full_recompute: Number  # of a forward, that full recomputation repeats
+
+
+def rates(
+    cluster: Cluster,
+    values: Mapping[str, Number],
+    precision: str,
+    software: Software,
+    matmul: Matmul = "",
+    task: str = "pretrain",
+    slow_fabric: bool = False,
+) -> Rates:
+    """`values`: of the parameters, by name. Raises OrchError (65) for a precision in which the GPU does not compute."""
+    gpu, measured = cluster.gpu, cluster.measured
+    peak = gpu.peak_flops.get(precision)
+    if peak is None:
+        known = ", ".join(gpu.peak_flops)
+        raise OrchError(f"train.precision {precision}: GPU {gpu.name} computes in {known}", Exit.CONFIG)
+    generation = generation_of(gpu.name, cluster.device)
+    cpu = generation == "cpu"
+    own = measured.matmul_flops.get(precision) if measured else None
+    gemm16: Number = 1.0 / own if own else 1.0 / (peak * _gemm(values, generation, "16"))
+    gemm = gemm16
+    if matmul:
+        narrow = "nvfp4" if matmul == "nvfp4" else "fp8"
+        fp8 = gpu.peak_flops.get("fp8")
+        if fp8 is None:
+            raise OrchError(
+                f"train.matmul={matmul}: GPU {gpu.name} has no fp8 rate (cluster.gpu.peak_tflops)", Exit.CONFIG
+            )
+        gemm = (
+            1.0 / (gpu.peak_flops.get("fp4", 2 * fp8) if narrow == "nvfp4" else fp8) / _gemm(values, generation, narrow)
+        )
+    own = measured.attention_flops.get(precision) if measured else None
+    attention: Number = 1.0 / own if own else 1.0 / (peak * _attention(values, generation, software))
+    if task != "pretrain":
+        attention = attention * values["attention.packed"]
+    memory = gpu.hbm_bytes_per_s
+    byte_s: Number = 1.0 / (memory * values["hbm.cpu" if cpu else "hbm"])
+    if measured:
+        byte_s = 1.0 / measured.memory_bytes_per_s
+    unfused = software.attention == "unfused"
+    overlap = f"dp.{software.dp_overlap}"
+    gaps = software.elementwise == "eager" or software.dp_overlap in ("early", "zero_2021")
+    return Rates(
+        peak=peak,
+        gemm_s=gemm,
+        gemm16_s=gemm16,
+        gemm_byte_s=values["gemm_bytes"] / memory if not cpu else byte_s * 0.6,
+        wave_s=values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
+        * (2.0 * WAVE.get(generation, 4e6))
+        * gemm,
+        head=values["head"] if not cpu else 1.0,
+        attention_s=attention,
+        byte_s=byte_s,
+        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
+        elementwise=values[f"elementwise.{software.elementwise}"] if not cpu else 1.0,
+        cast_bytes=values[f"cast.{matmul}"] if matmul else 0.0,
+        accumulate_bytes=values[f"accumulate.{software.accumulate}"],
+        logits_bytes=values["logits"],
+        permute=values["moe.permute"],
+        host_dense_s=values["host.dense"] if not cpu else 3 * CPU_LAUNCHES * _launch(cluster, values),
+        host_moe_s=values["host.moe" if software.host == "eager" else "host.moe_modern"],
+        host_gap_s=values["host.gap"] if gaps and not cpu else 0.0,
+        recompute_ops=values["recompute.ops"],
+        optimizer_bytes=values["optimizer"],
+        step_host_s=values["host.step"] if not cpu else 2 * _launch(cluster, values),
+        weight_gradients=values["lora"] if task == "lora" else 1.0,
+        cp_attention=values["attention.cp"],
+        **_links(values, cpu, measured is not None),
+        tp_exposed=values["tp.exposed_overlap" if software.tp_overlap else "tp.exposed"] if not cpu else 1.0,
+        pp_exposed=values["pp.exposed_overlap" if software.pp_overlap else "pp.exposed"] if not cpu else 1.0,
+        cp_exposed=values["cp.exposed"] if not cpu else 1.0,
+        ep_exposed=values["ep.exposed_overlap" if software.ep_overlap else "ep.exposed"] if not cpu else 1.0,
+        dp_exposed=values[overlap],
+        dp_sharded=values["dp.fsdp_megatron"],
+        slow_fabric_s=values["latency.slow"] if slow_fabric else 0.0,
+        nodes=values["nodes"] if not cpu else 0.0,
+        family=values[f"family.{software.name}"],
+        full_recompute=values["recompute.jax"] if software.dp_overlap == "jax" else 1.0,
+    )
+
+
+def _gemm(values: Mapping[str, Number], generation: str, kind: str) -> Number:
+    if generation == "cpu":
+        return values["gemm.cpu"]
+    return values.get(f"gemm.{generation}.{kind}") or values.get(f"gemm.other.{kind}") or values["gemm.other.fp8"]
+
+
+def _attention(values: Mapping[str, Number], generation: str, software: Software) -> Number:
+    if generation == "cpu":
+        return values["attention.cpu"]
+    if software.attention in ("unfused", "triton"):
+        return values[f"attention.{software.attention}"]
+    if generation == "hopper" and software.attention == "cudnn":
+        return values["attention.cudnn.hopper"]
+    return (
+        values.get(f"attention.{generation}")
+        or values.get(f"attention.flash.{generation}")
+        or values["attention.other"]
+    )
+
+
+def _launch(cluster: Cluster, values: Mapping[str, Number]) -> Number:
+    return cluster.measured.launch_s if cluster.measured else values["host.cpu"]
+
+
+def _links(values: Mapping[str, Number], cpu: bool, measured: bool) -> dict[str, Links]:
+    if cpu or measured:  # links were measured with collectives, under the load of all ranks
+        share: Number = 1.0 if measured else values["link.cpu"]
+        same = Links(share, share, 1.0, 0.0)
+        return {"tensor": same, "tensor_outside": same, "ring": same}
+    tensor = Links(values["nvlink"], values["nic"], values["latency"], values["tp.launch"])
+    outside = Links(values["nvlink"], values["nic.tp"], values["latency"], values["tp.launch"])
+    return {
+        "tensor": tensor,
+        "tensor_outside": outside,
+        "ring": Links(values["nvlink"], values["nic"], values["latency"], 0.0),
+    }

@@ -1,0 +1,50 @@
+"""The cost of a plan that is there already: its terms again, and its pipeline over time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.plan import Plan
+from orchestrator.plan.document import Cluster, Parallel, Train
+from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
+
+from .cost.dual import Dual, duals, value_of
+from .cost.parameters import NAMES
+from .cost.profile import Profile
+from .cost.software import SOFTWARE
+from .cost.step_time import StepCost
+from .cost.traffic import step_traffic
+from .placement.axis_order import Candidate, CostContext, candidates
+
+
+def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> CostContext:
+    """The cost context that a plan was made in, with another profile or cluster where one is given."""
+    software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
+    return CostContext(
+        cluster or plan.cluster, plan.model, plan.job.train, matmul=plan.job.matmul, software=software, profile=profile
+    )
+
+
+def jacobian(context: CostContext, candidate: Candidate, parallel: Parallel, train: Train) -> NDArray[np.float64]:
+    """d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost model]."""
+    rate = context.rates(duals(context.profile.values))
+    step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
+    return step.grad / step.value if isinstance(step, Dual) else np.zeros(len(NAMES))
+
+
+def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:
+    """The plan's step in its own nesting order."""
+    context = context or context_of(plan)
+    traffic = step_traffic(plan.model, plan.parallel, plan.job.train, context.software)
+    work = context.work(plan.parallel, plan.job.train)
+    return candidates(context.path_cache, plan.parallel, traffic, work, plan.parallel.order)[0].cost
+
+
+def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
+    """The pipeline of a plan, simulated: start and end in seconds of every action of its first micro-batches."""
+    cost, par = cost_of(plan), plan.parallel
+    forward = tuple(value_of(stage[0]) for stage in cost.stages)
+    half = tuple(value_of(stage[1]) / 2 for stage in cost.stages)
+    shown = None if par.schedule == TABLE else min(par.micro_batches, most_micro_batches)
+    return simulate(schedule_of(par, shown), Costs(forward, half, half))
