@@ -39,7 +39,7 @@ def update(profile: Profile, misses: Sequence[float], jacobian: Floats, noise: f
     return Update(-gain @ np.linalg.solve(inner, clipped), (covariance + covariance.T) / 2)
 
 
-def blame(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:
+def attribution(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:
     """(parameter, its part of the change of ln t), the largest first. jacobian: float [parameters]."""
     parts = change.log_change * jacobian
     order = sorted(range(len(parts)), key=lambda at: -abs(parts[at]))

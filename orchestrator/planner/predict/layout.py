@@ -11,6 +11,7 @@ from orchestrator.plan.document import AXES, Model, Parallel
 from orchestrator.planner.cost.software import Software
 from orchestrator.planner.model.stages import balance_stages
 
+from .batches import batch_of, tokens_that_fit
 from .cells import MOST, MOST_GPUS, Row, RowError
 
 #: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The first match counts.
@@ -30,7 +31,6 @@ _INTERLEAVE = ("nemo", "megatron")
 _SHARDED = ("fsdp", "torchtitan", "fsdp_triton", "maxtext", "eager", "deepspeed_2021")
 _STATE_BYTES = 18  # a parameter: weights, gradients and optimizer
 _FULL = 0.6  # of a GPU's memory, that states may take in an assumed layout
-_STEP_TOKENS = 1 << 21  # of a step, where nothing is said of batches
 
 
 class Layout(NamedTuple):
@@ -57,7 +57,9 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
     if re.search(r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()):
         row.say("offloading is not modelled")
     ep, expert_tp, expert_ranks = _experts(row, model, replicas, tp)
-    size, batch, micro_batches = _batch(row, model, degrees)
+    full = row.text("recompute").lower().startswith("full")
+    most = tokens_that_fit(model, tp, cp, ep, replicas, zero, memory_bytes, full)
+    size, batch, micro_batches = batch_of(row, model, pp, replicas, most, software.memory not in ("fsdp", "orch"))
     schedule, vpp = _schedule(row, model, software, pp)
     if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
         row.say("pp_schedule=1f1b: dualpipe wants even numbers")
@@ -238,45 +240,6 @@ def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, 
     if ep != stated:
         row.say(f"ep={ep} of {stated}: an expert on {expert_tp} ranks, as many shards with tp {tp}")
     return ep, expert_tp, stated
-
-
-def _batch(row: Row, model: Model, degrees: Degrees) -> tuple[int, int, int]:
-    """(samples of a micro-batch, of the global batch, micro-batches of a replica)."""
-    replicas, pp = degrees.replicas, degrees.pp
-    size, batch = row.whole("micro_batch"), row.whole("global_batch")
-    words = row.text("notes").lower()
-    found = re.search(
-        r"\b(\d{1,5}) micro-?batch|(?:grad(?:ient)?[ -]*acc[a-z]*|accumulation)(?: steps)?[ =:]*(\d{1,5})\b", words
-    )
-    steps = int(found[1] or found[2]) if found else 0
-    seq_len = row.whole("seq_len")
-    if batch and seq_len and batch >= 1 << 17 and batch >= 8 * seq_len:
-        row.say(f"global_batch={batch // seq_len}: {batch:,} read as tokens")
-        batch //= seq_len
-    if size is None:
-        size = 1
-        if steps and batch and batch % (steps * replicas) == 0:
-            size = batch // (steps * replicas)
-        elif pp == 1 and not steps:  # nothing idles in a pipeline: products of a usual size
-            tokens = max(4096, 2048 * degrees.tp) if model.moe is None else 4096
-            while 2 * size * model.max_seq_len <= tokens and (not batch or batch % (2 * size * replicas) == 0):
-                size *= 2
-        row.say(f"micro_batch={size}")
-    if batch is None:
-        if not steps and pp == 1 and row.whole("micro_batch") is None:  # neither is stated: what pre-training takes
-            steps = max(1, round(_STEP_TOKENS / (replicas * size * model.max_seq_len)))
-        if not steps and pp > 1:
-            rounds = round(_STEP_TOKENS / (replicas * size * model.max_seq_len * pp))
-            steps = pp * min(32, max(4, rounds))
-        batch = replicas * size * (steps or 1)
-        row.say(f"global_batch={batch}")
-    if size * replicas > batch and size > 1:
-        size = max(1, batch // replicas)
-        row.say(f"micro_batch={size}: the global batch has no more for a replica")
-    micro_batches = max(1, math.ceil(batch / (size * replicas)))
-    if micro_batches > 1 << 20:
-        raise RowError(f"global_batch={batch} is {micro_batches:,} micro-batches a replica, more than is plausible")
-    return size, batch, micro_batches
 
 
 def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str, int]:
