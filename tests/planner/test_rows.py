@@ -146,7 +146,7 @@ def test_batches():
     assert job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size == 2
     blank = {"model": "Qwen3-30B-A3B", "seq_len": "4096", "framework": "Megatron-Bridge", "ep": "8", "num_gpus": "8"}
     sizes = {gpu: job_of(blank, gpu=gpu, global_batch="512").parallel.micro_batch_size for gpu in ("H100", "GB300")}
-    assert sizes == {"H100": 1, "GB300": 8}  # as memory allows
+    assert sizes == {"H100": 1, "GB300": 4}  # as memory allows
     assert job_of(blank, framework="FSDP", micro_batch="1").parallel.micro_batches == 1
     assert job_of(blank, micro_batch="1").parallel.micro_batches == 64
     wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64", seq_len="4096").parallel

@@ -67,8 +67,7 @@ def tokens_that_fit(
     States: 18 bytes a parameter, by ZeRO stage. Activations a layer and token: Korthikanti et al. (arXiv 2205.05198)
     with fused attention; 9 bytes a logit. `full`: layers are recomputed.
     """
-    _, moe = dense_and_moe(model, 0, model.layers)
-    experts = moe * layer_params(model, model.layers - 1).experts if moe else 0
+    experts = expert_parameters(model)
     sharded = {0: 0, 1: 12, 2: 16, 3: 18}[zero]
     states = 0.0
     for parameters, ranks in ((model.parameters - experts, replicas * cp), (experts / ep, replicas * cp / ep)):
@@ -76,10 +75,16 @@ def tokens_that_fit(
     if zero == 3:
         states += 3 * model.parameters / model.layers / tp * 4
     width = model.ffn_hidden
-    if moe and model.moe:
+    if model.moe:
         width = model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden
     attention = (4 * model.heads + 4 * model.kv_heads) * model.head_dim
     layer = 2 * model.hidden if full else 8 * model.hidden + attention + (6 if model.mlp == "gated" else 4) * width
     token = (model.layers * layer + 9 * model.vocab) / tp
     most = (_MOST_MOE_TOKENS if model.moe else _MOST_TOKENS) * cp
     return max(0.0, min(most, (memory_bytes * _USED - states) / token * cp))
+
+
+def expert_parameters(model: Model) -> int:
+    """Parameters of all routed experts."""
+    _, moe = dense_and_moe(model, 0, model.layers)
+    return moe * layer_params(model, model.layers - 1).experts if moe else 0

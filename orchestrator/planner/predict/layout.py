@@ -11,7 +11,7 @@ from orchestrator.plan.document import AXES, Model, Parallel
 from orchestrator.planner.cost.software import Software
 from orchestrator.planner.model.stages import balance_stages
 
-from .batches import batch_of, tokens_that_fit
+from .batches import batch_of, expert_parameters, tokens_that_fit
 from .cells import MOST, MOST_GPUS, Row, RowError
 
 #: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The first match counts.
@@ -30,6 +30,7 @@ _INTERLEAVE = ("nemo", "megatron")
 #: Families that shard states over data parallelism when a row does not say how.
 _SHARDED = ("fsdp", "torchtitan", "fsdp_triton", "maxtext", "eager", "deepspeed_2021")
 _STATE_BYTES = 18  # a parameter: weights, gradients and optimizer
+_WEIGHT_BYTES = 6  # of them, where the optimizer's are sharded
 _FULL = 0.6  # of a GPU's memory, that states may take in an assumed layout
 
 
@@ -168,9 +169,11 @@ def _usual_split(
     if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
         return 1, 1
     most = gpus or 1 << 14
-    need = model.parameters * _STATE_BYTES / (memory * _FULL)
-    if software.memory != "megatron_fp16":
-        need = model.parameters * 6 / (memory * _FULL)  # the optimizer's states are sharded
+    held = float(model.parameters)
+    if model.moe:  # experts are spread over data parallelism first
+        experts = expert_parameters(model)
+        held += experts / (row.degree("ep") or 8) - experts
+    need = held * (_STATE_BYTES if software.memory == "megatron_fp16" else _WEIGHT_BYTES) / (memory * _FULL)
     tp = pp = 1
     while tp * pp < need and tp < min(per_node, most):
         tp *= 2
