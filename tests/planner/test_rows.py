@@ -70,6 +70,8 @@ def test_cells_win_over_the_name_and_another_width_is_another_model():
     assert job_of({"model": "GPT-h14400-L80", "params_b": "202.7"}).model.parameters / 1e9 == pytest.approx(
         202.7, rel=0.05
     )
+    cut = {layers: job_of({"model": "DeepSeek-V3", "layers": layers}).model.moe for layers in ("3", "4")}
+    assert cut["3"] is None and cut["4"].first_dense_layers == 3
     other = job_of({"model": "Qwen3-30B-A3B", "layers": "8", "hidden": "1024", "heads": "16"}).model
     assert other.head_dim == 64 and other.moe is None
 

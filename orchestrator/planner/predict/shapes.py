@@ -180,8 +180,8 @@ def _moe(cells: Cells, known: Shape | None, hidden: int, said: list[str]) -> Moe
         width = cells.ffn_hidden or 4 * hidden
         said.append(f"moe_ffn={width}")
     shared, dense = (listed.shared_ffn_hidden, listed.first_dense_layers) if listed else (0, 0)
-    if listed and cells.layers is not None and dense:
-        dense = min(dense, cells.layers)
+    if cells.layers is not None and dense >= cells.layers:
+        return None  # cut down to its dense layers
     return Moe(experts=experts, top_k=top_k, ffn_hidden=width, shared_ffn_hidden=shared, first_dense_layers=dense)
 
 
