@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.plan.document import Cluster, Matmul
+from orchestrator.plan.document import Cluster, Matmul, Measured
 from orchestrator.planner.model.layers import DTYPE_BYTES
 
 from .dual import Number
@@ -88,68 +88,87 @@ def rates(
         known = ", ".join(gpu.peak_flops)
         raise OrchError(f"train.precision {precision}: GPU {gpu.name} computes in {known}", Exit.CONFIG)
     generation = generation_of(gpu.name, cluster.device)
-    cpu = generation == "cpu"
-    own = measured.matmul_flops.get(precision) if measured else None
-    gemm16: Number = 1.0 / own if own else 1.0 / (peak * _gemm(values, generation, "16"))
-    gemm = gemm16
-    if matmul:
-        narrow = "nvfp4" if matmul == "nvfp4" else "fp8"
-        fp8 = gpu.peak_flops.get("fp8")
-        if fp8 is None:
-            raise OrchError(
-                f"train.matmul={matmul}: GPU {gpu.name} has no fp8 rate (cluster.gpu.peak_tflops)", Exit.CONFIG
-            )
-        gemm = (
-            1.0 / (gpu.peak_flops.get("fp4", 2 * fp8) if narrow == "nvfp4" else fp8) / _gemm(values, generation, narrow)
-        )
-    own = measured.attention_flops.get(precision) if measured else None
-    attention: Number = 1.0 / own if own else 1.0 / (peak * _attention(values, generation, software))
+    if cluster.device == "cpu":
+        values = _on_a_cpu(values, measured)
+    reached = measured.matmul_flops.get(precision) if measured else None
+    gemm16: Number = 1.0 / reached if reached else 1.0 / (peak * _gemm(values, generation, "16"))
+    gemm = _narrow_gemm(cluster, values, generation, matmul) if matmul else gemm16
+    reached = measured.attention_flops.get(precision) if measured else None
+    attention: Number = 1.0 / reached if reached else 1.0 / (peak * _attention(values, generation, software))
     if task != "pretrain":
         attention = attention * values["attention.packed"]
     memory = gpu.hbm_bytes_per_s
-    byte_s: Number = 1.0 / (memory * values["hbm.cpu" if cpu else "hbm"])
-    if measured:
-        byte_s = 1.0 / measured.memory_bytes_per_s
+    byte_s: Number = 1.0 / measured.memory_bytes_per_s if measured else 1.0 / (memory * values["hbm"])
+    one_by_one = software.elementwise == "eager" or software.dp_overlap in ("early", "zero_2021")
     unfused = software.attention == "unfused"
-    overlap = f"dp.{software.dp_overlap}"
-    gaps = software.elementwise == "eager" or software.dp_overlap in ("early", "zero_2021")
+    wave = values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
     return Rates(
         peak=peak,
         gemm_s=gemm,
         gemm16_s=gemm16,
-        gemm_byte_s=values["gemm_bytes"] / memory if not cpu else byte_s * 0.6,
-        wave_s=values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
-        * (2.0 * WAVE.get(generation, 4e6))
-        * gemm,
-        head=values["head"] if not cpu else 1.0,
+        gemm_byte_s=values["gemm_bytes"] / memory,
+        wave_s=wave * (2.0 * WAVE.get(generation, 4e6)) * gemm,
+        head=values["head"],
         attention_s=attention,
         byte_s=byte_s,
-        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
-        elementwise=values[f"elementwise.{software.elementwise}"] if not cpu else 1.0,
+        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2
+        if software.attention == "unfused"
+        else 0.0,
+        elementwise=values[f"elementwise.{software.elementwise}"],
         cast_bytes=values[f"cast.{matmul}"] if matmul else 0.0,
         accumulate_bytes=values[f"accumulate.{software.accumulate}"],
         logits_bytes=values["logits"],
         permute=values["moe.permute"],
-        host_dense_s=values["host.dense"] if not cpu else 3 * CPU_LAUNCHES * _launch(cluster, values),
+        host_dense_s=values["host.dense"],
         host_moe_s=values["host.moe" if software.host == "eager" else "host.moe_modern"],
-        host_gap_s=values["host.gap"] if gaps and not cpu else 0.0,
+        host_gap_s=values["host.gap"] if one_by_one else 0.0,
         recompute_ops=values["recompute.ops"],
         optimizer_bytes=values["optimizer"],
-        step_host_s=values["host.step"] if not cpu else 2 * _launch(cluster, values),
+        step_host_s=values["host.step"],
         weight_gradients=values["lora"] if task == "lora" else 1.0,
         cp_attention=values["attention.cp"],
-        **_links(values, cpu, measured is not None),
-        tp_exposed=values["tp.exposed_overlap" if software.tp_overlap else "tp.exposed"] if not cpu else 1.0,
-        pp_exposed=values["pp.exposed_overlap" if software.pp_overlap else "pp.exposed"] if not cpu else 1.0,
-        cp_exposed=values["cp.exposed"] if not cpu else 1.0,
-        ep_exposed=values["ep.exposed_overlap" if software.ep_overlap else "ep.exposed"] if not cpu else 1.0,
-        dp_exposed=values[overlap],
+        **_links(values, cluster),
+        tp_exposed=values["tp.exposed_overlap" if software.tp_overlap else "tp.exposed"],
+        pp_exposed=values["pp.exposed_overlap" if software.pp_overlap else "pp.exposed"],
+        cp_exposed=values["cp.exposed"],
+        ep_exposed=values["ep.exposed_overlap" if software.ep_overlap else "ep.exposed"],
+        dp_exposed=values[f"dp.{software.dp_overlap}"],
         dp_sharded=values["dp.fsdp_megatron"],
         slow_fabric_s=values["latency.slow"] if slow_fabric else 0.0,
-        nodes=values["nodes"] if not cpu else 0.0,
+        nodes=values["nodes"],
         family=values[f"family.{software.name}"],
         full_recompute=values["recompute.jax"] if software.dp_overlap == "jax" else 1.0,
     )
+
+
+def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mapping[str, Number]:
+    """The parameters for ranks on processors: nothing overlaps, and each operator costs a call."""
+    launch: Number = measured.launch_s if measured else values["host.cpu"]
+    ones: tuple[str, ...] = (
+        "head",
+        "elementwise.fused",
+        "elementwise.eager",
+        "tp.exposed",
+        "tp.exposed_overlap",
+        "pp.exposed",
+    )
+    ones += ("pp.exposed_overlap", "cp.exposed", "ep.exposed", "ep.exposed_overlap", "attention.cp")
+    own: dict[str, Number] = dict.fromkeys(ones, 1.0)
+    own |= {"hbm": values["hbm.cpu"], "host.gap": 0.0, "nodes": 0.0, "gemm_bytes": 1.0, "gemm_wave": 0.0}
+    own |= {"host.dense": 3 * CPU_LAUNCHES * launch, "host.step": 2 * launch}
+    return {**values, **own}
+
+
+def _narrow_gemm(cluster: Cluster, values: Mapping[str, Number], generation: str, matmul: Matmul) -> Number:
+    """Seconds of a FLOP of matrix products in 8 or 4 bits. Raises OrchError (65) where the GPU has none."""
+    peaks = cluster.gpu.peak_flops
+    fp8 = peaks.get("fp8")
+    if fp8 is None:
+        text = f"train.matmul={matmul}: GPU {cluster.gpu.name} has no rate for fp8 in cluster.gpu.peak_tflops"
+        raise OrchError(text, Exit.CONFIG)
+    if matmul == "nvfp4":
+        return 1.0 / (peaks.get("fp4", 2 * fp8) * _gemm(values, generation, "nvfp4"))
+    return 1.0 / (fp8 * _gemm(values, generation, "fp8"))
 
 
 def _gemm(values: Mapping[str, Number], generation: str, kind: str) -> Number:
@@ -172,13 +191,9 @@ def _attention(values: Mapping[str, Number], generation: str, software: Software
     )
 
 
-def _launch(cluster: Cluster, values: Mapping[str, Number]) -> Number:
-    return cluster.measured.launch_s if cluster.measured else values["host.cpu"]
-
-
-def _links(values: Mapping[str, Number], cpu: bool, measured: bool) -> dict[str, Links]:
-    if cpu or measured:  # links were measured with collectives, under the load of all ranks
-        share: Number = 1.0 if measured else values["link.cpu"]
+def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
+    if cluster.measured or cluster.device == "cpu":  # measured with collectives, under the load of all ranks
+        share: Number = 1.0 if cluster.measured else values["link.cpu"]
         same = Links(share, share, 1.0, 0.0)
         return {"tensor": same, "tensor_outside": same, "ring": same}
     tensor = Links(values["nvlink"], values["nic"], values["latency"], values["tp.launch"])
