@@ -172,6 +172,7 @@ def test_batches():
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
+        (LLAMA_70B | {"framework": "HAI-LLM (internal)"}, "deepseek", {}),
         (GPT_1_7B | {"framework": "Megatron-Core"}, "nemo", {"attention": "flash"}),
         (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
         (LLAMA_70B | {"framework": "torchtitan", "notes": "compile; async TP"}, "torchtitan", {"elementwise": "fused"}),

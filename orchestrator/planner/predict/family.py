@@ -24,12 +24,13 @@ class Facts(NamedTuple):
 #: Word in `framework` -> family; the first match counts.
 _FAMILIES: tuple[tuple[str, str], ...] = (
     (r"\borch\b", "orch"),
+    (r"hai-?llm|deepseek.{0,4}(internal|ai\b)", "deepseek"),
     (r"composer|foundry|mosaic", "fsdp_triton"),
     (r"torch ?titan", "torchtitan"),
     (r"maxtext|pax|\bjax\b|t5x|levanter|easylm|\bxla\b|praxis|axlearn", "maxtext"),
     (r"nanotron|picotron", "nanotron"),
     (r"megatron.?deepspeed|gpt.?neox|bigscience", "megatron_deepspeed"),
-    (r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|hai-?llm|megatron.?hub|pai.?megatron", "nemo"),
+    (r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|megatron.?hub|pai.?megatron", "nemo"),
     (r"megatron|primus|zero.?bubble|simumax|flagscale|internevo|paddle|mindspeed", "megatron"),
     (r"deepspeed|zero-?[123]|\bzero\b", "deepspeed"),
     (r"fsdp|torch|fairscale|metaseq|hugging|\bhf\b|transformers|accelerate|\btrl\b|axolotl|lightning|litgpt", "fsdp"),

@@ -14,6 +14,7 @@ from .job_memory import job_memory
 from .rows import Job, read_row
 
 GIB = 1 << 30
+MOST_CLUSTERS = 1024  # whose paths are kept; a table of a million rows may name as many
 COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed")
 
 
@@ -58,6 +59,8 @@ def context_of(job: Job, paths: dict[int, PathCache], profile: Profile) -> CostC
     """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
     cache = paths.get(id(job.cluster))
     if cache is None:
+        if len(paths) >= MOST_CLUSTERS:
+            paths.clear()
         cache = paths[id(job.cluster)] = PathCache(job.cluster)
     named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
     named |= {"task": job.task, "slow_fabric": job.slow_fabric}
