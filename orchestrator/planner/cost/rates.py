@@ -111,9 +111,7 @@ def rates(
         head=values["head"],
         attention_s=attention,
         byte_s=byte_s,
-        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2
-        if software.attention == "unfused"
-        else 0.0,
+        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
         elementwise=values[f"elementwise.{software.elementwise}"],
         cast_bytes=values[f"cast.{matmul}"] if matmul else 0.0,
         accumulate_bytes=values[f"accumulate.{software.accumulate}"],
