@@ -149,6 +149,7 @@ def test_batches():
     blank = {"model": "Qwen3-30B-A3B", "seq_len": "4096", "framework": "Megatron-Bridge", "ep": "8", "num_gpus": "8"}
     sizes = {gpu: job_of(blank, gpu=gpu, global_batch="512").parallel.micro_batch_size for gpu in ("H100", "GB300")}
     assert sizes == {"H100": 1, "GB300": 4}  # as memory allows
+    assert job_of(blank, gpu="GB300", zero_stage="3").parallel.micro_batch_size == 1
     assert job_of(blank, framework="FSDP", micro_batch="1").parallel.micro_batches == 1
     assert job_of(blank, micro_batch="1").parallel.micro_batches == 64
     wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64", seq_len="4096").parallel

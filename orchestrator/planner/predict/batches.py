@@ -81,6 +81,8 @@ def tokens_that_fit(
     layer = 2 * model.hidden if full else 8 * model.hidden + attention + (6 if model.mlp == "gated" else 4) * width
     token = (model.layers * layer + 9 * model.vocab) / tp
     most = (_MOST_MOE_TOKENS if model.moe else _MOST_TOKENS) * cp
+    if model.moe and zero == 3:
+        return 0.0  # whole layers of experts are gathered, which leaves little
     return max(0.0, min(most, (memory_bytes * _USED - states) / token * cp))
 
 
