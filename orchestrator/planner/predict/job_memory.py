@@ -31,8 +31,9 @@ def job_memory(job: Job) -> JobMemory:
     if job.mem_kind and not said:
         assumed.append(f"peak_mem_gib: {kind}")
     cluster, model, par = job.cluster, job.model, job.parallel
+    offloaded = False
     if job.recompute is None:
-        train, how = _least(job, recipe)
+        train, how, offloaded = _least(job, recipe)
         assumed.append(how)
     else:
         train = recomputed(
@@ -40,6 +41,9 @@ def job_memory(job: Job) -> JobMemory:
         )
     accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul, job.expert_shards)
     worst = max(accounts, key=lambda account: account.total)
+    if offloaded:
+        moved = min(worst.activations, worst.total - worst.capacity)
+        worst = structs.replace(worst, activations=worst.activations - moved, total=worst.total - moved)
     return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
 
 
@@ -47,8 +51,8 @@ def job_memory(job: Job) -> JobMemory:
 _OFFLOADS = ("GB200", "GB300", "GH200")
 
 
-def _least(job: Job, recipe: Recipe) -> tuple[Train, str]:
-    """(the row's `train` with the least recomputation that fits, layer by layer; what was assumed)."""
+def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
+    """(`train` with full recomputation in as few layers as fit; what was assumed; whether activations offload)."""
 
     def worst(train: Train) -> Memory:
         accounts = memory_by_pp_rank(job.cluster, job.model, job.parallel, train, recipe, job.matmul, job.expert_shards)
@@ -57,16 +61,18 @@ def _least(job: Job, recipe: Recipe) -> tuple[Train, str]:
     plain = structs.replace(job.train, recompute="none")
     need = worst(plain)
     if need.total <= need.capacity:
-        return plain, "recompute=none: fits"
+        return plain, "recompute=none: fits", False
     if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
-        return plain, "recompute=none: activations in the CPU's memory"
-    full = worst(structs.replace(job.train, recompute="full"))
-    share = min(1.0, (need.total - need.capacity) / max(1, need.total - full.total))
+        return plain, "recompute=none: activations in the CPU's memory", True
     layers = job.model.layers
-    share = -(-share * layers // 1) / layers
-    return recomputed(
-        job.train, "full", share, False, layers
-    ), f"recompute=full in {share:.0%} of the layers: the least"
+    full = worst(structs.replace(job.train, recompute="full"))
+    count = min(layers, -(-layers * (need.total - need.capacity) // max(1, need.total - full.total)))
+    step = max(1, layers // 16)
+    while True:  # the fullest rank may hold more than its share of the layers that do not recompute
+        train = recomputed(job.train, "full", count / layers, False, layers)
+        if count >= layers or worst(train).total <= full.capacity:
+            return train, f"recompute=full in {count / layers:.0%} of the layers: the least", False
+        count = min(layers, count + step)
 
 
 def job_recipe(job: Job) -> Recipe:
