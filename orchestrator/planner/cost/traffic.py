@@ -28,7 +28,8 @@ from orchestrator.planner.model.layers import (
 )
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
-from .collective import sent_bytes
+from .collective import PATTERN, sent_bytes
+from .fabric import Pattern
 from .software import Software
 
 #: Compute that can hide a series of operations: none, the attention core (ring attention), the backward of the last
@@ -44,6 +45,12 @@ TensorOperation = tuple[Operation, Overlap, float]  # with the count
 SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 
 
+#: Part of the replicas that an operation joins: all of them; neighbours that share one copy; holders of one shard.
+Part = Literal["", "shard", "replica"]
+#: (axes that vary in a group, pattern or part): what a path depends on, on a given cluster in a given nesting order.
+PathKey = tuple[tuple[Axis, ...], Pattern | Literal["shard", "replica"]]
+
+
 class Traffic(Struct, frozen=True):
     """`count` operations a step on tensors of `size` bytes, over groups in which the `varying` axes vary."""
 
@@ -53,6 +60,11 @@ class Traffic(Struct, frozen=True):
     size: float
     count: float
     members: int
+    part: Part = ""
+
+    @property
+    def key(self) -> PathKey:
+        return self.varying, self.part or PATTERN[self.operation]
 
     @property
     def sent_bytes(self) -> float:
@@ -150,8 +162,11 @@ def _rank_traffic(
     grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
     sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
     for count_of, varying in sharing:
-        for operation, size, count, _ in gradient_operations(count_of, parallel, width, grad_width):
-            add("dp", operation, size, count, varying)
+        members = parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
+        for part, share, operations in gradient_parts(count_of, members, parallel, width, grad_width):
+            for operation, size, count, _ in operations:
+                if share > 1:
+                    result.append(Traffic("dp", varying, operation, size, count, share, part))
     return result
 
 
@@ -256,6 +271,25 @@ def sends_per_micro_batch(parallel: Parallel) -> float:
     held, last = rank_stages(parallel), parallel.pp * parallel.vpp - 1
     share = (last + 1) / sum(map(len, held))  # of the micro-batches: half in a bidirectional schedule
     return share * max(sum((stage < last) + (stage > 0) for stage in stages) for stages in held)
+
+
+def gradient_parts(
+    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int
+) -> list[tuple[Part, int, list[SizedOperation]]]:
+    """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
+
+    Hybrid sharding (`zero_group`): neighbours share one copy and exchange as ZeRO does; once a step the ranks that hold
+    the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119).
+    """
+    group = parallel.zero_group
+    if not 1 < group < members or not parallel.zero:
+        return [("", members, gradient_operations(parameters, parallel, width, grad_width))]
+    gradients = parameters * grad_width / group
+    buckets = max(1.0, gradients / parallel.bucket_bytes)
+    return [
+        ("shard", group, gradient_operations(parameters, parallel, width, grad_width)),
+        ("replica", members // group, [("all_reduce", gradients / buckets, buckets, "backward")]),
+    ]
 
 
 def gradient_operations(parameters: int, parallel: Parallel, width: int, grad_width: int) -> list[SizedOperation]:
