@@ -123,7 +123,9 @@ def gradient_seconds(
         members = par.cp * par.dp * (par.ep if "ep" in varying else 1)
         if members == 1 or not parameters:
             continue
-        for operation, size, count, _ in gradient_operations(parameters, par, width, gradient):
+        for operation, size, count, _ in gradient_operations(
+            parameters, par, width, gradient, software.reduces == "round"
+        ):
             path = paths[varying, collective.PATTERN[operation]]
             total += count * collective.seconds(operation, size, members, path, rate.ring)
     return total

@@ -150,7 +150,9 @@ def _rank_traffic(
     grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
     sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
     for count_of, varying in sharing:
-        for operation, size, count, _ in gradient_operations(count_of, parallel, width, grad_width):
+        for operation, size, count, _ in gradient_operations(
+            count_of, parallel, width, grad_width, software.reduces == "round"
+        ):
             add("dp", operation, size, count, varying)
     return result
 
@@ -258,11 +260,14 @@ def sends_per_micro_batch(parallel: Parallel) -> float:
     return share * max(sum((stage < last) + (stage > 0) for stage in stages) for stages in held)
 
 
-def gradient_operations(parameters: int, parallel: Parallel, width: int, grad_width: int) -> list[SizedOperation]:
+def gradient_operations(
+    parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
+) -> list[SizedOperation]:
     """(operation, bytes, count per step, window) of gradients and weights of `parameters` parameters on a rank.
 
     ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3 gathers weights for
-    every forward and every backward, but only once a step in a pipeline, where micro-batches interleave.
+    every forward and every backward, but only once a step in a pipeline, where micro-batches interleave. `by_round`:
+    reduced after the pp micro-batches that an interleaved schedule runs in a row on a virtual stage.
     """
     if parameters == 0:
         return []
@@ -270,7 +275,8 @@ def gradient_operations(parameters: int, parallel: Parallel, width: int, grad_wi
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    many = parallel.micro_batches if parallel.zero >= 2 else 1
+    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
+    many = -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
     window: Window = "backward" if many == 1 else "compute"
     scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
     if parallel.zero < 3 or parallel.pp > 1:
