@@ -28,6 +28,35 @@ def test_the_committed_page_is_what_the_planner_computes():
     assert PAGE.read_text() == markdown(sections()), "run `orch reproduce`"
 
 
+PRESETS = Library([shipped()]).files(OPTIONAL)
+
+
+def test_the_published_runs_are_presets():
+    named = {
+        "llama3_405b_16k",
+        "megatron_175b",
+        "megatron_530b",
+        "megatron_1t",
+        "deepseek_v3",
+        "zero_100b",
+        "mt_nlg_530b",
+    }
+    assert named <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_published_run_fits_and_takes_as_long_as_it_did(name):
+    rows = {row.column: row for row in sections()[0].rows if row.what == name}
+    step, memory = rows["a step"], rows["fullest GPU, of"]
+    assert step.ours == pytest.approx(step.theirs, rel=0.10)
+    assert memory.ours <= memory.theirs
+
+
+def test_every_figure_is_as_near_as_its_row_says():
+    far = [(row.what, row.column, row.theirs, row.ours) for one in sections() for row in one.rows if not row.holds]
+    assert not far
+
+
 TEXTBOOK = [
     ("ZeRO's memory", "7.5B, 1 GPUs", "P_os", 120, 0.001),
     ("ZeRO's memory", "7.5B, 64 GPUs", "P_os", 31.4, 0.002),

@@ -61,6 +61,7 @@ def test_a_model_by_its_name_alone():
     assert job_of({"model": "Qwen3-30B-A3B"}).model.head_dim == 128  # hidden / heads is 64
     assert job_of({"model": "qwen-32b"}).model.heads == 40  # not Qwen3 with a size of 2b
     assert job_of({"model": "Gemma 2B"}).model.kv_heads == 1
+    assert not job_of({"model": "BERT-large"}).model.causal and model.causal
     assert job_of({"model": "DeepSeek-V2"}).model.layers == 60
 
 

@@ -117,12 +117,13 @@ def gradient_seconds(
 ) -> Number:
     """Seconds of all communication of gradients and weights of a rank. held: its (dense, expert) parameters."""
     width, gradient = DTYPE_BYTES[train.precision], grad_bytes(train, software)
+    by_round = software.reduces == "round"
     total: Number = 0.0
     for parameters, varying in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
         members = par.cp * par.dp * (par.ep if "ep" in varying else 1)
         if members == 1 or not parameters:
             continue
-        for part, share, operations in gradient_parts(parameters, members, par, width, gradient):
+        for part, share, operations in gradient_parts(parameters, members, par, width, gradient, by_round):
             for operation, size, count, _ in operations:
                 path = paths[varying, part or collective.PATTERN[operation]]
                 total += count * collective.seconds(operation, size, share, path, rate.ring)

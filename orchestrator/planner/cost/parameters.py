@@ -54,8 +54,10 @@ _FAMILY |= {
     "fsdp_compile": 0.97,
     "fsdp_triton": 1.0,
     "nanotron": 1.0,
+    "deepspeed_2020": 1.0,
     "deepspeed_2021": 1.0,
     "deepseek": 1.0,
+    "llama3": 1.0,
 }
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
 

@@ -39,6 +39,9 @@ class Software(Struct, frozen=True, kw_only=True):
     overlapped_steps: bool = False  # zero-bubble schedules begin a step before all ranks have ended the last one
     ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
+    reduces: Literal["micro_batch", "round"] = (
+        "micro_batch"  # ZeRO-2: after each, or what a virtual stage runs in a row
+    )
     selective: Selective = "ops"
     host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
     memory: str = "orch"  # recipe of model states and activations: `planner.memory.recipe`
@@ -97,13 +100,23 @@ _LISTED = (
         ep_overlap=True,
         selective="core",
         host="modern",
-        memory="megatron",
+        memory="deepseek",
     ),
+    # Meta's for Llama 3 (arXiv 2407.21783, section 3.3.2): asynchronous sends, each output freed once it is used
+    Software(name="llama3", pp_overlap=True, reduces="round", memory="megatron"),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
     Software(name="fsdp_triton", attention="triton", memory="llm_foundry"),  # MosaicML LLM-Foundry of 2023
     Software(name="nanotron", accumulate="separate", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook
+    Software(
+        name="deepspeed_2020",  # ZeRO-100B: Megatron-LM of its time, with DeepSpeed's sharding
+        attention="unfused",
+        elementwise="fused",
+        dp_overlap="early",
+        selective="core",
+        memory="deepspeed",
+    ),
     Software(
         name="deepspeed_2021",  # ZeRO-3 as Narayanan et al. measured it: bound by its own communication
         attention="unfused",

@@ -160,10 +160,11 @@ def _rank_traffic(
 
     dense, experts = parameters
     grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
+    by_round = software.reduces == "round"
     sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
     for count_of, varying in sharing:
         members = parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
-        for part, share, operations in gradient_parts(count_of, members, parallel, width, grad_width):
+        for part, share, operations in gradient_parts(count_of, members, parallel, width, grad_width, by_round):
             for operation, size, count, _ in operations:
                 if share > 1:
                     result.append(Traffic("dp", varying, operation, size, count, share, part))
@@ -274,7 +275,7 @@ def sends_per_micro_batch(parallel: Parallel) -> float:
 
 
 def gradient_parts(
-    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int
+    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
     """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
 
@@ -282,21 +283,23 @@ def gradient_parts(
     the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119).
     """
     group = parallel.zero_group
+    own = gradient_operations(parameters, parallel, width, grad_width, by_round)
     if not 1 < group < members or not parallel.zero:
-        return [("", members, gradient_operations(parameters, parallel, width, grad_width))]
+        return [("", members, own)]
     gradients = parameters * grad_width / group
     buckets = max(1.0, gradients / parallel.bucket_bytes)
-    return [
-        ("shard", group, gradient_operations(parameters, parallel, width, grad_width)),
-        ("replica", members // group, [("all_reduce", gradients / buckets, buckets, "backward")]),
-    ]
+    across: SizedOperation = ("all_reduce", gradients / buckets, buckets, "backward")
+    return [("shard", group, own), ("replica", members // group, [across])]
 
 
-def gradient_operations(parameters: int, parallel: Parallel, width: int, grad_width: int) -> list[SizedOperation]:
+def gradient_operations(
+    parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
+) -> list[SizedOperation]:
     """(operation, bytes, count per step, window) of gradients and weights of `parameters` parameters on a rank.
 
     ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3 gathers weights for
-    every forward and every backward, but only once a step in a pipeline, where micro-batches interleave.
+    every forward and every backward, but only once a step in a pipeline, where micro-batches interleave. `by_round`:
+    reduced after the pp micro-batches that an interleaved schedule runs in a row on a virtual stage.
     """
     if parameters == 0:
         return []
@@ -304,7 +307,8 @@ def gradient_operations(parameters: int, parallel: Parallel, width: int, grad_wi
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    many = parallel.micro_batches if parallel.zero >= 2 else 1
+    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
+    many = -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
     window: Window = "backward" if many == 1 else "compute"
     scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
     if parallel.zero < 3 or parallel.pp > 1:

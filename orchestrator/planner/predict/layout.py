@@ -314,7 +314,8 @@ def _even(layers: int, stages: int) -> tuple[int, ...] | None:
 
 def _stage_layers(model: Model, stages: int, software: Software) -> list[int]:
     """Decoder layers of each stage: as evenly as frameworks do; nanotron balances the head against layers."""
-    even = _even(model.layers, stages) if software.name != "nanotron" else None
+    balanced = software.name == "nanotron" and stages <= model.layers
+    even = None if balanced else _even(model.layers, stages)
     return list(even or balance_stages(model, stages, model.max_seq_len))
 
 

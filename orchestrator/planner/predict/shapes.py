@@ -221,7 +221,7 @@ def _build(values: dict[str, Any], ffn: int, gated: bool, tied: bool, position: 
         position=position,
         rope_theta=1e4,
         tied_embeddings=tied,
-        causal=True,
+        causal=not re.search(r"bert\b|bert-", canonical(values["name"])),
         parameters=0,
         source="table",
     )

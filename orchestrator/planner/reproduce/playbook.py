@@ -15,6 +15,8 @@ from orchestrator.plan.schedules import build, simulate
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import Fabric
+from orchestrator.planner.cost.profile import shipped
+from orchestrator.planner.cost.rates import Links
 
 from . import published as pub
 from .rows import Plans, Row, Section
@@ -228,16 +230,19 @@ def _all_reduce(plans: Plans) -> Section:
         "All-reduce by nodes: bus bandwidth of 8 H100 a node, GB/s",
         f"{pub.ALL_REDUCE_SOURCE}; the last column: {pub.PLAYBOOK}",
         rows,
-        "The planner's ring over nodes with 8 x 400 Gb/s, links at their data sheets' rates.",
-        "In one node switches reduce (NVLS), which a ring does not. The playbook's figures beyond a node are of a cloud"
-        " fabric and an older stack: two to six times below what DGX H100 with InfiniBand reach, and p5 nodes of the"
-        " same cloud (342 to 437); such a fabric is a cluster file of its own or `orch bench`, not a constant.",
+        "The planner's ring over nodes with 8 x 400 Gb/s: NVLink at its data sheet's rate, the network at the share and"
+        " latency of the shipped profile, which was fitted to training runs alone.",
+        "Inside a step NVLink is shared with compute, and the plan gives it less. The playbook's figures beyond a node"
+        " are of a cloud fabric and an older stack: two to six times below what DGX H100 with InfiniBand reach, and p5"
+        " nodes of the same cloud (342 to 437); such a fabric is a cluster file or `orch bench`, not a constant.",
     )
 
 
 def bus_bandwidth(plans: Plans, nodes: int, size: int) -> float:
-    """GB/s as nccl-tests count: 2 (n - 1) / n bytes of each byte reduced."""
+    """GB/s while nothing else runs, counted as nccl-tests do: 2 (n - 1) / n bytes of each byte reduced."""
     cluster = build_cluster(plans.config("cluster=h100x64", nodes=nodes).cluster)
     n = 8 * nodes
-    path = Fabric(cluster).path(np.arange(n).reshape(1, n) // 8, "ring", True)
-    return 2 * (n - 1) / n * size / value_of(collective.seconds("all_reduce", size, n, path)) / 1e9
+    path = Fabric(cluster).path(np.arange(n).reshape(1, n), "ring")
+    values = shipped().values
+    links = Links(nvlink=1.0, nic=values["nic"], latency=values["latency"], launch_s=0.0)
+    return 2 * (n - 1) / n * size / value_of(collective.seconds("all_reduce", size, n, path, links)) / 1e9

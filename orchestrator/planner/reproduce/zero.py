@@ -12,7 +12,7 @@ from .rows import Plans, Row, Section
 
 STAGES = ("P_os", "P_os+g", "P_os+g+p")
 V100 = "cluster=v100x400 train=pretrain_fp16 train.grad_dtype=fp16 cost.software"
-MEGATRON, ZERO_3 = f"{V100}=megatron_deepspeed", f"{V100}=deepspeed_2021"
+MEGATRON, ZERO, ZERO_3 = (f"{V100}={name}" for name in ("megatron_2021", "deepspeed_2020", "deepspeed_2021"))
 
 
 def sections(plans: Plans) -> Iterator[Section]:
@@ -89,7 +89,7 @@ def _largest(plans: Plans, mp: int, zero: int) -> float:
 
     def fits(layers: int) -> Plan | None:
         plan = plans.plan(
-            MEGATRON,
+            ZERO if zero else MEGATRON,
             parallel={"tp": mp, "pp": 1, "dp": 64, "zero": zero, "sp": False, "micro_batch_size": 1},
             train={"global_batch_samples": 64},
             model=plans.gpt(layers, hidden, heads),
@@ -168,8 +168,8 @@ def _sixty(plans: Plans, nodes: int) -> Plan:
     best, size = None, 1
     while True:
         plan = plans.plan(
-            MEGATRON,
-            parallel={"tp": 16, "pp": 1, "dp": nodes, "zero": 2, "sp": True, "micro_batch_size": size},
+            ZERO,
+            parallel={"tp": 16, "pp": 1, "dp": nodes, "zero": 2, "sp": False, "micro_batch_size": size},
             train={"global_batch_samples": size * nodes},
             model=plans.gpt(75, 8192, 32),
             nodes=nodes,
@@ -199,7 +199,7 @@ def _bert(plans: Plans) -> Section:
 def _bert_phase(plans: Plans, seq_len: int, batch: int) -> Plan:
     largest = max(size for size in (16, 32, 64) if size * seq_len <= 8192)
     return plans.plan(
-        f"{V100}=megatron_2021 model=bert_large",
+        f"{MEGATRON} model=bert_large",
         parallel={"tp": 1, "pp": 1, "dp": 1024, "zero": 1, "micro_batch_size": min(largest, batch // 1024)},
         train={"seq_len": seq_len, "global_batch_samples": batch, "recompute": "none"},
         nodes=64,
