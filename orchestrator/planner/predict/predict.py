@@ -81,13 +81,13 @@ def step_of(job: Job, train: Train, paths: dict[int, PathCache]) -> Callable[[Ma
     return step_s
 
 
-def context_of(job: Job, paths: dict[int, PathCache]) -> CostContext:
+def context_of(job: Job, paths: dict[int, PathCache], profile: Profile | None = None) -> CostContext:
     """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
     cache = paths.get(id(job.cluster))
     if cache is None:
         if len(paths) >= MOST_CLUSTERS:
             paths.clear()
         cache = paths[id(job.cluster)] = PathCache(job.cluster)
-    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software}
+    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
     named |= {"task": job.task, "slow_fabric": job.slow_fabric}
     return CostContext(job.cluster, job.model, job.train, cache, **named)
