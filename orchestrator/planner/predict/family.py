@@ -50,7 +50,7 @@ _OLD = ("V100", "A100", "A800")
 
 
 _NAMED = re.compile(
-    r"megatron.?deepspeed|megatron.?bridge|megatron.?core|megatron|nemo|torch ?titan|maxtext|nanotron|fsdp|deepspeed",
+    r"megatron.?(?:deepspeed|bridge|core)|mcore|megatron|foundry|nemo|torch ?titan|maxtext|nanotron|fsdp|deepspeed",
     re.I,
 )
 

@@ -111,10 +111,10 @@ def _framework_of(row: Row) -> str:
     found = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
     if not found:
         tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
-        if vpp > 1 or (tp > 1 and pp > 1):
+        if stated_zero(row) == 3:
+            found = "FSDP" if pp == 1 else ""
+        elif vpp > 1 or tp > 1:
             found = "Megatron-LM"
-        elif tp * pp == 1 and stated_zero(row) == 3:
-            found = "FSDP"
     if found:
         row.say(f"framework={found}")
     return found
