@@ -50,6 +50,13 @@ def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
             scratch.unlink(missing_ok=True)
 
 
+def tell(done: int, total: int, what: str) -> None:
+    """Progress of long work, as one line on stderr that is overwritten; nothing where that is no terminal."""
+    if sys.stderr.isatty():
+        text = f"{done}/{total}  {what}" if done < total else ""
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def follow_run(handle: str, folder: RunFolder, backend: Backend, as_json: bool) -> int:
     """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout."""
     from orchestrator.observe.follow import follow

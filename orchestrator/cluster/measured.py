@@ -1,4 +1,5 @@
-"""`<home>/bench/<cluster>-<key>.json`: what `orch bench` found on one cluster, and where plans look for it.
+"""`<home>/bench/<cluster>-<key>.json`: what `orch bench` found on one cluster, and where plans look for it; the site's
+profile of the cost model's parameters beside it, in `<home>/profiles`.
 
 The key is a hash of the cluster's description, so a cluster of other nodes or other links has a file of its own, and
 a changed description is never mixed with figures that were measured before the change.
@@ -67,6 +68,15 @@ def key_of(spec: ClusterSpec) -> str:
 
 def path_of(spec: ClusterSpec, home: Path) -> Path:
     return home / "bench" / f"{spec.name}-{key_of(spec)}.json"
+
+
+def site_profile_path(spec: ClusterSpec, home: Path) -> Path:
+    """Where the site's own parameters for this cluster are kept (`orch calibrate --from`).
+
+    They are shares of what its GPUs and links could do, so a job on fewer of its nodes has the same file.
+    """
+    levels = [structs.replace(level, nodes_per_switch=1) for level in spec.levels]
+    return home / "profiles" / f"{spec.name}-{key_of(structs.replace(spec, nodes=1, levels=levels))}.json"
 
 
 def read(spec: ClusterSpec, home: Path) -> Record | None:

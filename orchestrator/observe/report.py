@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.plan import Plan, load_plan
+from orchestrator.plan.interval import interval, standard_score
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.registry import Discovery
 from orchestrator.run.request import read_request
@@ -71,6 +72,7 @@ def make_report(
         "step_s": {
             "planned": plan.time.step_s,
             "measured": step_s,
+            **_against(plan.time.step_s, plan.time.sd, step_s),
             "p95": _quantile(steps_s, 0.95),
             "phases": _medians([line.phase_s for line in steady]),
         },
@@ -121,7 +123,7 @@ def _steady(lead: list[StepLine]) -> list[StepLine]:
     return [line for line in lead if line.step >= first[line.epoch] + _WARM_UP_STEPS] or lead
 
 
-def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, int | None]]:
+def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
     """By category: the planned worst rank against the worst rank that was seen."""
     planned = {name: getattr(plan.memory, name) for name in ("params", "grads", "optimizer", "activations", "buffers")}
     planned |= {"total": plan.memory.total}
@@ -129,7 +131,19 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, int | None
     for line in lines:
         for category, size in line.memory_bytes.items():
             seen[category] = max(seen.get(category, 0), size)
-    return {name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}}
+    found: dict[str, dict[str, Any]] = {
+        name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}
+    }
+    found["total"] |= _against(plan.memory.total, plan.memory.sd, seen.get("total"))
+    return found
+
+
+def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any]:
+    """The 95 % interval of a prediction, and where its measurement lies; None of a plan without intervals."""
+    low, high = interval(planned, sd) if sd > 0 else (None, None)
+    inside = low <= measured <= high if measured is not None and low is not None and high is not None else None
+    z = standard_score(measured, planned, sd) if measured is not None else None
+    return {"low": low, "high": high, "inside": inside, "z": z}
 
 
 def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:

@@ -226,6 +226,7 @@ class Time(Frozen, omit_defaults=True):
     terms: dict[str, float] = {}  # seconds of the step by term of the cost model; they sum to `step_s`
     software: str = ""  # whose kernels and overlap were assumed
     profile: str = ""  # the fitted parameters: "<name> <first digits of the file's hash>"
+    parameters: dict[str, float] = {}  # those whose values are not the shipped profile's: a site's own
 
 
 # ---------------------------------------------------------------------------------------------- the job

@@ -13,7 +13,7 @@ from orchestrator.plan.ranks import coords, degrees, nested_groups
 from orchestrator.plan.supported import Case
 
 from . import advice, legality
-from .cost.profile import Profile, relative_sd
+from .cost.profile import Profile, differing, relative_sd
 from .degrees import make_case, make_parallel
 from .job import make_job
 from .memory import rank_memory as memory
@@ -79,7 +79,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
         groups=nested_groups(parallel.order, degrees(parallel)),
         placement=axis_placement(best, traffic),
         memory=structs.replace(worst, worst_rank=worst_rank),
-        time=structs.replace(time, sd=sd),
+        time=structs.replace(time, sd=sd, parameters=differing(context.profile)),
         mfu=per_gpu * model_flops_per_token(model, job.train.seq_len) / peak,
         tokens_per_s_per_gpu=per_gpu,
         warnings=[],

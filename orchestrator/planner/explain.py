@@ -13,6 +13,7 @@ from orchestrator.plan import document as doc
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import SCHEDULES
 
+from .cost.profile import with_values
 from .search.search import CostedLayout, Search
 from .search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
@@ -54,7 +55,7 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
     over = max(0, memory.total - memory.capacity)
     found, tried = [], 0
     if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE_MODES:
-        search = Search(_opened(config), cluster)
+        search = Search(_opened(config), cluster, profile=with_values(plan.time.parameters))
         for overrides, layout in neighbours(plan):
             tried += 1
             other = search.cost(layout)

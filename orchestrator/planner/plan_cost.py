@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,9 +12,9 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Cluster, Parallel, Train
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
-from .cost.dual import Dual, duals, value_of
+from .cost.dual import Dual, Number, duals, value_of
 from .cost.parameters import NAMES
-from .cost.profile import Profile
+from .cost.profile import Profile, with_values
 from .cost.software import SOFTWARE
 from .cost.step_time import StepCost
 from .cost.traffic import step_traffic
@@ -21,9 +24,9 @@ from .placement.axis_order import Candidate, CostContext, candidates
 def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> CostContext:
     """The cost context that a plan was made in, with another profile or cluster where one is given."""
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
-    return CostContext(
-        cluster or plan.cluster, plan.model, plan.job.train, matmul=plan.job.matmul, software=software, profile=profile
-    )
+    known = profile or with_values(plan.time.parameters)
+    options: dict[str, Any] = {"matmul": plan.job.matmul, "software": software, "profile": known}
+    return CostContext(cluster or plan.cluster, plan.model, plan.job.train, **options)
 
 
 def jacobian(context: CostContext, candidate: Candidate, parallel: Parallel, train: Train) -> NDArray[np.float64]:
@@ -31,6 +34,17 @@ def jacobian(context: CostContext, candidate: Candidate, parallel: Parallel, tra
     rate = context.rates(duals(context.profile.values))
     step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
     return step.grad / step.value if isinstance(step, Dual) else np.zeros(len(NAMES))
+
+
+def step_of(plan: Plan, context: CostContext | None = None) -> Callable[[Mapping[str, Number]], Number]:
+    """A function from values of the cost model's parameters to the plan's step in seconds."""
+    known = context or context_of(plan)
+    par, train, paths = plan.parallel, plan.job.train, cost_of(plan, known).paths
+
+    def step_s(values: Mapping[str, Number]) -> Number:
+        return StepCost(known.work(par, train, known.rates(values)), paths).step_s
+
+    return step_s
 
 
 def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:

@@ -1,4 +1,5 @@
-"""What planning needs from this machine: the user's home folder, measured records, bad nodes, the running clusters."""
+"""What planning needs from this machine: the user's home folder, measured records and the site's profile, bad nodes,
+the running clusters."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from orchestrator.cluster.measured import site_profile_path
 from orchestrator.cluster.resolve import Sources, resolve
 from orchestrator.config.schema import ClusterSpec, Config
 from orchestrator.plan.document import Cluster
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
     from orchestrator.cluster.measured import Record
     from orchestrator.cluster.model import Topology
+    from orchestrator.planner.cost.profile import Profile
 
 
 def at_home(config: Config, home: Path) -> Config:
@@ -58,6 +61,17 @@ class ClusterResolver:
             return config
         options = backend.without(config.backend.options, bad)
         return structs.replace(config, backend=structs.replace(config.backend, options=options))
+
+    def profile(self, config: Config) -> Profile | None:
+        """The cost model's parameters: `cost.profile`, else the site's own for this cluster, else None: the shipped
+        ones. OrchError (65) for a file that is not a profile."""
+        own = site_profile_path(config.cluster, self._home)
+        path = Path(config.cost.profile).expanduser() if config.cost.profile else own if own.exists() else None
+        if path is None:
+            return None
+        from orchestrator.planner.cost.profile import read_profile
+
+        return read_profile(path)
 
     def _measured(self, spec: ClusterSpec) -> Record | None:
         if not (self._home / "bench").is_dir():

@@ -80,7 +80,7 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
 
     options = structs.replace(options, run_id=new_id(config, options))
     own = bool(options.command)
-    sizes = plan_sizes(config, resolve, any_memory=own, any_layout=own).legal
+    sizes = plan_sizes(config, resolve, any_memory=own, any_layout=own, profile=resolve.profile(config)).legal
     plans = {size.nodes: size.plan for size in sizes} if config.nodes else {}
     candidates = []
     for size in sizes:

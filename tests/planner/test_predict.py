@@ -48,7 +48,8 @@ def test_score_by_hand():
     ]
     got = [Prediction(f"t-{i}", s, 1.0, 12.0, "ok" if i else "oom", "") for i, s in enumerate((2.0, 1.0, 4.0))]
     found = score(rows, got)
-    assert found.time[0] == ("t", 3, pytest.approx(0.5), 1.0, pytest.approx((1 - 0.5 + 0) / 3))
+    assert found.time[0][:5] == ("t", 3, pytest.approx(0.5), 1.0, pytest.approx((1 - 0.5 + 0) / 3))
+    assert found.time[0].inside68 is None and found.time[-1] == found.time[0]._replace(group="mean of groups", rows=1)
     assert found.memory[0].mean == pytest.approx(0.2)
     assert found.order[0][:3] == ("t", 1, 3) and found.order[0].spearman == pytest.approx(0.5)
     assert found.order[0].regret == pytest.approx(1.0)  # it would choose the second, which took 2 s and not 1 s

@@ -21,6 +21,7 @@ VERBS: dict[str, Verb] = {
     "whatif": Verb("plans side by side, with GPU-hours to a token target", overrides=True),
     "predict": Verb("predict every row of a table of training runs, and score it"),
     "reproduce": Verb("the papers' headline results beside this planner's, as a page (docs/reproduce.md)"),
+    "calibrate": Verb("fit the cost model to a table of runs, or to a run or orch bench of this site", overrides=True),
     "submit": Verb("plan a job and start it; prints its handle", overrides=True, command=True),
     "render": Verb("write a run's folder and print its job script", overrides=True, command=True),
     "list": Verb("runs of this machine"),

@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.explain and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
 
-        config = settled(config, resolve(config.cluster), args.any)
-    sizes = plan_sizes(config, resolve, any_memory=True, any_layout=args.any)
+        config = settled(config, resolve(config.cluster), args.any, resolve.profile(config))
+    sizes = plan_sizes(config, resolve, any_memory=True, any_layout=args.any, profile=resolve.profile(config))
     _, config, plan = sizes.legal[0]
     if args.out:
         from orchestrator.cli.terminal import write_file
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.observe.pages.plan_page import explanation
         from orchestrator.planner.explain import explain
 
-        print(f"\n{explanation(explain(config, resolve(config.cluster), plan), plan.time.step_s)}")
+        print(f"\n{explanation(explain(config, resolve(config.cluster), plan), plan.time.step_s, plan.time.sd)}")
     return Exit.DONE
 
 
@@ -77,6 +77,7 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
         return
     from orchestrator.cli.terminal import style
     from orchestrator.plan import batch
+    from orchestrator.plan.interval import plus_minus
     from orchestrator.style import seconds
 
     print(f"\n{style().title('Sizes')}")
@@ -84,7 +85,7 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
     for index, size in enumerate(sizes.legal):
         par, when = size.plan.parallel, f"  {starts[index]}" if starts else ""
         shape = f"dp={par.dp}" if par.pp == usual else f"pp={par.pp} dp={par.dp}"
-        step = f"step {seconds(size.plan.time.step_s)}"
+        step = f"step {seconds(size.plan.time.step_s)}{plus_minus(size.plan.time.sd)}"
         print(f"{size.nodes:>4} nodes  {shape}, {batch.text(par)}  {step}{when}")
     for nodes, why in list(sizes.refused.items())[:_REASONS]:
         print(f"{nodes:>4} nodes  not legal: {why}")
@@ -120,12 +121,15 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
 def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
     import msgspec
 
+    from orchestrator.plan.interval import interval
     from orchestrator.planner.explain import explain
 
     found = explain(config, cluster, plan)
     changes = [change._asdict() for change in found.changes]
     terms = {term.name: term.seconds for term in found.terms}
+    low, high = interval(plan.time.step_s, plan.time.sd)
     whole = found._asdict() | {"terms": terms, "changes": changes, "categories": dict(found.categories)}
+    whole |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
     return msgspec.json.encode(whole).decode()
 
 

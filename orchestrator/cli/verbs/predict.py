@@ -9,39 +9,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orchestrator.planner.calibrate.table import Ablation
+    from orchestrator.planner.cost.profile import Profile
     from orchestrator.planner.predict.predict import Prediction
     from orchestrator.planner.predict.score import Score
 
 #: Rows between two lines of progress on a terminal.
 PROGRESS = 1000
+#: Rows of which a score keeps all columns, to fit and to update; of longer tables it compares predictions alone.
+MOST_KEPT = 20_000
+#: What `--into` replaces of a page.
+BEGIN, END = "<!-- orch predict --score: begin -->", "<!-- orch predict --score: end -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", metavar="FILE.csv", type=Path, required=True, help="columns as in docs/accuracy.md")
     parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write predictions here")
+    parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="orch calibrate's parameters, not the shipped ones"
+    )
+    parser.add_argument("--after", metavar="ROW_ID", help="predict as if this row had been measured on these machines")
     parser.add_argument("--score", action="store_true", help="errors by group where the table has measured columns")
+    parser.add_argument("--terms", action="store_true", help="score the model without each of its terms too; minutes")
+    parser.add_argument("--into", metavar="FILE.md", type=Path, help="write the score into this page's marks")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """Rows are read, predicted and written one at a time; a score keeps of each what it compares."""
     from orchestrator.cli.terminal import write_file
     from orchestrator.plan.exits import Exit
+    from orchestrator.planner.cost.profile import read_profile, shipped
     from orchestrator.planner.predict.predict import COLUMNS, predict
-    from orchestrator.planner.predict.score import COMPARED, score
+    from orchestrator.planner.predict.score import COMPARED
 
     measured: list[dict[str, str]] = []
     predictions: list[Prediction] = []
+    profile = read_profile(args.profile) if args.profile else shipped()
+    if args.after is not None:
+        profile = _after(args.table, args.after, profile)
+    scored = args.score or args.terms or args.into is not None
 
     def kept() -> Iterator[dict[str, str]]:
         for row in read_table(args.table):
-            if args.score:
-                measured.append({name: row[name] for name in COMPARED if name in row})
+            if scored:
+                whole = len(measured) < MOST_KEPT
+                measured.append(row if whole else {name: row[name] for name in COMPARED if name in row})
             yield row
 
     def lines() -> Iterator[str]:
         yield csv_line(COLUMNS)
-        for prediction in progress(predict(kept())):
-            if args.score:
+        for prediction in progress(predict(kept(), profile)):
+            if scored:
                 predictions.append(prediction)
             yield csv_line(prediction.cells())
 
@@ -49,11 +67,84 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         write_file(args.out, (line.encode(errors="replace") for line in lines()), "--out")
     else:
         for line in lines():
-            if not args.score:
+            if not scored:
                 print(line, end="")
-    if args.score:
-        print(page(score(measured, predictions), args.json))
+    if scored:
+        _score(args, measured, predictions, profile)
     return Exit.DONE
+
+
+def _score(
+    args: argparse.Namespace, rows: list[dict[str, str]], predictions: list[Prediction], profile: Profile
+) -> None:
+    from orchestrator.cli.terminal import tell
+    from orchestrator.observe.pages.accuracy_page import as_json, page
+    from orchestrator.planner.predict.score import score
+
+    found: Score
+    terms: list[Ablation] = []
+    if args.after is not None:
+        others = [at for at, row in enumerate(rows) if (row.get("id") or "").strip() != args.after]
+        rows, predictions = [rows[at] for at in others], [predictions[at] for at in others]
+    if len(rows) > MOST_KEPT or args.after is not None:
+        found = score(rows, predictions)
+    else:
+        from orchestrator.planner.calibrate.accuracy import accuracy
+
+        seen = profile.fitted_on.what == "table" and profile.fitted_on.sha256 == digest(args.table)
+        found = accuracy(rows, predictions, profile, seen, tell)
+        if args.terms:
+            from orchestrator.planner.calibrate.observations import observations
+            from orchestrator.planner.calibrate.table import ablate
+
+            terms = ablate(observations(rows), tell)
+    if args.into:
+        write_into(args.into, f"Profile {profile.label}.\n\n```\n{page(found, terms)}\n```")
+    if args.json:
+        from orchestrator.cli.terminal import print_json
+
+        print_json({"profile": profile.label, **as_json(found, terms)})
+    elif not args.into:
+        print(page(found, terms))
+
+
+def write_into(path: Path, text: str) -> None:
+    """Replace what stands between the marks of a page. OrchError (64) where it cannot be read or has none."""
+    from orchestrator.cli.terminal import write_file
+    from orchestrator.errors import OrchError
+
+    try:
+        whole = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OrchError(f"--into {path}: {error}") from None
+    before, begin, rest = whole.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise OrchError(f"--into {path}: it has no lines {BEGIN} and {END}")
+    write_file(path, f"{before}{BEGIN}\n{text}\n{END}{after}".encode(), "--into")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, as the provenance of a profile has it."""
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _after(path: Path, name: str, profile: Profile) -> Profile:
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+    from orchestrator.planner.calibrate.observations import after_row
+    from orchestrator.planner.predict.cells import RowError
+
+    for row in read_table(path):
+        if (row.get("id") or "").strip() == name:
+            try:
+                return after_row(profile, row)
+            except RowError as error:
+                raise OrchError(f"--after {name}: {error}", Exit.CONFIG) from None
+    raise OrchError(f"--after {name}: --table {path} has no row of this id", Exit.USAGE)
 
 
 def csv_line(cells: Sequence[str]) -> str:
@@ -90,35 +181,3 @@ def read_table(path: Path) -> Iterator[dict[str, str]]:
         raise OrchError(f"--table {path}: {error}", Exit.CONFIG) from None
     except OSError as error:
         raise OrchError(f"--table {path}: {error.strerror}", Exit.USAGE) from None
-
-
-def page(found: Score, as_json: bool) -> str:
-    if as_json:
-        import json
-
-        return json.dumps(
-            {
-                **{name: [row._asdict() for row in getattr(found, name)] for name in ("time", "memory", "order")},
-                "fits": [
-                    {"measured": measured, "predicted": predicted, "rows": rows}
-                    for (measured, predicted), rows in sorted(found.fits.items())
-                ],
-            }
-        )
-    lines: list[str] = []
-    for title, rows in (("step time", found.time), ("peak memory", found.memory)):
-        if rows:
-            lines += [f"{title:<26}{'rows':>6}{'mean':>9}{'p90':>9}{'bias':>9}"]
-            lines += [f"  {r.group:<24}{r.rows:>6}{r.mean:>9.1%}{r.p90:>9.1%}{r.bias:>+9.1%}" for r in rows] + [""]
-    if found.order:
-        lines += [f"{'order of layouts':<26}{'rows':>6}{'sweeps':>9}{'Spearman':>9}{'regret':>9}{'worst':>9}"]
-        lines += [
-            f"  {r.group:<24}{r.rows:>6}{r.sweeps:>9}{r.spearman:>9.2f}{r.regret:>9.1%}{r.worst:>9.1%}"
-            for r in found.order
-        ] + [""]
-    if found.fits:
-        lines += [f"{'measured / predicted':<26}{'fits':>6}{'oom':>9}"]
-        for kind in ("ok", "oom"):
-            counts = [found.fits.get((kind, other), 0) for other in ("ok", "oom")]
-            lines.append(f"  {'fits' if kind == 'ok' else 'oom':<24}{counts[0]:>6}{counts[1]:>9}")
-    return "\n".join(lines) or "The table has no measured columns: step_time_s, peak_mem_gib, status."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     plan, state = plan_of_run(folder), backend.state(folder)
     nodes = nodes_of(plan, state)
     report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
+    _add_drift(report, plan, folder.run_id)
     timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
     if args.plot and timeline is not None:
         _plot(args.plot, folder.run_id, plan, timeline)
@@ -45,6 +46,19 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         print(render(report, plan, style(), timeline))
     return Exit.DONE
+
+
+def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
+    """What explains the difference of a measured step from its prediction, where it is more than chance."""
+    step = report["step_s"]
+    if step["z"] is None or abs(step["z"]) <= 1.0:
+        return
+    from orchestrator.planner.calibrate.drift import drift
+
+    found = drift(plan, step["measured"])
+    step["attribution"] = [one._asdict() for one in found.attribution]
+    step["drift"] = [f"{one.text} ({one.share:.0%} of the difference)" for one in found.attribution]
+    step["drift"].append(f"orch calibrate --from {run_id} takes it over")
 
 
 def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from orchestrator.plan.interval import interval, plus_minus
+
 if TYPE_CHECKING:
     from orchestrator.planner.search.search import CostedLayout, SearchResult
 
@@ -29,7 +31,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not any(word.lstrip("+").startswith("parallel=") for word in overrides):
         overrides = ["parallel=auto", *overrides]
     config = load(overrides, args.config_dir)
-    answer = search(config, ClusterResolver(home())(config.cluster), args.near / 100, args.any)
+    resolve = ClusterResolver(home())
+    answer = search(config, resolve(config.cluster), args.near / 100, args.any, resolve.profile(config))
     if args.json:
         import json
 
@@ -44,6 +47,7 @@ def rows(answer: SearchResult) -> list[dict[str, object]]:
         {
             "overrides": found.overrides,
             "step_s": found.step_s,
+            **dict(zip(("step_low_s", "step_high_s"), interval(found.step_s, found.solution.time.sd), strict=True)),
             "tokens_per_s_per_gpu": _tokens(found),
             "memory_bytes": found.memory.total,
             "order": list(found.solution.parallel.order),
@@ -60,11 +64,11 @@ def _tokens(found: CostedLayout) -> float:
 
 def page(answer: SearchResult, rest: list[str]) -> str:
     best = answer.front[0]
-    lines = [f"{'step':>9}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
+    lines = [f"{'step':>9} {'':<5}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
     for found in answer.front:
-        told = " ".join(found.overrides)
+        told, near = " ".join(found.overrides), plus_minus(found.solution.time.sd)
         lines.append(
-            f"{found.step_s:>7.4g} s  {found.step_s / best.step_s - 1:>6.1%}  {_tokens(found):>12,.0f}"
+            f"{found.step_s:>7.4g} s{near:<6}  {found.step_s / best.step_s - 1:>6.1%}  {_tokens(found):>12,.0f}"
             f"  {found.memory.total / 2**30:>5.3g} GiB  {told}"
         )
     time = best.solution.time

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.plan.interval import interval, plus_minus
+
 if TYPE_CHECKING:
     from orchestrator.plan import Plan
 
@@ -44,7 +46,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         except ValueError as error:
             raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
         config = load([*overrides, *words], args.config_dir)
-        plans.append((case or "as given", build_plan(config, resolve(config.cluster), args.any)))
+        plan = build_plan(config, resolve(config.cluster), args.any, resolve.profile(config))
+        plans.append((case or "as given", plan))
     columns = [column(name, plan, args.tokens) for name, plan in plans]
     if args.json:
         import json
@@ -71,9 +74,12 @@ def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
         "seq_len": train.seq_len,
         "batch_tokens": par.global_batch_tokens,
         "step_s": plan.time.step_s,
+        **dict(zip(("step_low_s", "step_high_s"), interval(plan.time.step_s, plan.time.sd), strict=True)),
+        "step_sd": plan.time.sd,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "mfu": plan.mfu,
         "memory_bytes": plan.memory.total,
+        "memory_sd": plan.memory.sd,
         "fits": plan.memory.total <= plan.memory.capacity,
         "limited_by": plan.time.limited_by.split(":")[0],
         "target_tokens": target,
@@ -92,6 +98,10 @@ def page(columns: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+def _memory(c: dict[str, Any]) -> str:
+    return f"{c['memory_bytes'] / GIB:.3g} GiB{plus_minus(c['memory_sd'])}{'' if c['fits'] else ', DOES NOT FIT'}"
+
+
 ROWS = (
     ("", lambda c: str(c["case"])),
     ("cluster", lambda c: f"{c['cluster']}, {c['gpus']:,} GPUs"),
@@ -99,9 +109,9 @@ ROWS = (
     ("pipeline", lambda c: str(c["pipeline"])),
     ("recompute", lambda c: str(c["recompute"])),
     ("sequence, batch", lambda c: f"{c['seq_len']:,}, {c['batch_tokens'] / 1e6:.3g} M tokens"),
-    ("step", lambda c: f"{c['step_s']:.4g} s"),
+    ("step", lambda c: f"{c['step_s']:.4g} s{plus_minus(c['step_sd'])}"),
     ("tokens/s/GPU, MFU", lambda c: f"{c['tokens_per_s_per_gpu']:,.0f}, {c['mfu']:.1%}"),
-    ("memory", lambda c: f"{c['memory_bytes'] / GIB:.3g} GiB{'' if c['fits'] else ', DOES NOT FIT'}"),
+    ("memory", _memory),
     ("limited by", lambda c: str(c["limited_by"])),
     ("to", lambda c: f"{c['target_tokens'] / 1e9:,.6g} G tokens"),
     ("days", lambda c: f"{c['days']:,.1f}"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from orchestrator.observe.pages.placement_grid import grid
 from orchestrator.plan import AXES, Plan, batch
 from orchestrator.plan.document import Certificate
+from orchestrator.plan.interval import plus_minus
 from orchestrator.style import CATEGORY_COLOUR, GRAY, GREEN, RED, YELLOW, Style, percent, seconds, si, three
 
 if TYPE_CHECKING:
@@ -127,14 +128,14 @@ def _memory(plan: Plan, style: Style) -> str:
     bar = style.bar(memory.total / memory.capacity, cells, GREEN if fits else RED)
     lines.append(
         f"{'total':<12} {three(memory.total / scale):>8}  {bar} {memory.total / memory.capacity:>4.0%}"
-        f" of {three(memory.capacity / scale)}: {verdict}"
+        f" of {three(memory.capacity / scale)}{plus_minus(memory.sd)}: {verdict}"
     )
     return "\n".join(lines)
 
 
 def _time(plan: Plan, style: Style) -> str:
     time, cells = plan.time, max(10, min(40, style.width - 40))
-    lines = [style.title(f"Time of one step: {seconds(time.step_s)} (predicted)")]
+    lines = [style.title(f"Time of one step: {seconds(time.step_s)}{plus_minus(time.sd)} (predicted)")]
     exposed = {f"{axis} communication": value for axis, value in time.exposed_comm_s.items() if value > 0}
     rest = max(0.0, time.step_s - time.compute_s - sum(exposed.values()))
     colours = {"compute": GREEN, "pipeline bubble": GRAY}
@@ -151,6 +152,9 @@ def _time(plan: Plan, style: Style) -> str:
     )
     label = "limited by "
     lines += textwrap.wrap(label + time.limited_by, style.width, subsequent_indent=" " * len(label))
+    if time.profile:
+        software = "" if time.software == "orch" else f", as {time.software} would run it"
+        lines.append(f"parameters {time.profile}{software}")
     return "\n".join(lines)
 
 
@@ -164,9 +168,9 @@ def _warnings(plan: Plan, style: Style) -> str:
     return "\n".join(lines)
 
 
-def explanation(found: Explanation, step_s: float) -> str:
+def explanation(found: Explanation, step_s: float, sd: float = 0.0) -> str:
     """The part of `orch plan --explain`: what the step is made of, why it does not fit, what to change."""
-    lines = ["Why", "the step is:"]
+    lines = ["Why", f"the step, {seconds(step_s)}{plus_minus(sd)}, is:"]
     lines += [f"  {term.seconds:>9.4g} s  {term.seconds / step_s:>6.1%}  {term.name}" for term in found.terms]
     lines.append(f"limited by {found.limited_by}")
     if found.over_bytes:

@@ -12,12 +12,12 @@ from typing import Any
 from orchestrator.observe.rank_trace import Timeline
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
-from orchestrator.style import CATEGORY_COLOUR, GRAY, Style, percent, seconds, si, three
+from orchestrator.style import CATEGORY_COLOUR, GRAY, YELLOW, Style, percent, seconds, si, three
 
 from .goodput_page import goodput
 from .plan_page import CATEGORIES
 
-Pair = Mapping[str, float | None]  # "planned" and "measured"
+Pair = Mapping[str, float | None]  # "planned" and "measured"; of some also "low", "high", "inside", "z"
 
 
 def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None) -> str:
@@ -58,6 +58,7 @@ def _speed(report: dict[str, Any], style: Style) -> str:
     ]
     lines = [style.title("Speed: median of the steady steps"), _head(style)]
     lines += [_row(name, pair, show) for name, pair, show in rows]
+    lines += _verdict(step, seconds, style)
     if step["p95"] is not None:
         lines.append(f"{'step, 95th percentile':<22}{'':>14}{seconds(step['p95']):>14}")
     spent = [(name, value) for name, value in step["phases"].items() if value]
@@ -70,7 +71,19 @@ def _speed(report: dict[str, Any], style: Style) -> str:
 
 def _memory(memory: Mapping[str, Pair], style: Style) -> str:
     lines = [style.title("Memory at a step's peak: the most of any rank"), _head(style)]
-    return "\n".join(lines + [_row(name, pair, binary) for name, pair in memory.items()])
+    lines += [_row(name, pair, binary) for name, pair in memory.items()]
+    return "\n".join(lines + _verdict(memory["total"], binary, style))
+
+
+def _verdict(pair: Mapping[str, Any], show: Callable[[float], str], style: Style) -> list[str]:
+    """Whether a measurement lies in its prediction's interval, and what explains the difference."""
+    if pair.get("inside") is None:
+        return []
+    where = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
+    lines = [f"{where} the interval of the prediction, {show(pair['low'])} to {show(pair['high'])}"]
+    for text in pair.get("drift", []):
+        lines += textwrap.wrap(text, style.width, initial_indent="  ", subsequent_indent="    ")
+    return lines
 
 
 def _first_steps(timeline: Timeline, style: Style) -> str:

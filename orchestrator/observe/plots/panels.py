@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
+from orchestrator.plan.interval import interval
 from orchestrator.plan.schedules import Kind
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.planner.memory.recipe import recipe_of
@@ -222,17 +223,21 @@ def memory(ax: Axes, plan: Plan) -> None:
 
 
 def time(ax: Axes, plan: Plan) -> None:
-    """Where a step goes."""
+    """Where a step goes, and the whole with its 95 % interval."""
     value = plan.time
     rows = [("compute", value.compute_s, "#3bb28a")]
     rows += [(f"{axis} comm.", cost, AXIS[axis]) for axis, cost in value.exposed_comm_s.items() if cost > 0]
     if plan.parallel.pp > 1:
         bubble = value.step_s - value.compute_s - sum(value.exposed_comm_s.values())
         rows.append(("bubble", max(0.0, bubble), "#9ca3af"))
-    longest = max(cost for _, cost, _ in rows)
-    for row, (_, cost, colour) in enumerate(rows):
+    rows.append(("step", value.step_s, LINE))
+    low, high = interval(value.step_s, value.sd)
+    longest = max(high, *(cost for _, cost, _ in rows))
+    ax.errorbar(value.step_s, len(rows) - 1, xerr=[[value.step_s - low], [high - value.step_s]], color=INK, capsize=4)
+    for row, (name, cost, colour) in enumerate(rows):
         ax.barh(row, cost, color=colour, height=0.62, linewidth=0)
-        ax.text(cost + 0.015 * longest, row, f"{seconds(cost)}  {cost / value.step_s:.1%}", va="center", fontsize=8.5)
+        end = high if name == "step" else cost
+        ax.text(end + 0.015 * longest, row, f"{seconds(cost)}  {cost / value.step_s:.1%}", va="center", fontsize=8.5)
     ax.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     ax.set_ylim(max(len(rows), 4) - 0.4, -0.6)
     ax.set_xlim(0, longest * 1.32)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan
+from orchestrator.plan.interval import plus_minus
 from orchestrator.style import seconds, si
 
 from . import panels
@@ -97,7 +98,8 @@ def _subtitle(plan: Plan) -> str:
     degrees = "  ".join(f"{a}={getattr(par, a)}" for a in par.order if getattr(par, a) > 1) or "one GPU"
     return (
         f"{degrees}  zero={par.zero}  |  {si(par.global_batch_tokens)} tokens a step  |  "
-        f"predicted {seconds(plan.time.step_s)} a step, {plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU,"
+        f"predicted {seconds(plan.time.step_s)}{plus_minus(plan.time.sd)} a step,"
+        f" {plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU,"
         f" MFU {plan.mfu:.1%}  |  plan {plan.hash[:12]}"
     )
 

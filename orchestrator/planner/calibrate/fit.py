@@ -8,7 +8,8 @@ that nobody can explain. A source counts as at most `MOST_ROWS` rows, or long ve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ Floats = NDArray[np.float64]
 HUBER = 0.1  # residual of ln t beyond which a row counts less
 MOST_ROWS = 25.0
 ITERATIONS = 12
+LEFT_OUT_ITERATIONS = 2  # from the fit to all sources
 
 
 class Observation(NamedTuple):
@@ -32,6 +34,7 @@ class Observation(NamedTuple):
     source: str
     measured_s: float
     step_s: Callable[[Mapping[str, Number]], Number]
+    row: int = 0  # of the table, from 0
 
 
 class Fitted(NamedTuple):
@@ -53,14 +56,20 @@ def linearised(observations: Sequence[Observation], values: Mapping[str, float])
 
 
 def fit(
-    observations: Sequence[Observation], start: Mapping[str, float] | None = None, iterations: int = ITERATIONS
+    observations: Sequence[Observation],
+    start: Mapping[str, float] | None = None,
+    iterations: int = ITERATIONS,
+    fixed: Mapping[str, float] = MappingProxyType({}),
 ) -> Fitted:
-    """The most probable parameters. Repeatable: the same observations give the same bits on one machine."""
-    mean = np.log([one.value for one in PRIOR])
-    precision = np.array([one.sd for one in PRIOR]) ** -2.0
+    """The most probable parameters. Repeatable: the same observations give the same bits on one machine.
+
+    `fixed`: parameters that keep these values, as 1e-9 for a term that is left out.
+    """
+    mean = np.log([fixed.get(one.name, one.value) for one in PRIOR])
+    precision = np.array([1e-6 if one.name in fixed else one.sd for one in PRIOR]) ** -2.0
     rows = Counter(one.source for one in observations)
     weight = np.array([min(1.0, MOST_ROWS / rows[one.source]) for one in observations]) / NOISE**2
-    theta = np.log([start[name] for name in NAMES]) if start else mean.copy()
+    theta = np.log([fixed.get(name, start[name]) for name in NAMES]) if start else mean.copy()
     residuals, jacobian = linearised(observations, dict(zip(NAMES, np.exp(theta), strict=True)))
     normal = np.diag(precision)
     for _ in range(iterations):
@@ -75,3 +84,30 @@ def fit(
     values = {name: float(value) for name, value in zip(NAMES, np.exp(theta), strict=True)}
     covariance = np.asarray(np.linalg.inv(normal), dtype=np.float64)
     return Fitted(values, covariance, residuals)
+
+
+class LeftOutSource(NamedTuple):
+    """A source as a fit to all others predicts it."""
+
+    source: str
+    at: list[int]  # indices of its observations
+    residuals: Floats
+    jacobian: Floats
+    fitted: Fitted  # to the others
+
+
+def leave_one_source_out(
+    observations: Sequence[Observation],
+    start: Mapping[str, float],
+    fixed: Mapping[str, float] = MappingProxyType({}),
+    tell: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Iterator[LeftOutSource]:
+    """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source)."""
+    sources = sorted({one.source for one in observations})
+    for done, source in enumerate(sources):
+        tell(done, len(sources), source)
+        at = [index for index, one in enumerate(observations) if one.source == source]
+        fitted = fit([one for one in observations if one.source != source], start, LEFT_OUT_ITERATIONS, fixed)
+        residuals, jacobian = linearised([observations[index] for index in at], fitted.values)
+        yield LeftOutSource(source, at, residuals, jacobian, fitted)
+    tell(len(sources), len(sources), "")

@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from orchestrator.plan.document import AXES
-from orchestrator.planner.cost.dual import Number
-from orchestrator.planner.cost.profile import shipped
-from orchestrator.planner.cost.step_time import StepCost
-from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import PathCache, candidates
-from orchestrator.planner.predict.cells import RowError
+from orchestrator.planner.cost.profile import Profile
+from orchestrator.planner.placement.axis_order import PathCache
+from orchestrator.planner.predict.cells import RowError, number_of
 from orchestrator.planner.predict.job_memory import job_memory
-from orchestrator.planner.predict.predict import context_of
-from orchestrator.planner.predict.rows import Job, read_row
+from orchestrator.planner.predict.predict import step_of
+from orchestrator.planner.predict.rows import group_of, read_row
 
-from .fit import Observation
+from .fit import Observation, linearised
+from .update import site_profile, update
+
+LEAST_S, MOST_S = 1e-4, 1e5  # of a step that can be
 
 
-def observations(rows: Sequence[Mapping[str, str]]) -> list[Observation]:
-    """Of the rows that have a step time and can be read."""
+def observations(rows: Iterable[Mapping[str, str]], refused: list[str] | None = None) -> list[Observation]:
+    """Of the rows that have a step time and can be read. `refused`: gets a line for each other row that has one."""
     paths: dict[int, PathCache] = {}
     found = []
     for number, cells in enumerate(rows, 1):
+        name = (cells.get("id") or "").strip() or str(number)
         try:
-            measured = float(cells.get("step_time_s") or 0)
-            job = read_row(cells)
-        except (RowError, ValueError):
-            continue
-        name = cells.get("id") or str(number)
-        if measured > 0:
-            found.append(Observation(name, name.rpartition("-")[0] or "all", measured, prediction(job, paths)))
+            measured = measured_s(cells)
+            if measured is not None:
+                job = read_row(cells)
+                step_s = step_of(job, job_memory(job).train, paths)
+                found.append(Observation(name, group_of(cells), measured, step_s, number - 1))
+        except RowError as error:
+            if refused is not None:
+                refused.append(f"row {number} ({name}): {error}")
     return found
 
 
-def prediction(job: Job, paths: dict[int, PathCache]) -> Callable[[Mapping[str, Number]], Number]:
-    """A function from parameter values to the step in seconds."""
-    context, par, train = context_of(job, paths, shipped()), job.parallel, job_memory(job).train
-    traffic = step_traffic(context.model, par, train, context.software)
-    work = context.work(par, train)
-    cost = candidates(context.path_cache, par, traffic, work, AXES)[0]
+def measured_s(cells: Mapping[str, str]) -> float | None:
+    """Seconds of a row's step, None where it has none. RowError for one that cannot be."""
+    value = number_of("step_time_s", cells.get("step_time_s") or "")
+    if value is None:
+        return None
+    if not LEAST_S <= value <= MOST_S:
+        raise RowError(f"step_time_s={value:g}: a step takes from {LEAST_S:g} to {MOST_S:g} s")
+    return value
 
-    def step_s(values: Mapping[str, Number]) -> Number:
-        return StepCost(context.work(par, train, context.rates(values)), cost.paths).step_s
 
-    return step_s
+def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
+    """The profile of the machines of one row, after its step was measured. RowError where it has none."""
+    measured = measured_s(cells)
+    if measured is None:
+        raise RowError("step_time_s is empty: nothing was measured")
+    name = (cells.get("id") or "").strip() or "1"
+    job = read_row(cells)
+    one = Observation(name, group_of(cells), measured, step_of(job, job_memory(job).train, {}))
+    residuals, jacobian = linearised([one], profile.values)
+    return site_profile(profile, update(profile, residuals, jacobian), "row", name, "", profile.name)

@@ -1,24 +1,33 @@
-"""Parameters after one more measurement: a Bayesian update that moves the terms that caused the miss.
+"""Parameters after more measurements: a Bayesian update that moves the terms that caused the miss.
 
-For a measured step with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior of a linear model
-with covariance S and noise s is theta - S J z / (J S J + s^2) (Kalman 1960). A miss is cut at 0.3, so that one odd
-row cannot turn the model around (accuracy.md section 4). The prediction moves with the parameters, others with theirs.
+For measured steps with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior of a linear model
+with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960). A miss of a table's row is cut, so that
+one odd row cannot turn the model around (accuracy.md section 4). The prediction moves with the parameters, others with
+theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.planner.cost.parameters import NAMES
-from orchestrator.planner.cost.profile import Profile
+from orchestrator.cluster.measured import Record
+from orchestrator.plan.cluster import NVLINK
+from orchestrator.plan.document import Cluster
+from orchestrator.planner.cost.dual import Dual, Number, duals
+from orchestrator.planner.cost.parameters import INDEX, NAMES, generation_of
+from orchestrator.planner.cost.profile import FittedOn, Profile, make_profile
 
 Floats = NDArray[np.float64]
 ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
 MOST_MISS = 0.3
+#: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load in a step is other.
+RUN_NOISE, RATE_NOISE, LINK_NOISE = 0.03, 0.08, 0.15
+IN_STEP = 0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+ROUNDS = 5
 
 
 class Update(NamedTuple):
@@ -29,14 +38,95 @@ class Update(NamedTuple):
         return {name: profile.values[name] * float(np.exp(self.log_change[at])) for at, name in enumerate(NAMES)}
 
 
-def update(profile: Profile, misses: Sequence[float], jacobian: Floats, noise: float = ROW_NOISE) -> Update:
+def update(profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE) -> Update:
     """misses: ln(predicted / measured) of each measurement; jacobian: float [measurements, parameters]."""
-    spread = profile.uncertainty
     clipped = np.clip(np.asarray(misses, dtype=float), -MOST_MISS, MOST_MISS)
+    return _posterior(profile, clipped, jacobian, np.full(len(clipped), noise))
+
+
+def _posterior(profile: Profile, misses: Floats, jacobian: Floats, noise: Floats) -> Update:
+    spread = profile.uncertainty
     gain = spread @ jacobian.T
-    inner = jacobian @ gain + noise**2 * np.eye(len(clipped))
+    inner = jacobian @ gain + np.diag(noise**2)
     covariance = spread - gain @ np.linalg.solve(inner, gain.T)
-    return Update(-gain @ np.linalg.solve(inner, clipped), (covariance + covariance.T) / 2)
+    return Update(-gain @ np.linalg.solve(inner, misses), (covariance + covariance.T) / 2)
+
+
+def update_with_step(
+    profile: Profile,
+    step_s: Callable[[Mapping[str, Number]], Number],
+    measured_s: float,
+    noise: float = RUN_NOISE,
+    rounds: int = ROUNDS,
+) -> tuple[Update, Floats]:
+    """(update, derivatives at the profile's values) by one measured step, however far off it is.
+
+    `step_s` predicts the step from parameter values. The model is not linear in what moves far, so it is linearised
+    again where the last round ended, with the same prior (Bell and Cathey 1993, the iterated Kalman filter).
+    """
+    values, moved, first = dict(profile.values), np.zeros(len(NAMES)), None
+    for _ in range(rounds):
+        step = step_s(duals(values))
+        assert isinstance(step, Dual)
+        jacobian = step.grad / step.value
+        first = jacobian if first is None else first
+        miss = np.log(step.value / measured_s) - jacobian @ moved
+        found = _posterior(profile, np.array([miss]), jacobian[None], np.array([noise]))
+        done = np.abs(found.log_change - moved).max() < 1e-3
+        moved, values = found.log_change, found.values(profile)
+        if done:
+            break
+    assert first is not None
+    return found, first
+
+
+def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:
+    """By the rates that `orch bench` found, each a direct observation of a parameter. `described`: as in data sheets.
+
+    What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there (`IN_STEP`).
+    """
+    found = list(_observed(described, record))
+    jacobian = np.zeros((len(found), len(NAMES)))
+    for row, (name, _, _) in enumerate(found):
+        jacobian[row, INDEX[name]] = 1.0
+    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in found])
+    return _posterior(profile, misses, jacobian, np.array([noise for _, _, noise in found]))
+
+
+def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
+    """(parameter, its value, noise) of everything that was measured."""
+    gpu, own, generation = cluster.gpu, record.measured, generation_of(cluster.gpu.name, cluster.device)
+    cpu = generation == "cpu"
+    found = [("hbm.cpu" if cpu else "hbm", own.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)]
+    wide = next((name for name in ("bf16", "fp16", "fp32") if name in own.matmul_flops), None)
+    flash = f"attention.flash.{generation}"
+    attention = "attention.cpu" if cpu else flash if flash in INDEX else f"attention.{generation}"
+    rates = [("gemm.cpu" if cpu else f"gemm.{generation}.16", own.matmul_flops), (attention, own.attention_flops)]
+    for name, flops in rates:
+        if wide in flops and wide in gpu.peak_flops and name in INDEX:
+            found.append((name, flops[wide] / gpu.peak_flops[wide], RATE_NOISE))
+    if cpu:
+        found.append(("host.cpu", own.launch_s, RATE_NOISE))
+    links = {NVLINK: cluster.nvlink} | {level.name: level for level in cluster.levels}
+    for tier, fit in record.links.items():
+        name = "link.cpu" if cpu else "nvlink" if tier == NVLINK else "nic"
+        if (known := links.get(tier)) is None:
+            continue
+        share = IN_STEP if name == "nvlink" else 1.0
+        found.append((name, share * fit.bytes_per_s / known.bytes_per_s, LINK_NOISE))
+        if not cpu and tier != NVLINK and fit.latency_s > 0:
+            found.append(("latency", fit.latency_s / known.latency_s, 0.5))
+    return [one for one in found if one[1] > 0]
+
+
+def site_profile(base: Profile, change: Update, what: str, source: str, date: str, name: str) -> Profile:
+    """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the cluster's."""
+    past = base.fitted_on
+    own = bool(past.base)
+    fitted_on = FittedOn(
+        what=what, date=date, base=past.base if own else base.label, runs=[*(past.runs if own else []), source]
+    )
+    return make_profile(name, change.values(base), change.covariance, fitted_on)
 
 
 def attribution(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
 from .parameters import INDEX, NAMES, PRIOR
+
+if TYPE_CHECKING:  # imported where it is used: a plan that is read from the cache needs no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 SCHEMA = "orch.profile/1"
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
@@ -69,7 +73,8 @@ class FittedOn(Frozen):
     sha256: str = ""  # of the table
     date: str = ""
     rows: dict[str, int] = {}  # by source
-    base: str = ""  # label of the profile that was updated
+    base: str = ""  # label of the profile that was updated; of the first one, where several updates followed
+    runs: list[str] = []  # ids of the runs, and "bench <when>", whose measurements it was updated with, in order
 
 
 class Profile(Frozen, dict=True):
@@ -82,9 +87,9 @@ class Profile(Frozen, dict=True):
 
     @cached_property
     def values(self) -> dict[str, float]:
-        """By name; parameters that the file does not know have their prior."""
-        known = {one.name: one.value for one in self.parameters if one.name in INDEX}
-        return {one.name: one.value for one in PRIOR} | known
+        """By name, in the order of `NAMES`; parameters that the file does not know have their prior."""
+        known = {one.name: one.value for one in self.parameters}
+        return {one.name: known.get(one.name, one.value) for one in PRIOR}
 
     @cached_property
     def digest(self) -> str:
@@ -97,6 +102,8 @@ class Profile(Frozen, dict=True):
     @cached_property
     def posterior(self) -> NDArray[np.float64]:
         """Covariance of the logarithms of `NAMES`."""
+        import numpy as np
+
         result = np.diag([one.sd**2 for one in PRIOR])
         known = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
         rows = [at for at, one in enumerate(self.parameters) if one.name in INDEX]
@@ -110,6 +117,8 @@ class Profile(Frozen, dict=True):
     @cached_property
     def between(self) -> NDArray[np.float64]:
         """Variances between tables; nothing for a site's own profile, whose machines are those that run."""
+        import numpy as np
+
         if self.fitted_on.base:
             return np.zeros(len(NAMES))
         return np.array([between_sd(name) ** 2 for name in NAMES])
@@ -117,6 +126,8 @@ class Profile(Frozen, dict=True):
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
         """Covariance of the parameters for a job on machines that were not in the fit."""
+        import numpy as np
+
         return self.posterior + np.diag(self.between)
 
 
@@ -126,11 +137,15 @@ def between_sd(name: str) -> float:
 
 def relative_sd(jacobian: NDArray[np.float64], profile: Profile) -> float:
     """Standard deviation of ln t. jacobian: d ln t / d ln(parameter), float [len(NAMES)]."""
+    import numpy as np
+
     return float(np.sqrt(jacobian @ profile.uncertainty @ jacobian + NOISE**2))
 
 
 def difference_sd(first: NDArray[np.float64], second: NDArray[np.float64], profile: Profile) -> float:
     """Standard deviation of the difference of two ln t on the same machines: what they share does not count."""
+    import numpy as np
+
     own = first - second
     return float(np.sqrt(own @ profile.uncertainty @ own + 0.02**2))
 
@@ -139,6 +154,8 @@ def make_profile(
     name: str, values: Mapping[str, float], covariance: NDArray[np.float64], fitted_on: FittedOn, left_out: Any = ()
 ) -> Profile:
     """A profile in the form of its file: values rounded to six digits, covariances to four."""
+    import numpy as np
+
     parameters = [
         FittedParameter(
             name=one.name,
@@ -169,6 +186,8 @@ def _digits(value: float, digits: int) -> float:
 
 def prior_profile() -> Profile:
     """What is believed before any run was seen."""
+    import numpy as np
+
     values = {one.name: one.value for one in PRIOR}
     return make_profile("prior", values, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
 
@@ -195,8 +214,9 @@ def _problem(profile: Profile) -> str | None:
             return f"parameter {one.name} is {one.value}, must be positive"
     if [len(row) for row in profile.covariance] != list(range(1, len(profile.parameters) + 1)):
         return f"covariance is not the lower triangle of {len(profile.parameters)} parameters"
-    if not all(np.isfinite(row).all() for row in map(np.array, profile.covariance)):
-        return "covariance holds a number that is not finite"
+    for row, one in zip(profile.covariance, profile.parameters, strict=True):
+        if not (row[-1] > 0 and all(map(isfinite, row))):
+            return f"covariance of {one.name} is not finite, or its variance not positive"
     return None
 
 
@@ -204,3 +224,17 @@ def _problem(profile: Profile) -> str | None:
 def shipped() -> Profile:
     """The profile that orch comes with."""
     return read_profile(SHIPPED_FILE) if SHIPPED_FILE.exists() else prior_profile()
+
+
+def differing(profile: Profile) -> dict[str, float]:
+    """Values that are not those of the shipped profile: what a plan carries of a site's own."""
+    usual = shipped().values
+    return {name: value for name, value in profile.values.items() if value != usual[name]}
+
+
+def with_values(values: Mapping[str, float]) -> Profile:
+    """The shipped profile with some values of a site's: what a plan was made with, by what it carries."""
+    if not values:
+        return shipped()
+    known = [structs.replace(one, value=values.get(one.name, one.value)) for one in shipped().parameters]
+    return structs.replace(shipped(), parameters=known)

@@ -57,6 +57,7 @@ def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Se
     accounts = memory.memory_by_pp_rank(cluster, plan.model, parallel, plan.job.train, recipe, plan.job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s
+    same = {"sd": plan.time.sd, "profile": plan.time.profile, "parameters": plan.time.parameters}
     return seal(
         structs.replace(
             plan,
@@ -69,7 +70,7 @@ def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Se
                 worst,
                 worst_rank=next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank),
             ),
-            time=time,
+            time=structs.replace(time, **same),
             mfu=plan.mfu * faster,
             tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * faster,
             certificate=certified(certificate, time.step_s),

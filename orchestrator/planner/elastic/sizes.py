@@ -25,6 +25,7 @@ from orchestrator.plan import Exit, Plan, from_json
 from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
+from orchestrator.planner.cost.profile import SHIPPED_FILE, Profile
 
 MAX_SIZES = 256  # most sizes of one range
 
@@ -44,24 +45,34 @@ class Sizes(NamedTuple):
     refused: dict[int, str]  # node count -> why not, largest first
 
 
-def plan_of(config: Config, cluster: Cluster, any_layout: bool = False) -> Plan:
+class _Site(NamedTuple):
+    """What all sizes are planned with."""
+
+    resolve: Resolve
+    profile: Profile | None
+
+
+def plan_of(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Plan:
     """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError (65) as there."""
 
     def compute() -> Plan:
         from orchestrator.planner import build
 
-        return build.build_plan(config, cluster, any_layout)
+        return build.build_plan(config, cluster, any_layout, profile)
 
     # msgspec.json keeps the planner's order of keys, which pages follow; to_json sorts them
-    plan: Plan = cached("plan", _inputs(config, cluster, any_layout), compute, msgspec.json.encode, from_json)
+    inputs = _inputs(config, cluster, any_layout, profile)
+    plan: Plan = cached("plan", inputs, compute, msgspec.json.encode, from_json)
     return plan
 
 
-def _inputs(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[bytes]:
-    """Everything that a plan depends on: its arguments, the schedule file that they may name, and the code."""
+def _inputs(config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None) -> Iterator[bytes]:
+    """Everything that a plan depends on: its arguments, the files that stand behind them, and the code."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
     yield b"any" if any_layout else b""
+    yield content(SHIPPED_FILE)
+    yield profile.digest.encode() if profile else b""
     if (file := config.parallel.schedule_file) is not None:
         yield content(file)
     yield from code("config", "plan", "planner")
@@ -71,15 +82,22 @@ def _inputs(config: Config, cluster: Cluster, any_layout: bool) -> Iterator[byte
         yield f"numpy {found.st_size} {found.st_mtime_ns}".encode()
 
 
-def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_layout: bool = False) -> Sizes:
+def plan_sizes(
+    config: Config,
+    resolve: Resolve,
+    any_memory: bool = False,
+    any_layout: bool = False,
+    profile: Profile | None = None,
+) -> Sizes:
     """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
 
     `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of the user's
-    (`build_plan`). Raises OrchError (65) when no size is legal, telling what is wrong with the largest;
-    (64) when the range contradicts another key.
+    (`build_plan`). `profile`: of all sizes, as there. Raises OrchError (65) when no size is legal, telling what is
+    wrong with the largest; (64) when the range contradicts another key.
     """
     if config.nodes is None:
-        return Sizes([Size(config.cluster.nodes, config, plan_of(config, resolve(config.cluster), any_layout))], {})
+        plan = plan_of(config, resolve(config.cluster), any_layout, profile)
+        return Sizes([Size(config.cluster.nodes, config, plan)], {})
     first, last = node_range(config.nodes)
     if config.parallel.dp is not None:
         raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
@@ -93,12 +111,13 @@ def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_l
         from orchestrator.planner.search.auto import settled
 
         largest = _at(config, last)
-        config = _with_layout(config, settled(largest, resolve(largest.cluster), any_layout))
+        config = _with_layout(config, settled(largest, resolve(largest.cluster), any_layout, profile))
     found: dict[int, Size] = {}
     refused: dict[int, str] = {}
+    site = _Site(resolve, profile)
     for nodes in range(first, last + 1):
         try:
-            size = _replicas(config, resolve, nodes, any_memory, found[max(found)] if found else None)
+            size = _replicas(config, site, nodes, any_memory, found[max(found)] if found else None)
             if size.nodes >= first:  # of several clusters that hold a size the largest, which knows most spares
                 found[size.nodes] = size
                 refused.pop(size.nodes, None)
@@ -109,7 +128,7 @@ def plan_sizes(config: Config, resolve: Resolve, any_memory: bool = False, any_l
     if not found:
         raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
     for nodes in range(first, min(found)):
-        other = _other_pipeline(config, resolve, nodes, any_memory)
+        other = _other_pipeline(config, site, nodes, any_memory)
         if other is not None and other.nodes == nodes:
             found[nodes] = other
             del refused[nodes]
@@ -148,18 +167,18 @@ def _with_layout(config: Config, found: Config) -> Config:
     return structs.replace(config, parallel=parallel, train=found.train)
 
 
-def _replicas(config: Config, resolve: Resolve, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
+def _replicas(config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
     """The size with equal replicas, else with unequal ones if faster than the next smaller size. Raises OrchError."""
     from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
 
     if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
         text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
         raise OrchError(text, Exit.CONFIG)
-    par, gpus = config.parallel, _filled(config, resolve(_at(config, nodes).cluster))
+    par, gpus = config.parallel, _filled(config, site.resolve(_at(config, nodes).cluster))
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
-        return _size(config, resolve, nodes, any_memory)
-    size = _size(structs.replace(config, parallel=structs.replace(par, uneven=True)), resolve, nodes, any_memory)
+        return _size(config, site, nodes, any_memory)
+    size = _size(structs.replace(config, parallel=structs.replace(par, uneven=True)), site, nodes, any_memory)
     if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
         counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
         text = f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes} nodes"
@@ -167,7 +186,7 @@ def _replicas(config: Config, resolve: Resolve, nodes: int, any_memory: bool, sm
     return size
 
 
-def _other_pipeline(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Size | None:
+def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size | None:
     """The fastest plan with another number of pipeline stages, where no whole replica of the job fits; None if none is.
 
     The schedule stays where it is legal. `stage_layers` is dropped: it was given for the job's own stages.
@@ -180,21 +199,21 @@ def _other_pipeline(config: Config, resolve: Resolve, nodes: int, any_memory: bo
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
             other = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
             try:
-                found.append(_replicas(structs.replace(config, parallel=other), resolve, nodes, any_memory, None))
+                found.append(_replicas(structs.replace(config, parallel=other), site, nodes, any_memory, None))
             except OrchError:
                 continue
             break
     return min(found, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
 
 
-def _size(config: Config, resolve: Resolve, nodes: int, any_memory: bool) -> Size:
+def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
     par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
     at = _at(config, nodes)
-    cluster = resolve(at.cluster)
+    cluster = site.resolve(at.cluster)
     if _filled(config, cluster) % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
-    plan = plan_of(at, cluster)
+    plan = plan_of(at, cluster, profile=site.profile)
     if _over(plan) and not (any_memory or config.run.allow_oom):
         text = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
         raise OrchError(f"rank {plan.memory.worst_rank} needs {text}", Exit.CONFIG)

@@ -223,13 +223,16 @@ class CostContext:
         self.cluster, self.model, self.train, self.software = cluster, model, train, software
         self.matmul, self.profile, self.job = matmul, profile or shipped(), job
         self.path_cache = path_cache or PathCache(cluster)
-        self.rate: Rates = self.rates(self.profile.values)
         self.level_names = [level.name for level in cluster.levels]
         self._parts: dict[tuple[int, int], list[PathCache]] = {}
         self._placed = False
         self._compute: dict[tuple[object, ...], Compute] = {}
         #: the training keys with each recomputation mode
         self.trains = {mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")}
+
+    @cached_property
+    def rate(self) -> Rates:
+        return self.rates(self.profile.values)
 
     def rates(self, values: Mapping[str, Number]) -> Rates:
         return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **self.job)

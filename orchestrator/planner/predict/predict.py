@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from orchestrator.plan.document import AXES
-from orchestrator.planner.cost.profile import Profile, shipped
-from orchestrator.planner.placement.axis_order import CostContext, PathCache, solve
+from orchestrator.plan.document import AXES, Train
+from orchestrator.plan.interval import interval
+from orchestrator.planner.cost.dual import Dual, Number, duals
+from orchestrator.planner.cost.profile import Profile, relative_sd, shipped
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.placement.axis_order import CostContext, PathCache, candidates
 
 from .cells import RowError
 from .job_memory import job_memory
@@ -15,7 +18,8 @@ from .rows import Job, read_row
 
 GIB = 1 << 30
 MOST_CLUSTERS = 1024  # whose paths are kept; a table of a million rows may name as many
-COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed")
+INTERVALS = ("step_time_low_s", "step_time_high_s", "peak_mem_low_gib", "peak_mem_high_gib")  # 95 %
+COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed", *INTERVALS)
 
 
 class Prediction(NamedTuple):
@@ -27,35 +31,57 @@ class Prediction(NamedTuple):
     peak_mem_gib: float | None
     status: str
     assumed: str
+    step_sd: float = 0.0  # of the logarithm of the step
+    mem_sd: float = 0.0
 
     def cells(self) -> list[str]:
-        return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in self]
+        step = interval(self.step_time_s, self.step_sd) if self.step_time_s and self.step_sd else (None, None)
+        peak = interval(self.peak_mem_gib, self.mem_sd) if self.peak_mem_gib and self.mem_sd else (None, None)
+        cells = (*self[:6], *step, *peak)
+        return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in cells]
 
 
 def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -> Iterator[Prediction]:
     """A prediction for each row, in order. Rows on the same hardware share its paths."""
     paths: dict[int, PathCache] = {}
     profile = profile or shipped()
+    numbers = duals(profile.values)
     for number, cells in enumerate(rows, 1):
         name = (cells.get("id") or "").strip() or str(number)
         try:
             job = read_row(cells)
-            yield _one(name, job, paths, profile)
+            yield _one(name, job, paths, profile, numbers)
         except RowError as error:
             yield Prediction(name, None, None, None, f"error: row {number}: {error}", "")
 
 
-def _one(name: str, job: Job, paths: dict[int, PathCache], profile: Profile) -> Prediction:
-    par = job.parallel
-    context, held = context_of(job, paths, profile), job_memory(job)
-    solution = solve(context, par, AXES, held.train)
-    tokens = par.global_batch_tokens / solution.time.step_s / par.world_size
+def _one(
+    name: str, job: Job, paths: dict[int, PathCache], profile: Profile, numbers: Mapping[str, Number]
+) -> Prediction:
+    par, held = job.parallel, job_memory(job)
+    step = step_of(job, held.train, paths)(numbers)
+    assert isinstance(step, Dual)
+    sd = relative_sd(step.grad / step.value, profile)
+    tokens = par.global_batch_tokens / step.value / par.world_size
     assumed = "; ".join([*job.assumed, *held.assumed])
     status = "ok" if held.fits else "oom"
-    return Prediction(name, solution.time.step_s, tokens, held.peak_bytes / GIB, status, assumed)
+    return Prediction(name, step.value, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd)
 
 
-def context_of(job: Job, paths: dict[int, PathCache], profile: Profile) -> CostContext:
+def step_of(job: Job, train: Train, paths: dict[int, PathCache]) -> Callable[[Mapping[str, Number]], Number]:
+    """A function from values of the cost model's parameters to the row's step in seconds. `train`: with the
+    recomputation that `job_memory` found."""
+    context, par = context_of(job, paths), job.parallel
+    traffic = step_traffic(job.model, par, train, job.software)
+
+    def step_s(values: Mapping[str, Number]) -> Number:
+        work = context.work(par, train, context.rates(values))
+        return candidates(context.path_cache, par, traffic, work, AXES)[0].cost.step_s
+
+    return step_s
+
+
+def context_of(job: Job, paths: dict[int, PathCache], profile: Profile | None = None) -> CostContext:
     """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
     cache = paths.get(id(job.cluster))
     if cache is None:

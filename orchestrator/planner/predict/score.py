@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from math import log
+from typing import Any, NamedTuple
+
+from orchestrator.plan.interval import SIGMAS
 
 from .predict import Prediction
 from .rows import group_of
@@ -23,6 +26,10 @@ class Errors(NamedTuple):
     mean: float  # of the absolute error
     p90: float
     bias: float  # mean with its sign
+    inside68: float | None = None  # share of the measurements inside that interval; None without intervals
+    inside95: float | None = None
+    fitted: float | None = None  # mean, in a fit that has seen these rows
+    after_one: float | None = None  # mean after one row of the group was measured: over every choice of the row
 
 
 class Order(NamedTuple):
@@ -41,9 +48,19 @@ class Score(NamedTuple):
     fits: dict[tuple[str, str], int]  # (measured, predicted) -> rows
 
 
+class Miss(NamedTuple):
+    """One prediction against its measurement."""
+
+    error: float  # predicted / measured - 1
+    z: float | None  # ln(predicted / measured) / standard deviation, None without an interval
+
+
+ALL, MEAN = "all", "mean of groups"
+
+
 def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) -> Score:
-    time: dict[str, list[float]] = defaultdict(list)
-    memory: dict[str, list[float]] = defaultdict(list)
+    time: dict[str, list[Miss]] = defaultdict(list)
+    memory: dict[str, list[Miss]] = defaultdict(list)
     sweeps: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     fits: dict[tuple[str, str], int] = defaultdict(int)
     for row, got in zip(rows, predictions, strict=True):
@@ -51,13 +68,17 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
             continue
         group, measured, peak = group_of(row), _number(row, "step_time_s"), _number(row, "peak_mem_gib")
         if measured:
-            time[group].append(got.step_time_s / measured - 1)
+            time[group].append(miss(got.step_time_s, measured, got.step_sd))
             sweeps[(group, *(row.get(name, "") for name in SWEEP))].append((measured, got.step_time_s))
         if peak:
-            memory[group].append(got.peak_mem_gib / peak - 1)
+            memory[group].append(miss(got.peak_mem_gib, peak, got.mem_sd))
         if row.get("status") in ("ok", "oom"):
             fits[row["status"], got.status] += 1
     return Score(_errors(time), _errors(memory), _orders(sweeps), dict(fits))
+
+
+def miss(predicted: float, measured: float, sd: float) -> Miss:
+    return Miss(predicted / measured - 1, log(predicted / measured) / sd if sd > 0 else None)
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
@@ -68,16 +89,32 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
     return value if value > 0 else None
 
 
-def _errors(found: Mapping[str, list[float]]) -> list[Errors]:
-    result = [_summary(group, errors) for group, errors in sorted(found.items())]
-    everything = [error for errors in found.values() for error in errors]
-    return [*result, _summary("all", everything)] if everything else []
+def _errors(found: Mapping[str, list[Miss]]) -> list[Errors]:
+    """By group, then of all rows and the mean of groups."""
+    result = [_summary(group, misses) for group, misses in sorted(found.items())]
+    if not result:
+        return []
+    everything = [one for misses in found.values() for one in misses]
+    return [*result, _summary(ALL, everything), mean_of_groups(result)]
 
 
-def _summary(group: str, errors: list[float]) -> Errors:
-    sizes = sorted(map(abs, errors))
+def mean_of_groups(groups: Sequence[Errors]) -> Errors:
+    """Each group counts once, however many rows it has; its bias is the mean of biases."""
+    means = {name: _mean([getattr(one, name) for one in groups]) for name in Errors._fields[2:]}
+    return Errors(MEAN, len(groups), **means)
+
+
+def _mean(values: Sequence[float | None]) -> Any:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _summary(group: str, misses: Sequence[Miss]) -> Errors:
+    sizes = sorted(abs(one.error) for one in misses)
     p90 = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    return Errors(group, len(errors), sum(sizes) / len(sizes), p90, sum(errors) / len(errors))
+    bias = sum(one.error for one in misses) / len(misses)
+    inside = [_mean([abs(one.z) <= sigmas for one in misses if one.z is not None]) for sigmas in (1.0, SIGMAS)]
+    return Errors(group, len(misses), sum(sizes) / len(sizes), p90, bias, *inside)
 
 
 def _orders(sweeps: Mapping[tuple[str, ...], list[tuple[float, float]]]) -> list[Order]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cost.profile import Profile
+from orchestrator.planner.cost.profile import Profile, relative_sd
 from orchestrator.planner.placement.axis_order import CostContext
+from orchestrator.planner.plan_cost import jacobian
 
-from .search import NEAR, Search, SearchResult
+from .search import NEAR, CostedLayout, Search, SearchResult
 
 GIB = 1 << 30
 
@@ -21,7 +24,17 @@ def search(
 
     `any_layout`: also layouts that the bundled trainer does not run. Raises OrchError (65) when nothing fits.
     """
-    return _run(Search(config, cluster, any_layout, profile), near)
+    seeker = Search(config, cluster, any_layout, profile)
+    answer = _run(seeker, near)
+    return answer._replace(front=[_with_interval(one, seeker.context) for one in answer.front])
+
+
+def _with_interval(found: CostedLayout, context: CostContext) -> CostedLayout:
+    """With the error of its prediction, which only what is shown needs."""
+    parallel, best, _, time = found.solution
+    train = structs.replace(context.train, recompute=found.layout.recompute)
+    sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
+    return found._replace(solution=found.solution._replace(time=structs.replace(time, sd=sd)))
 
 
 def resolve_auto(
@@ -34,9 +47,9 @@ def resolve_auto(
     return _run(seeker, near=0.0).front[0].config, seeker.context
 
 
-def settled(config: Config, cluster: Cluster, any_layout: bool = False) -> Config:
+def settled(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Config:
     """The configuration with every degree filled in."""
-    return resolve_auto(config, cluster, any_layout)[0]
+    return resolve_auto(config, cluster, any_layout, profile)[0]
 
 
 def _run(seeker: Search, near: float) -> SearchResult:

@@ -1,0 +1,191 @@
+"""`orch calibrate`: the cost model's parameters from a table of runs, a run of this site, or `orch bench`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import ClusterSpec
+    from orchestrator.planner.calibrate.update import Update
+    from orchestrator.planner.cost.profile import Profile
+
+BENCH = "bench"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--table", metavar="FILE.csv", type=Path, help="fit a new profile to these runs; needs --out")
+    about = "update the site's profile by a run's measured steps, or by orch bench of the cluster that is given"
+    parser.add_argument("--from", metavar="RUN|bench", dest="source", help=about)
+    parser.add_argument("--profile", metavar="FILE", type=Path, help="update this one, not the site's own")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the profile here, not to the site's own")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if (args.table is None) == (args.source is None):
+        raise OrchError("orch calibrate wants --table FILE.csv or --from RUN|bench", Exit.USAGE)
+    if args.source != BENCH and overrides:
+        raise OrchError(f"only --from bench takes a cluster, not {overrides[0]!r}", Exit.USAGE)
+    if args.table is not None:
+        return _table(args)
+    return _bench(args, overrides) if args.source == BENCH else _run(args)
+
+
+# ---------------------------------------------------------------------------------------------- a table
+
+
+def _table(args: argparse.Namespace) -> int:
+    from orchestrator.cli.terminal import print_json, tell
+    from orchestrator.cli.verbs.predict import digest, read_table
+    from orchestrator.planner.calibrate.table import fit_table
+
+    if args.out is None or args.profile is not None:
+        raise OrchError("orch calibrate --table needs --out FILE, and starts from no --profile", Exit.USAGE)
+    try:
+        profile, refused = fit_table(read_table(args.table), args.out.stem, digest(args.table), _today(), tell)
+    except OrchError as error:
+        raise OrchError(f"--table {args.table}: {error.message}", error.exit) from None
+    _write(profile, args.out)
+    if args.json:
+        print_json({"file": str(args.out), "profile": profile.label, "left_out": profile.left_out, "refused": refused})
+        return Exit.DONE
+    print(f"{'source':<26}{'rows':>6}{'prior':>9}{'fitted':>9}{'left out':>9}")
+    for one in profile.left_out:
+        unseen = f"{one.left_out:.1%}" if one.left_out >= 0 else "-"
+        print(f"{one.source:<26}{one.rows:>6}{one.prior:>9.1%}{one.fitted:>9.1%}{unseen:>9}")
+    sources = profile.left_out
+    if len(sources) > 1:
+        means = [sum(getattr(one, name) for one in sources) / len(sources) for name in ("prior", "fitted", "left_out")]
+        print(f"{'mean of sources':<26}{len(sources):>6}" + "".join(f"{mean:>9.1%}" for mean in means))
+    for line in refused:
+        print(f"left out: {line}")
+    print(f"{profile.label}: {args.out}; orch predict --profile and cost.profile take it")
+    return Exit.DONE
+
+
+# ---------------------------------------------------------------------------------------------- this site
+
+
+def _run(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from orchestrator.cli.session import home, open_run, plan_of_run
+    from orchestrator.cluster.measured import read, with_measured
+    from orchestrator.config.schema import ClusterSpec
+    from orchestrator.observe.report import make_report
+    from orchestrator.observe.timeline import nodes_of, read_steps
+    from orchestrator.planner.calibrate.update import update_with_step
+    from orchestrator.planner.plan_cost import context_of, step_of
+
+    folder, backend = open_run(args.source)
+    plan, state = plan_of_run(folder), backend.state(folder)
+    lines = read_steps(folder, nodes_of(plan, state))
+    measured = make_report(plan, state, lines)["step_s"]["measured"]
+    if measured is None:
+        raise OrchError(f"run {folder.run_id} has measured no step", Exit.CONFIG)
+    try:
+        spec = msgspec.convert(msgspec.yaml.decode(folder.config.read_bytes())["cluster"], ClusterSpec)
+    except (OSError, LookupError, TypeError, msgspec.MsgspecError) as error:
+        raise OrchError(f"run {folder.run_id}: config.yaml: {error}", Exit.CONFIG) from None
+    base = _base(args, spec)
+    if folder.run_id in base.fitted_on.runs:
+        raise OrchError(f"run {folder.run_id} is part of profile {base.label} already", Exit.USAGE)
+    record = read(spec, home()) if spec.measured else None
+    # on the figures with which later plans are made, so that what is learned corrects those
+    cluster = with_measured(plan.cluster, record) if record is not None else plan.cluster
+    context = context_of(plan, base, cluster)
+    change, _ = update_with_step(base, step_of(plan, context), measured)
+    after = float(step_of(plan, context)(change.values(base)))  # type: ignore[arg-type]
+    before = float(step_of(plan, context)(base.values))  # type: ignore[arg-type]
+    facts = {"measured_s": measured, "before_s": before, "after_s": after}
+    return _keep(args, spec, base, change, ("run", folder.run_id), facts)
+
+
+def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
+    from msgspec import structs
+
+    from orchestrator.cli.session import home
+    from orchestrator.cluster.measured import read
+    from orchestrator.config.compose import load
+    from orchestrator.planner.calibrate.update import update_with_bench
+    from orchestrator.submit.cluster import ClusterResolver
+
+    spec = load(overrides, args.config_dir).cluster
+    record = read(spec, home())
+    if record is None:
+        raise OrchError(f"orch bench has measured nothing on cluster {spec.name}: run it first", Exit.USAGE)
+    base = _base(args, spec)
+    source = f"bench {record.at}"
+    if source in base.fitted_on.runs:
+        raise OrchError(f"{source} is part of profile {base.label} already", Exit.USAGE)
+    described = ClusterResolver(home())(structs.replace(spec, measured=False))
+    return _keep(args, spec, base, update_with_bench(base, described, record), ("bench", source), {})
+
+
+def _base(args: argparse.Namespace, spec: ClusterSpec) -> Profile:
+    """The profile that is updated: the one given, else the site's own, else the shipped one."""
+    from orchestrator.cli.session import home
+    from orchestrator.cluster.measured import site_profile_path
+    from orchestrator.planner.cost.profile import read_profile, shipped
+
+    own = args.profile or site_profile_path(spec, home())
+    return read_profile(own) if args.profile or own.exists() else shipped()
+
+
+def _keep(
+    args: argparse.Namespace,
+    spec: ClusterSpec,
+    base: Profile,
+    change: Update,
+    source: tuple[str, str],
+    facts: dict[str, float],
+) -> int:
+    from orchestrator.cli.session import home
+    from orchestrator.cli.terminal import print_json
+    from orchestrator.cluster.measured import site_profile_path
+    from orchestrator.planner.calibrate.drift import changed
+    from orchestrator.planner.calibrate.update import site_profile
+
+    profile = site_profile(base, change, *source, _today(), f"{spec.name}-site")
+    path = args.out or site_profile_path(spec, home())
+    _write(profile, path, private=args.out is None)
+    moved = changed(base, profile)
+    if args.json:
+        parameters = {one.parameter: {"before": one.assumed, "after": one.found, "unit": one.unit} for one in moved}
+        print_json({"file": str(path), "profile": profile.label, "base": base.label, **facts, "parameters": parameters})
+        return Exit.DONE
+    if facts:
+        from orchestrator.style import seconds
+
+        before, measured, after = (seconds(facts[name]) for name in ("before_s", "measured_s", "after_s"))
+        print(f"step of {source[1]}: {before} predicted, {measured} measured, {after} predicted from now on")
+    for one in moved[:8]:
+        print(f"  {one.text}")
+    print(f"{profile.label}, from {base.label}: {path}")
+    if args.out is None:
+        print(f"plans of cluster {spec.name} use it; cost.profile=FILE takes another, deleting it goes back")
+    return Exit.DONE
+
+
+def _write(profile: Profile, path: Path, private: bool = False) -> None:
+    import msgspec
+
+    content = msgspec.json.format(msgspec.json.encode(profile), indent=0) + b"\n"
+    if private:
+        from orchestrator.run.folder import make_private_folder, write_private
+
+        make_private_folder(path.parent)
+        write_private(path, content)
+        return
+    from orchestrator.cli.terminal import write_file
+
+    write_file(path, content, "--out")
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
