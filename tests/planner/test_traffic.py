@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from orchestrator.plan.document import AXES
 from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import Traffic, rank_parameters, step_traffic
 from orchestrator.planner.model.layers import parameter_count
 from orchestrator.planner.model.stages import stage_range
+from orchestrator.planner.placement.axis_order import CostContext, solve
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes
+from .configs import SOURCE, cluster, planned
 
 
 def every_rank(plan, model=None, **train) -> list[list[Traffic]]:
@@ -118,3 +121,30 @@ def test_tensor_parallel_ranks_share_the_model_but_for_what_is_replicated():
     one = sum(rank_parameters(model, plan.parallel)[0])
     norms = (2 * model.layers + 1) * model.hidden
     assert 4 * one == parameter_count(model) + 3 * norms
+
+
+def test_hybrid_sharding_shards_among_neighbours_and_sums_shards_across_groups():
+    """7.5 B parameters over 64 ranks in groups of 8: 3 Psi inside a group, an eighth of the gradients across."""
+    plan = planned(shapes.llama3_8b(), {"zero": 3}, global_batch_samples=64)
+    par = structs.replace(plan.parallel, zero_group=8)
+    whole, hybrid = (
+        [item for item in step_traffic(plan.model, one, plan.job.train, SOFTWARE["orch"])[0] if item.axis == "dp"]
+        for one in (plan.parallel, par)
+    )
+    assert {(item.part, item.members) for item in whole} == {("", 64)}
+    assert {(item.part, item.members) for item in hybrid} == {("shard", 8), ("replica", 8)}
+    gradients = 4 * sum(rank_parameters(plan.model, par)[0])
+    across = [item for item in hybrid if item.part == "replica"]
+    assert sum(item.sent_bytes for item in across) == pytest.approx(2 * gradients / 8 * 7 / 8)
+    inside = sum(item.sent_bytes for item in hybrid if item.part == "shard")
+    assert inside == pytest.approx(sum(item.sent_bytes for item in whole) * (7 / 8) / (63 / 64))
+
+
+def test_hybrid_sharding_inside_nodes_is_faster_where_the_network_is_slow():
+    nic = {"per_node": 1, "rails": 1, "gbit_per_s": 100, "latency_us": 9.6, "source": SOURCE}
+    plan = planned(shapes.llama3_8b(), {"zero": 3}, cluster(nic=nic), global_batch_samples=64)
+    context = CostContext(plan.cluster, plan.model, plan.job.train)
+    whole, hybrid = (
+        solve(context, structs.replace(plan.parallel, zero_group=group), AXES).best.cost.gradients for group in (0, 8)
+    )
+    assert hybrid < whole

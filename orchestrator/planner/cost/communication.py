@@ -12,22 +12,21 @@ from orchestrator.planner.model.layers import DTYPE_BYTES
 from . import collective
 from .compute import Compute
 from .dual import Number, larger
-from .fabric import Path, Pattern
+from .fabric import Path
 from .rates import Rates
 from .software import Software
 from .traffic import (
     Overlap,
+    PathKey,
     RecomputedShare,
     TensorOperation,
     context_parallel_operations,
     expert_operations,
-    gradient_operations,
+    gradient_parts,
     tensor_operations,
     vocabulary_operations,
 )
 
-#: (axes that vary in a group, pattern): what a path on a given cluster in a given nesting order depends on.
-PathKey = tuple[tuple[Axis, ...], Pattern]
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
 EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
 
@@ -118,16 +117,16 @@ def gradient_seconds(
 ) -> Number:
     """Seconds of all communication of gradients and weights of a rank. held: its (dense, expert) parameters."""
     width, gradient = DTYPE_BYTES[train.precision], grad_bytes(train, software)
+    by_round = software.reduces == "round"
     total: Number = 0.0
     for parameters, varying in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
         members = par.cp * par.dp * (par.ep if "ep" in varying else 1)
         if members == 1 or not parameters:
             continue
-        for operation, size, count, _ in gradient_operations(
-            parameters, par, width, gradient, software.reduces == "round"
-        ):
-            path = paths[varying, collective.PATTERN[operation]]
-            total += count * collective.seconds(operation, size, members, path, rate.ring)
+        for part, share, operations in gradient_parts(parameters, members, par, width, gradient, by_round):
+            for operation, size, count, _ in operations:
+                path = paths[varying, part or collective.PATTERN[operation]]
+                total += count * collective.seconds(operation, size, share, path, rate.ring)
     return total
 
 

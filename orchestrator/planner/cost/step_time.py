@@ -19,7 +19,6 @@ from orchestrator.planner.model.layers import layer_groups
 from orchestrator.planner.model.stages import rank_stages, splits_backward
 
 from .communication import (
-    PathKey,
     context_seconds,
     expert_seconds,
     exposed_gradients,
@@ -34,7 +33,7 @@ from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .rates import Rates
 from .software import Software
-from .traffic import rank_parameters, recomputed_share, sends_per_micro_batch
+from .traffic import PathKey, rank_parameters, recomputed_share, sends_per_micro_batch
 
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 

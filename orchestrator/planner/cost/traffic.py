@@ -28,7 +28,8 @@ from orchestrator.planner.model.layers import (
 )
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
-from .collective import sent_bytes
+from .collective import PATTERN, sent_bytes
+from .fabric import Pattern
 from .software import Software
 
 #: Compute that can hide a series of operations: none, the attention core (ring attention), the backward of the last
@@ -44,6 +45,12 @@ TensorOperation = tuple[Operation, Overlap, float]  # with the count
 SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 
 
+#: Part of the replicas that an operation joins: all of them; neighbours that share one copy; holders of one shard.
+Part = Literal["", "shard", "replica"]
+#: (axes that vary in a group, pattern or part): what a path depends on, on a given cluster in a given nesting order.
+PathKey = tuple[tuple[Axis, ...], Pattern | Literal["shard", "replica"]]
+
+
 class Traffic(Struct, frozen=True):
     """`count` operations a step on tensors of `size` bytes, over groups in which the `varying` axes vary."""
 
@@ -53,6 +60,11 @@ class Traffic(Struct, frozen=True):
     size: float
     count: float
     members: int
+    part: Part = ""
+
+    @property
+    def key(self) -> PathKey:
+        return self.varying, self.part or PATTERN[self.operation]
 
     @property
     def sent_bytes(self) -> float:
@@ -148,12 +160,14 @@ def _rank_traffic(
 
     dense, experts = parameters
     grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
+    by_round = software.reduces == "round"
     sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
     for count_of, varying in sharing:
-        for operation, size, count, _ in gradient_operations(
-            count_of, parallel, width, grad_width, software.reduces == "round"
-        ):
-            add("dp", operation, size, count, varying)
+        members = parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
+        for part, share, operations in gradient_parts(count_of, members, parallel, width, grad_width, by_round):
+            for operation, size, count, _ in operations:
+                if share > 1:
+                    result.append(Traffic("dp", varying, operation, size, count, share, part))
     return result
 
 
@@ -260,6 +274,30 @@ def sends_per_micro_batch(parallel: Parallel) -> float:
     return share * max(sum((stage < last) + (stage > 0) for stage in stages) for stages in held)
 
 
+def gradient_parts(
+    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
+) -> list[tuple[Part, int, list[SizedOperation]]]:
+    """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
+
+    Hybrid sharding (`zero_group`): neighbours share one copy and exchange as ZeRO does; once a step the ranks that hold
+    the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119).
+    """
+    group = parallel.zero_group
+    own = gradient_operations(parameters, parallel, width, grad_width, by_round)
+    if not 1 < group < members or not parallel.zero:
+        return [("", members, own)]
+    gradients = parameters * grad_width / group
+    buckets = max(1.0, gradients / parallel.bucket_bytes)
+    across: SizedOperation = ("all_reduce", gradients / buckets, buckets, "backward")
+    return [("shard", group, own), ("replica", members // group, [across])]
+
+
+def reductions(parallel: Parallel, by_round: bool) -> int:
+    """How often a step a parameter's gradients are summed over the replicas. by_round: as `gradient_operations`."""
+    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
+    return -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
+
+
 def gradient_operations(
     parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
 ) -> list[SizedOperation]:
@@ -275,8 +313,7 @@ def gradient_operations(
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
-    many = -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
+    many = reductions(parallel, by_round)
     window: Window = "backward" if many == 1 else "compute"
     scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
     if parallel.zero < 3 or parallel.pp > 1:

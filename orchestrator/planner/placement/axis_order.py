@@ -24,8 +24,6 @@ from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Matmul, Model, Parallel, Time, Train
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.cost.collective import PATTERN
-from orchestrator.planner.cost.communication import PathKey
 from orchestrator.planner.cost.compute import Compute, micro_batch_compute
 from orchestrator.planner.cost.dual import Number, value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path
@@ -33,7 +31,7 @@ from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
 from orchestrator.planner.cost.step_time import StepCost, Work, predict, step_work
-from orchestrator.planner.cost.traffic import Traffic, step_traffic
+from orchestrator.planner.cost.traffic import PathKey, Traffic, step_traffic
 
 from .group_packing import domain_node_orders
 
@@ -93,6 +91,13 @@ class Candidate:
         return self.worst_level(axis) not in (SELF, NVLINK)
 
 
+def split_groups(members: Ints, part: str, zero_group: int) -> Ints:
+    """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the same shard."""
+    split = members.reshape(len(members), -1, zero_group)
+    split = split if part == "shard" else split.swapaxes(1, 2)
+    return split.reshape(-1, split.shape[2])
+
+
 class PathCache:
     """Paths on one cluster, each computed once: axes with equal strides and sizes have equal groups."""
 
@@ -107,22 +112,28 @@ class PathCache:
         other.fabric, other._seen, other.nodes = self.fabric.reordered(nodes), {}, tuple(nodes)
         return other
 
-    def path(self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True) -> Path:
+    def path(
+        self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True, zero_group: int = 0
+    ) -> Path:
         """Path of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
         varying, pattern = key
         shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
         if not shape:
             return NO_PATH
-        slot = (shape, pattern, wrap, math.prod(sizes.values()))
+        slot = (shape, pattern, wrap, math.prod(sizes.values()), zero_group)
         if slot not in self._seen:
-            self._seen[slot] = self.fabric.path(group_members(order, sizes, varying), pattern, wrap)
+            members = group_members(order, sizes, varying)
+            if pattern == "shard" or pattern == "replica":
+                self._seen[slot] = self.fabric.path(split_groups(members, pattern, zero_group), "ring", wrap)
+            else:
+                self._seen[slot] = self.fabric.path(members, pattern, wrap)
         return self._seen[slot]
 
 
 def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
     """What paths the communication of all pipeline ranks takes."""
     ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
-    return {(item.varying, PATTERN[item.operation]) for items in ranks for item in items}
+    return {item.key for items in ranks for item in items}
 
 
 def candidates(
@@ -139,7 +150,8 @@ def candidates(
     wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
     result = []
     for order in [tuple(only)] if only else orders(sizes):
-        paths = {key: path_cache.path(order, sizes, key, wrap) for key, wrap in wanted.items()}
+        group = parallel.zero_group
+        paths = {key: path_cache.path(order, sizes, key, wrap, group) for key, wrap in wanted.items()}
         result.append(Candidate(order, paths, work, path_cache.nodes))
     return result
 
@@ -177,7 +189,7 @@ def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -
             by_level: dict[str, float] = {}
             for item in rank:
                 if item.axis == axis:
-                    path = candidate.paths[item.varying, PATTERN[item.operation]]
+                    path = candidate.paths[item.key]
                     for level, share in path.share.items():
                         by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))

@@ -16,13 +16,13 @@ import numpy as np
 
 from orchestrator.plan.document import Axis, Parallel
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.cost.communication import PathKey
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
 from orchestrator.planner.cost.rates import Rates
 from orchestrator.planner.cost.step_time import INNER, StepCost, Work
+from orchestrator.planner.cost.traffic import PathKey
 
-from .axis_order import group_members
+from .axis_order import group_members, split_groups
 
 
 def placement_lower_bound(
@@ -33,8 +33,10 @@ def placement_lower_bound(
     paths, known = {}, True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
-        members = group_members(order, sizes, key[0])
-        paths[key] = path_lower_bound(fabric, members, key[1], wrap, ratio)
+        members, pattern = group_members(order, sizes, key[0]), key[1]
+        if pattern == "shard" or pattern == "replica":
+            members, pattern = split_groups(members, pattern, parallel.zero_group), "ring"
+        paths[key] = path_lower_bound(fabric, members, pattern, wrap, ratio)
         if key[0][0] in INNER and len(key[0]) == 1:  # groups of one node cost the same wherever the node is
             known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
     return StepCost(work, paths).bound_over(known)

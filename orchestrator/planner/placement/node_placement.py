@@ -26,7 +26,6 @@ from orchestrator.plan.document import AXES, Axis, Certificate, Cluster, Paralle
 from orchestrator.plan.domains import cut, domains_of, usable_nodes
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.collective import PATTERN
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.cost.software import software_named
@@ -131,7 +130,7 @@ class PlacementCosts:
         for rank in {id(items): items for items in self.traffic}.values():
             total = 0.0
             for item in rank:
-                path = found.paths[item.varying, PATTERN[item.operation]]
+                path = found.paths[item.key]
                 once = collective.seconds(item.operation, item.size, item.members, path, self.work.rate.ring)
                 total += item.count * value_of(once)
             busy = max(busy, total)

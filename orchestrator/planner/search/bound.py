@@ -116,7 +116,7 @@ class MeshBound:
     def _gradients(self, parameters: float) -> float:
         """The least that communication of gradients and weights of dense parameters shows, for any ZeRO stage."""
         cost, members = self.cost, self.mesh.cp * self.mesh.ep * self.mesh.dp
-        if members == 1:
+        if members == 1 or self.par.zero_group:  # hybrid sharding: not bounded
             return 0.0
         rate, (weight, gradient) = cost.context.rate, cost.widths
         path = min(self.best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
@@ -144,6 +144,8 @@ class ZeroStage:
     def sent(self, held: tuple[int, int]) -> list[float]:
         """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters."""
         found = self._sent.get(held)
+        if found is None and self.par.zero_group:  # hybrid sharding: not bounded
+            found = self._sent[held] = [0.0 for _ in self.nestings]
         if found is None:
             context = self.context
             same = held, self.par, context.train, context.rate, context.software
