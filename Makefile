@@ -6,7 +6,7 @@ WORKERS ?= 3
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify lint rooms clean
+.PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy lint rooms clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -35,6 +35,10 @@ testbed-kubernetes: .venv/.ready
 verify: .venv/.ready
 	$(PYTEST) -m full
 	.venv/bin/orch verify --matrix full --out docs/parity.md
+
+# The score in docs/accuracy.md, by a table of measured runs: a quarter of an hour, most of it for the terms.
+accuracy: .venv/.ready
+	.venv/bin/orch predict --table $(TABLE) --terms --into docs/accuracy.md
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

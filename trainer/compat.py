@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operato
 
 __all__ = [
     "DispatchMode",
+    "fake_tensors",
+    "fake_world",
     "flash_backward",
     "flash_forward",
     "has_flash",
+    "real_tensors",
     "storage_key",
     "watch_resizes",
 ]
@@ -93,3 +96,45 @@ def flash_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
+
+
+# -------------------------------------------------------------- ranks without data and without peers (the digital twin)
+
+
+class _Numbers(DispatchMode):
+    """Every number that is read from a fake tensor is one: a norm is finite, a loss is there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors have shapes, dtypes, autograd and storages of the right size, but no memory and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), _Numbers():
+        yield
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are real again: for torch's own book-keeping in tensors, such as the ranks of a DeviceMesh."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a default group in which messages go nowhere and receives bring nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -42,11 +42,14 @@ if TYPE_CHECKING:
 class Engine:
     """Model part, pipeline, gradient buckets and optimizer of one rank."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, recipe: Recipe):
-        """Raises LayoutError for a plan that this trainer does not run."""
+    def __init__(
+        self, plan: Plan, mesh: Mesh, device: torch.device, recipe: Recipe, counter: CommCounter | None = None
+    ):
+        """`counter`: the default is one for the collectives of the device. Raises LayoutError for a plan that this
+        trainer does not run."""
         par = plan.parallel
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
-        self.counter, self.timer = CommCounter(), PhaseTimer()
+        self.counter, self.timer = counter or CommCounter(gloo=device.type == "cpu"), PhaseTimer()
         self.scaler = LossScale() if recipe.param == torch.float16 else None
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1

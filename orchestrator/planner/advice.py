@@ -6,6 +6,9 @@ from orchestrator.plan import Plan
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.supported import refusal
 
+from .cost.software import SOFTWARE
+from .cost.traffic import reductions
+
 GIB = 1 << 30
 BUBBLE = 0.20  # share of the step above which it is reported
 
@@ -144,8 +147,8 @@ def _replicated_state(plan: Plan) -> str | None:
 
 def _sharded_gradients(plan: Plan) -> str | None:
     """Communication that ZeRO-2 and -3 repeat for every micro-batch and ZeRO-1 does once a step."""
-    par, many = plan.parallel, plan.parallel.micro_batches
-    replicas = par.dp * par.cp * par.ep
+    par, software = plan.parallel, SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
+    replicas, many = par.dp * par.cp * par.ep, reductions(par, software.reduces == "round")
     if par.zero < 2 or replicas == 1 or many == 1:
         return None
     if par.zero == 2:

@@ -7,7 +7,6 @@ of each pipeline stage. `python -m tests.trainer.test_planned_memory` prints the
 from __future__ import annotations
 
 import pytest
-import torch
 
 from orchestrator.plan import Plan
 from orchestrator.planner.memory import rank_memory as memory
@@ -79,15 +78,7 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     """Bytes by category: states as they are between steps, the rest at its peak in the second step. Gradients that
     wait with their matrix's input for a later W are kept for backward as well."""
     engine = engine_of(plan, rank)
-    lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, engine.optimizer.tensors)
-    found = StepMemory(engine.device, dict(zip(STATES, lists, strict=True)), engine.pipeline.action_times.running)
-    queue, note = engine.pipeline._queue, engine.pipeline._queue.add
-
-    def noted(linear, x: torch.Tensor, grad: torch.Tensor) -> None:
-        found.tracker.keep(grad)
-        note(linear, x, grad)
-
-    queue.add = noted
+    found = StepMemory.of_engine(engine)
     for step in range(2):
         batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, step)]
         with found.measure({}):

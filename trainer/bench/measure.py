@@ -41,7 +41,7 @@ def seconds(once: Callable[[], object] | None, device: torch.device) -> float:
 
 def operation(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Tensor | list]:
     """A function that runs a collective of the trainer on `size` bytes (p2p: a message of `size` to the next rank)."""
-    n, counter = group.size(), CommCounter()
+    n, counter = group.size(), CommCounter(gloo=device.type == "cpu")
     whole = torch.zeros(max(size // 4 // n, 1) * n, device=device)
     if name == "all_reduce":
         return lambda: all_reduce(whole, group, "dp", counter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from . import gloo
 class TransferTrace(Protocol):
     """Where transfers are recorded (`trainer.metrics.trace.StepTrace`)."""
 
-    def transfer(self, name: str, axis: str, size: int) -> None: ...
+    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None: ...
 
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]: ...
 
@@ -34,6 +34,7 @@ class TransferTrace(Protocol):
 class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
+    gloo: bool = True  # on CPUs; False: on GPUs, with the collectives of NCCL
     trace: TransferTrace | None = None  # records the transfers of the steps that are traced
     subject: str = ""  # what is sent now, for display
     started: int = 0  # transfers since the start
@@ -44,13 +45,17 @@ class CommCounter:
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def count_sent(self, what: str, axis: str, size: int, calls: int = 1) -> None:
+    def count_sent(
+        self, what: str, axis: str, size: int, group: dist.ProcessGroup, calls: int = 1, to: int | None = None
+    ) -> None:
+        """`to`: the global rank that a message goes to; None for a collective."""
         self.bytes[axis] += size
         self.calls[axis] += calls
         self.started += 1
         self.last = f"{what} {self.subject}" if self.subject else what
         if self.trace is not None:
-            self.trace.transfer(self.last, axis, size)
+            ranks = dist.get_process_group_ranks(group) if to is None else (dist.get_rank(), to)
+            self.trace.transfer(self.last, axis, size, ranks)
 
     def on_arrival(self, work: dist.Work | None = None) -> Callable[[], None]:
         """The function to call when the latest transfer has arrived."""
@@ -168,7 +173,7 @@ def start_all_reduce(
     if group is None:
         return Handle(tensor, None, axis, counter)
     n = group.size()
-    counter.count_sent("all-reduce", axis, 2 * tensor.nbytes * (n - 1) // n)
+    counter.count_sent("all-reduce", axis, 2 * tensor.nbytes * (n - 1) // n, group)
     with counter.waiting(axis, tensor):
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     return Handle(tensor, work, axis, counter)
@@ -183,9 +188,9 @@ def start_reduce_scatter(
     n = group.size()
     if out is None:
         out = tensor.new_empty(tensor.shape[0] // n, *tensor.shape[1:])
-    counter.count_sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n)
+    counter.count_sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n, group)
     with counter.waiting(axis, tensor):
-        if tensor.is_cuda:
+        if not counter.gloo:
             return Handle(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), axis, counter)
         under_way = gloo.ReduceScatter(tensor, group, out)
     return Handle(out, under_way.work, axis, counter, under_way.finish)
@@ -200,9 +205,9 @@ def start_all_gather(
     n = group.size()
     if out is None:
         out = tensor.new_empty(n * tensor.shape[0], *tensor.shape[1:])
-    counter.count_sent("all-gather", axis, out.nbytes * (n - 1) // n)
+    counter.count_sent("all-gather", axis, out.nbytes * (n - 1) // n, group)
     with counter.waiting(axis, tensor):
-        if tensor.is_cuda:
+        if not counter.gloo:
             work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
         else:
             work = gloo.start_all_gather(tensor, group, out)
@@ -213,7 +218,7 @@ def start_send(
     tensor: Tensor, to: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
 ) -> Handle:
     """Send to the global rank `to`. The tensor must not change before the wait."""
-    counter.count_sent("send", axis, tensor.nbytes)
+    counter.count_sent("send", axis, tensor.nbytes, group, to=to)
     with counter.waiting(axis, tensor):
         work = dist.isend(tensor, dst=to, group=group, tag=tag)
     return Handle(tensor, work, axis, counter)
@@ -238,10 +243,10 @@ def start_rotate(
     CUDA all transfers start as one batch, since NCCL may deadlock on a ring of single sends.
     """
     arrived = [torch.empty_like(tensor) for tensor in tensors]
-    counter.count_sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), len(tensors))
+    counter.count_sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), group, len(tensors), to)
     ended = counter.on_arrival()
     with counter.waiting(axis, tensors[0]):
-        if tensors[0].is_cuda:
+        if not counter.gloo:
             operations = [dist.P2POp(dist.isend, tensor, to, group) for tensor in tensors]
             operations += [dist.P2POp(dist.irecv, out, source, group) for out in arrived]
             works = dist.batch_isend_irecv(operations)
@@ -287,7 +292,7 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, count
         return tensor
     n = group.size()
     out = torch.empty_like(tensor)
-    counter.count_sent("all-to-all", axis, tensor.nbytes * (n - 1) // n)
+    counter.count_sent("all-to-all", axis, tensor.nbytes * (n - 1) // n, group)
     ended = counter.on_arrival()
     with counter.waiting(axis, tensor):
         dist.all_to_all_single(out, tensor, group=group)

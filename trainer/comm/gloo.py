@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.compat import storage_key
+
 
 class CombinedWork(dist.Work):
     """Several operations as one `Work`."""
@@ -36,7 +38,9 @@ def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> d
     copied."""
     pieces = out.view(group.size(), *tensor.shape)
     mine = pieces[group.rank()]
-    if mine.data_ptr() != tensor.data_ptr():
+    if storage_key(mine.untyped_storage()) != storage_key(tensor.untyped_storage()) or (
+        mine.storage_offset() != tensor.storage_offset()
+    ):
         mine.copy_(tensor)
     return CombinedWork(
         [dist.broadcast(piece, group=group, group_src=i, async_op=True) for i, piece in enumerate(pieces)]

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.compat import DispatchMode, storage_key, watch_resizes
 
+if TYPE_CHECKING:
+    from trainer.engine import Engine
+
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
+
+#: What `torch.tensor(data)` does last: its argument has just been made and no operator has shown it yet.
+LIFT = torch.ops.aten.lift_fresh.default
 
 #: Lists, per category, the tensors that live across steps.
 Registered = Mapping[str, Callable[[], Iterable[Tensor]]]
@@ -115,7 +121,8 @@ class StorageTracker(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self._note_storages(_tensors(args), new=False)
+        if func is not LIFT:
+            self._note_storages(_tensors(args), new=False)
         if kwargs:
             self._note_storages(_tensors(kwargs.values()), new=False)
         out = func(*args, **kwargs)
@@ -258,6 +265,16 @@ class StepMemory:
             raise ValueError(f"unknown memory category {sorted(unknown)[0]!r}; they are {', '.join(CATEGORIES)}")
         self.device, self.registered, self.running, self.opaque = device, registered, running, opaque
         self.tracker = StorageTracker()
+
+    @classmethod
+    def of_engine(cls, engine: Engine) -> StepMemory:
+        """Measures the steps of an engine. Gradients that wait for a later W are kept for backward too."""
+        lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, engine.optimizer.tensors)
+        registered = dict(zip(("params", "grads", "optimizer"), lists, strict=True))
+        running, opaque = engine.pipeline.action_times.running, engine.plan.job.train.compile
+        found = cls(engine.device, registered, running, opaque)
+        engine.pipeline.weight_grads.on_defer = lambda grad: found.tracker.keep(grad)
+        return found
 
     def points(self) -> list[Point]:
         """The points of the latest measured step."""

@@ -25,12 +25,7 @@ class Profile:
     def __init__(self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter):
         self.every, self.traced = plan.job.metrics.memory_every_steps, plan.job.metrics.trace_steps
         self.engine, self.reporter = engine, reporter
-        registered = {
-            "params": engine.buckets.param_tensors,
-            "grads": engine.buckets.grad_tensors,
-            "optimizer": engine.optimizer.tensors,
-        }
-        self.memory = StepMemory(device, registered, engine.pipeline.action_times.running, plan.job.train.compile)
+        self.memory = StepMemory.of_engine(engine)
         path, about = trace_file(env.run_dir, env.rank), {"plan": plan.hash, "epoch": env.epoch}
         self.trace = StepTrace(path, env.rank, device, self._failed, about)
 

@@ -11,7 +11,7 @@ stream that waits for it; on gloo only an all-reduce reports it, of others only 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -96,7 +96,7 @@ class StepTrace:
 
     # ------------------------------------------------------------------------------------------- transfers
 
-    def transfer(self, name: str, axis: str, size: int) -> None:
+    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
         """Record that a transfer starts now."""
         self._sent = Transfer(name, axis, size, self._now())
         self._transfers.append(self._sent)

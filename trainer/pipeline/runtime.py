@@ -69,9 +69,9 @@ class Pipeline:
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
         self.action_times = ActionTimes(device)
         self._phase = timer.phase if timer else _no_phase
-        self._queue = DeferredWeightGrads(on_grad)
+        self.weight_grads = DeferredWeightGrads(on_grad)
         if schedule.splits_backward:
-            install(stages, self._queue, compiled)
+            install(stages, self.weight_grads, compiled)
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self._deferred: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
         self._micro_batches: Sequence[Batch] = ()
@@ -84,7 +84,7 @@ class Pipeline:
         program = lower(schedule)[self.rank]
         # gloo matches messages by tag, so receives may start early; NCCL needs the same order at both ends of a pair,
         # and its host thread runs ahead of the device anyway.
-        self.program = receive_early(program) if self.device.type == "cpu" else program
+        self.program = receive_early(program) if self.transfers.counter.gloo else program
         self.schedule = self.transfers.schedule = schedule
 
     @classmethod
@@ -178,10 +178,10 @@ class Pipeline:
             grad = self._wait(action._replace(kind=Kind.RECV_B))
         with self._phase("backward"), self.action_times.timed(action):
             if kind is Kind.I:
-                self._queue.open()
+                self.weight_grads.open()
             torch.autograd.backward(edge, grad)
             if kind is Kind.I:
-                self._deferred[stage, index] = self._queue.close()
+                self._deferred[stage, index] = self.weight_grads.close()
             if hidden is not None:
                 assert hidden.grad is not None
                 self.transfers.put(Kind.SEND_B, stage, index, hidden.grad)
@@ -189,7 +189,7 @@ class Pipeline:
     def _weights(self, action: Action) -> None:
         _, stage, index = action
         with self._phase("backward"), self.action_times.timed(action):
-            self._queue.compute(self._deferred.pop((stage, index)))
+            self.weight_grads.compute(self._deferred.pop((stage, index)))
 
     def _wait(self, receive: Action) -> Tensor:
         with self._phase("pipeline_wait"):

@@ -32,6 +32,7 @@ class DeferredWeightGrads:
     def __init__(self, on_grad: OnGrad | None = None):
         self._on_grad = on_grad
         self._notes: list[DeferredWeightGrad] | None = None
+        self.on_defer: Callable[[Tensor], None] | None = None  # called with each gradient that is kept until then
 
     def open(self) -> None:
         self._notes = []
@@ -46,6 +47,8 @@ class DeferredWeightGrads:
             self.compute([(linear, x, grad)])
         else:
             self._notes.append((linear, x, grad))
+            if self.on_defer is not None:
+                self.on_defer(grad)
 
     @torch.no_grad()
     def compute(self, notes: list[DeferredWeightGrad]) -> None:

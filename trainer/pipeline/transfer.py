@@ -87,8 +87,9 @@ class Transfers:
 
     def _free_sent(self) -> None:
         """Free what has been sent: nothing else holds it, since the graph keeps inputs and not outputs."""
-        self._sending = [handle for handle in self._sending if not handle.done()]
-        if self.device.type == "cpu":
+        if not self.counter.gloo:
+            self._sending = [handle for handle in self._sending if not handle.done()]
+        else:
             while len(self._sending) > MOST_SENDS:
                 self._sending.pop(0).wait()
 

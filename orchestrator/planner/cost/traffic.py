@@ -292,6 +292,12 @@ def gradient_parts(
     return [("shard", group, own), ("replica", members // group, [across])]
 
 
+def reductions(parallel: Parallel, by_round: bool) -> int:
+    """How often a step a parameter's gradients are summed over the replicas. by_round: as `gradient_operations`."""
+    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
+    return -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
+
+
 def gradient_operations(
     parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
 ) -> list[SizedOperation]:
@@ -307,8 +313,7 @@ def gradient_operations(
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
-    many = -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
+    many = reductions(parallel, by_round)
     window: Window = "backward" if many == 1 else "compute"
     scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
     if parallel.zero < 3 or parallel.pp > 1:

@@ -311,7 +311,8 @@ class GradBuckets:
         """Every parameter's whole summed gradient by name, shards gathered into copies: for verification only."""
         result = {}
         for bucket in self.buckets:
-            whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(), "dp", CommCounter()).wait()
+            uncounted = CommCounter(gloo=self.counter.gloo)
+            whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(), "dp", uncounted).wait()
             for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
                 result[info.name] = whole[slot.start : slot.stop].view(shape).clone()
         return result

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, start_all_gather
 from trainer.comm.mesh import Mesh
+from trainer.compat import real_tensors
 from trainer.model.stage import Stage
 from trainer.parallel.params import ParamInfo, ParamTable
 from trainer.precision import Recipe
@@ -88,7 +89,8 @@ class FullyShardedParameters:
         `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline)."""
         self.mesh, self.counter = mesh, counter
         self.shards, self.shard_index = mesh.size("shard"), mesh.index("shard")
-        ranks = DeviceMesh.from_group(mesh.required_group("shard"), device.type)
+        with real_tensors():
+            ranks = DeviceMesh.from_group(mesh.required_group("shard"), device.type)
         policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
         self.modules: list[FSDPModule] = []
         for stage in stages:

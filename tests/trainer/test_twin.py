@@ -1,0 +1,131 @@
+"""The digital twin of a layout against its real ranks: the same collectives and the same bytes of memory, exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from msgspec import structs, to_builtins
+
+from orchestrator.plan import Plan
+from orchestrator.plan.twin import RankRun
+from tests.trainer import test_planned_memory as planned
+from tests.trainer.samples import engine_of
+from tests.trainer.test_planned_memory import GPT, LLAMA, PIPE, plan_of
+from tests.trainer.together import told
+from trainer.data.order import samples_of_step
+from trainer.metrics.memory import StepMemory
+from trainer.twin.run import run_rank, run_step
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch
+
+STEPS = 9
+LAYOUTS = planned.QUICK | planned.MORE
+#: Two stages, four micro-batches: forwards two at a time
+ORDER = ("F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3")
+ROWS = [[f"{stage}{action}" for action in ORDER] for stage in range(2)]
+
+
+def real(rank: int, plan: Plan) -> dict:
+    """What the rank of a gloo run measures of its steps after the first. gloo's threads may hold a tensor for a moment
+    after it has arrived, so memory is the least of these steps, and all their peaks are given."""
+    engine = engine_of(plan, rank)
+    memory, many = StepMemory.of_engine(engine), samples_of_step(plan.parallel, engine.mesh.coord, 0)
+    serial = plan.model.dropout > 0  # as the loader has it
+    batches = [micro_batch(plan, one, plan.job.data.isolate_documents) for one in many]
+    batches = batches if serial else [dataclasses.replace(batch, serial=None) for batch in batches]
+    steps = [facts(run_step(engine, memory, batches)) for _ in range(STEPS)][1:]
+    assert all(step["sequence"] == steps[0]["sequence"] for step in steps)
+    least = {name: min(step["memory"][name] for step in steps) for name in steps[0]["memory"]}
+    return steps[0] | {"memory": least, "peak": [step["peak"] for step in steps]}
+
+
+def facts(run: RankRun) -> dict:
+    """All that does not depend on the clock; transfers one by one."""
+    found = to_builtins(run)
+    sequence = [found["transfers"][at] for at in found["sequence"]]
+    return {"sequence": sequence, **{name: found[name] for name in ("rank", "micro_batches", "memory", "peak")}}
+
+
+def both(layouts: dict[str, Plan]) -> dict[str, list[tuple[dict, dict]]]:
+    """Of each layout, all for equally many ranks: (real, twin) of each rank."""
+    (world,) = {plan.parallel.world_size for plan in layouts.values()}
+
+    def work(rank: int) -> list:
+        measured = [real(rank, plan) for plan in layouts.values()]
+        dist.barrier()
+        dist.destroy_process_group()
+        runs = [facts(run_rank(plan, rank)) for plan in layouts.values()]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the goodbye
+        return list(zip(measured, runs, strict=True))
+
+    answers = run_ranks(work, world, timeout=300.0)
+    return {name: [answer[at] for answer in answers] for at, name in enumerate(layouts)}
+
+
+QUICK = {
+    "bf16, dropout": {"precision": "bf16", "model": GPT | {"dropout": 0.1}},
+    "fp16, packed documents": {"precision": "fp16", "isolate_documents": True},
+    "tp2 selective": {"tp": 2, "recompute": "selective"},
+    "cp2": {"cp": 2},
+    "dp2 zero1 bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
+    "dp2 zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
+    "pp2 zb_h1": PIPE | {"schedule": "zb_h1"},
+    "pp2 interleaved": PIPE | {"vpp": 2, "schedule": "interleaved"},
+}
+MORE = {name: layout for name, layout in LAYOUTS.items() if name not in QUICK} | {
+    "cp2 dropout": {"cp": 2, "model": GPT | {"dropout": 0.1}},
+    "cp2 packed documents": {"cp": 2, "isolate_documents": True},
+    "pp2 dualpipev": PIPE | {"vpp": 2, "schedule": "dualpipev"},
+    "pp2 of a table": PIPE | {"schedule": "table", "schedule_rows": ROWS},
+    "dp2, unequal": {"dp": 2, "replica_micro_batches": [2, 1]},
+    "dp2 zero2, unequal": {"dp": 2, "zero": 2, "replica_micro_batches": [2, 1]},
+    "pp2, budget": PIPE | {"recompute": "budget", "recompute_layers": ["full", "selective", "none", "none"]},
+    "tp4, no sp": {"tp": 4, "sp": False},
+    "cp4 ring": {"cp": 4, "cp_method": "ring"},
+    "pp4": {"pp": 4, "micro_batches": 8},
+    "tp2 cp2": {"tp": 2, "cp": 2},
+    "tp2 pp2 dualpipe": PIPE | {"tp": 2, "schedule": "dualpipe"},
+    **{f"dp4 zero{zero} in pairs": {"dp": 4, "zero": zero, "zero_group": 2} for zero in (1, 2, 3)},
+}
+
+
+def launches() -> list:
+    """The layouts by how many ranks they have."""
+    found: dict = {}
+    for kind, layouts in (("quick", QUICK), ("more", MORE)):
+        for name, layout in layouts.items():
+            plan = plan_of(layout)
+            found.setdefault((kind, plan.parallel.world_size), {})[name] = plan
+    marks = {"quick": [], "more": [pytest.mark.slow]}
+    return [pytest.param(plans, id=f"{kind}-{world}", marks=marks[kind]) for (kind, world), plans in found.items()]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("plans", launches())
+def test_a_twin_is_its_real_rank(plans):
+    for name, ranks in both(plans).items():
+        for measured, twin in ranks:
+            with told(name):
+                peaks = measured.pop("peak")
+                assert twin["peak"] in peaks and twin["peak"]["total"] == min(peak["total"] for peak in peaks)
+                assert {name: twin[name] for name in measured} == measured
+
+
+def test_the_twin_of_a_gpu_keeps_what_a_fused_norm_keeps():
+    plan = plan_of({"tp": 4, "dp": 4, "zero": 1, "precision": "bf16"})
+    (here,) = run_ranks(alone, 1, plan)
+    gpu = structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda"))
+    (there,) = run_ranks(alone, 1, gpu)
+    assert there["sequence"] == here["sequence"]
+    tokens, shards = 128, 4
+    kept = 9 * LLAMA["hidden"] * (8 - 2) * tokens // shards  # nine norms, each with input and product in fp32
+    assert here["memory"]["activations"] - there["memory"]["activations"] == pytest.approx(kept, rel=0.05)
+
+
+def alone(rank: int, plan: Plan) -> dict:
+    dist.destroy_process_group()
+    found = facts(run_rank(plan, rank))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found

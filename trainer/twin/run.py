@@ -1,0 +1,129 @@
+"""Runs two steps of one rank of a plan under fake tensors and a fake process group, with the code that trains.
+
+Shapes, dtypes, storages, autograd and the pipeline's schedule are real; values are not, kernels and transfers do
+nothing. Tensors say that they lie on a CPU. What the trainer does otherwise on a GPU is put in: collectives of NCCL in
+the place of those made for gloo, the fused RMS norm, and receives that start when the schedule says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from orchestrator.plan import Plan
+from orchestrator.plan.batch import replica_of, taken
+from orchestrator.plan.document import Coord
+from orchestrator.plan.twin import RankRun, Transfer
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.compat import fake_tensors, fake_world
+from trainer.data.batch import MicroBatch
+from trainer.engine import Engine
+from trainer.metrics.memory import CATEGORIES, StepMemory
+from trainer.precision import recipe
+
+
+def run_rank(plan: Plan, rank: int) -> RankRun:
+    """The second step of `rank`, run in this process and alone. Raises LayoutError for a plan that is not trained."""
+    gpu = plan.cluster.device == "cuda"
+    with contextlib.ExitStack() as around:
+        around.enter_context(fake_world(rank, plan.parallel.world_size))
+        around.enter_context(fake_tensors())
+        if gpu:
+            around.enter_context(GpuKernels())
+        counter = CommCounter(gloo=not gpu)
+        mesh = Mesh.from_plan(plan, rank)
+        engine = Engine(plan, mesh, torch.device("cpu"), recipe(plan.job.train), counter)
+        memory = StepMemory.of_engine(engine)
+        # The first step learns how many gradients each parameter gets, so its reductions start late.
+        return [run_step(engine, memory, fake_batches(plan, mesh.coord)) for _ in range(2)][-1]
+
+
+def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) -> RankRun:
+    """One step of an engine, fake or real: its transfers and its memory."""
+    began, found, peak = perf_counter(), Recorder(), dict[str, int]()
+    engine.counter.trace = found
+    with memory.measure(peak):
+        _, norm = engine.gradients(batches, engine.plan.parallel.global_batch_tokens)
+        float(norm)
+        engine.update(norm, engine.plan.job.optim.lr)
+    engine.counter.trace = None
+    points = memory.points()
+    held = {name: points[0].held[name] for name in CATEGORIES[:3]}
+    held["activations"] = max(point.held["activations"] for point in points)
+    return RankRun(
+        rank=engine.mesh.rank,
+        micro_batches=len(batches),
+        transfers=[Transfer(operation=one[0], axis=one[1], bytes=one[2], ranks=list(one[3])) for one in found.kinds],
+        sequence=found.sequence,
+        memory=held,
+        peak=peak,
+        seconds=perf_counter() - began,
+        process_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def fake_batches(plan: Plan, coord: Coord) -> list[MicroBatch]:
+    """The micro-batches that the loader would give this rank for a step, without values."""
+    par = plan.parallel
+    shape = par.micro_batch_size, plan.job.train.seq_len
+
+    def column() -> Tensor:
+        return torch.empty(shape, dtype=torch.int64)
+
+    def batch() -> MicroBatch:
+        documents = column() if plan.job.data.isolate_documents else None
+        return MicroBatch(column(), column(), column(), documents, column() if plan.model.dropout else None)
+
+    return [batch() for _ in range(taken(par)[replica_of(par, coord)])]
+
+
+class Recorder:
+    """Where the engine's counter notes transfers: the distinct ones, and their sequence."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[str, str, int, tuple[int, ...]], int] = {}
+        self.sequence: list[int] = []
+
+    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
+        kind = name.partition(" ")[0], axis, size, tuple(ranks)
+        self.sequence.append(self.kinds.setdefault(kind, len(self.kinds)))
+
+    def on_arrival(self, work: dist.Work | None) -> Callable[[], None]:
+        return lambda: None
+
+
+class GpuKernels(TorchFunctionMode):
+    """Puts what a GPU keeps and makes in the place of operators that a CPU composes of several."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.rms_norm:
+            return _fused_rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_rms_norm(input: Tensor, shape: object, weight: Tensor, eps: float) -> Tensor:
+    return _FusedRmsNorm.apply(input, weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Shapes of the kernel for `F.rms_norm`: it keeps its input and one fp32 number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
