@@ -68,16 +68,32 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
     return Explanation(terms(plan), plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings))
 
 
+#: A term of the cost model (`Time.terms`) in words.
+WORDS = {
+    "gemm": "matrix products",
+    "attention": "attention core",
+    "elementwise": "norms, activations, residual sums",
+    "cast": "casts to 8 bits",
+    "experts": "permuting tokens for experts",
+    "recompute": "recomputation",
+    "head": "output projection and loss",
+    "host": "GPU waits for the CPU's launches",
+    "optimizer": "optimizer",
+    "tp": "tensor parallel, communication",
+    "cp": "context parallel, communication",
+    "ep": "expert parallel, communication",
+    "pp": "pipeline, communication",
+    "dp": "gradients and weights, communication",
+    "bubble": "pipeline bubble",
+}
+
+
 def terms(plan: Plan) -> list[Term]:
-    """Terms of the step: compute of the slowest rank, pipeline bubble, exposed communication by axis."""
+    """Terms of the step of the slowest rank, the largest first; they sum to the step."""
     time = plan.time
-    axes = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline"}
-    found = [Term("compute", time.compute_s)]
-    for axis, seconds in time.exposed_comm_s.items():
-        found.append(Term(f"{axes.get(axis, 'gradients and weights')}, communication", seconds))
-    bubble = time.step_s - sum(term.seconds for term in found)
-    found.append(Term("pipeline bubble", max(0.0, bubble)))
-    return sorted((term for term in found if term.seconds > 1e-9 * time.step_s), key=lambda term: -term.seconds)
+    found = time.terms or {"compute": time.compute_s, **time.exposed_comm_s}  # plans of older versions have no terms
+    shown = [Term(WORDS.get(name, name), seconds) for name, seconds in found.items() if seconds > 1e-9 * time.step_s]
+    return sorted(shown, key=lambda term: -term.seconds)
 
 
 def _opened(config: Config) -> Config:
