@@ -153,7 +153,7 @@ def test_a_replayed_step_counts_once_in_the_report(folder):
     assert report["loss"] == {"first": 9.0, "last": 0.0}
     assert report["step_s"]["measured"] == 0.2  # the warm-up of each epoch left out
     assert report["tokens_per_s_per_gpu"]["measured"] == pytest.approx(500.0)
-    assert report["memory"]["total"] == {"planned": 5, "measured": 7}
+    assert report["memory"]["total"].items() >= {"planned": 5, "measured": 7}.items()
     assert report["comm_bytes_per_step"]["dp"]["measured"] == 5
     assert report["wall_s"] == 2.5
     msgspec.json.encode(report)
