@@ -52,9 +52,16 @@ def rows(answer: SearchResult) -> list[dict[str, object]]:
             "memory_bytes": found.memory.total,
             "order": list(found.solution.parallel.order),
             "limited_by": found.solution.time.limited_by,
+            "equal_to_the_fastest": found in answer.equal,
         }
-        for found in answer.front
+        for found in shown(answer)
     ]
+
+
+def shown(answer: SearchResult) -> list[CostedLayout]:
+    """The layouts that are equal, the one to take first, then slower ones that need less memory."""
+    known = [found.layout for found in answer.equal]
+    return [*answer.equal, *(found for found in answer.front if found.layout not in known)]
 
 
 def _tokens(found: CostedLayout) -> float:
@@ -65,19 +72,30 @@ def _tokens(found: CostedLayout) -> float:
 def page(answer: SearchResult, rest: list[str]) -> str:
     best = answer.front[0]
     lines = [f"{'step':>9} {'':<5}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
-    for found in answer.front:
+    for found in shown(answer):
         told, near = " ".join(found.overrides), plus_minus(found.solution.time.sd)
+        slower = "equal" if found in answer.equal else f"{found.step_s / best.step_s - 1:.1%}"
         lines.append(
-            f"{found.step_s:>7.4g} s{near:<6}  {found.step_s / best.step_s - 1:>6.1%}  {_tokens(found):>12,.0f}"
+            f"{found.step_s:>7.4g} s{near:<6}  {slower:>6}  {_tokens(found):>12,.0f}"
             f"  {found.memory.total / 2**30:>5.3g} GiB  {told}"
         )
-    time = best.solution.time
-    lines += [
-        "",
-        f"The first is the fastest of {answer.counts.legal:,} legal layouts (times every nesting order) that fits"
+    taken = answer.equal[0]
+    counts = (
+        f"{answer.counts.legal:,} legal layouts (times every nesting order) that fits"
         f" {best.memory.capacity / 2**30:.1f} GiB: {answer.counts.costed:,} costed in full, the rest ruled out by"
-        " bounds. The others are slower and need less memory.",
-        f"It is limited by {time.limited_by}.",
-        f"See it: orch plan {' '.join([*rest, *best.overrides])}",
+        " bounds."
+    )
+    if len(answer.equal) == 1:
+        lines += ["", f"The first is the fastest of {counts} The others are slower and need less memory."]
+    else:
+        lines += [
+            "",
+            f"The fastest of {counts} Those marked equal differ by less than predictions can tell (2%); of them the"
+            " first moves fewest bytes over the top of the network, or is proven by orch verify. The others are slower"
+            " and need less memory.",
+        ]
+    lines += [
+        f"It is limited by {taken.solution.time.limited_by}.",
+        f"See it: orch plan {' '.join([*rest, *taken.overrides])}",
     ]
     return "\n".join(lines)

@@ -26,7 +26,8 @@ def search(
     """
     seeker = Search(config, cluster, any_layout, profile)
     answer = _run(seeker, near)
-    return answer._replace(front=[_with_interval(one, seeker.context) for one in answer.front])
+    front, equal = ([_with_interval(one, seeker.context) for one in found] for found in (answer.front, answer.equal))
+    return answer._replace(front=front, equal=equal)
 
 
 def _with_interval(found: CostedLayout, context: CostContext) -> CostedLayout:
@@ -44,7 +45,7 @@ def resolve_auto(
     if not config.parallel.auto:
         return config, None
     seeker = Search(config, cluster, any_layout, profile)
-    return _run(seeker, near=0.0).front[0].config, seeker.context
+    return _run(seeker, near=0.0).equal[0].config, seeker.context
 
 
 def settled(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Config:

@@ -33,6 +33,7 @@ from .bound import MeshBound, PipelineBound, RecomputeBound, ZeroStage
 from .layer_cost import LayerCost, ShardParams, shard_params
 from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
 from .space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh, Space, Variant
+from .ties import EQUAL, MOST_EQUAL, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
 FAMILY, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(6)
@@ -83,6 +84,7 @@ class SearchResult(NamedTuple):
 
     front: list[CostedLayout]
     counts: SearchCounts
+    equal: list[CostedLayout]  # as fast as the fastest, as far as predictions can tell: the one to take, then by time
 
 
 def preference(layout: Layout) -> tuple[object, ...]:
@@ -122,18 +124,28 @@ class Search:
         families = enumerate(self.families())
         heap: list[Node] = [(base.least_seconds(), FAMILY, (n,), (base, variants)) for n, (base, variants) in families]
         heapq.heapify(heap)
-        serial, front = len(heap), list[CostedLayout]()
-        while heap and not (front and heap[0][0] > front[0].step_s * (1 + near)):
-            _, state, _, item = heapq.heappop(heap)
+        serial, front, equal = len(heap), list[CostedLayout](), list[CostedLayout]()
+
+        def level(seconds: float) -> bool:
+            """Whether a layout of so many seconds would be equal to the fastest, and one of those to compare."""
+            return not equal or (len(equal) < MOST_EQUAL and seconds <= equal[0].step_s * (1 + EQUAL))
+
+        while heap and (not front or level(heap[0][0]) or heap[0][0] <= front[0].step_s * (1 + near)):
+            least, state, _, item = heapq.heappop(heap)
             if state == COSTED:  # costed, and nothing left can be faster
-                if not front or item.memory.total < front[-1].memory.total:
+                if level(item.step_s):
+                    equal.append(item)
+                if not front or (
+                    item.memory.total < front[-1].memory.total and item.step_s <= front[0].step_s * (1 + near)
+                ):
                     front.append(item)
                 continue
-            most = front[-1].memory.total if front else self.capacity
+            most = self.capacity if level(least) else front[-1].memory.total
             for seconds, below, key, opened in self._open(state, item, most):
                 serial += 1
                 heapq.heappush(heap, (seconds, below, key or (serial,), opened))
-        return SearchResult(front, SearchCounts(self.legal, self.costed))
+        chosen = preferred_first(equal, self.context.level_names[-1]) if equal else []
+        return SearchResult(front, SearchCounts(self.legal, self.costed), chosen)
 
     # -------------------------------------------------------------------------------------- bounds
 

@@ -1,0 +1,55 @@
+"""Layouts whose predicted steps differ by less than predictions can tell, and which of them to take.
+
+Two predictions on the same machines share most of their error; what is left is at least `EQUAL` of the step
+(`cost.profile.difference_sd`). Of equal layouts the one that moves fewer bytes over the highest level of the network is
+taken, then one that `orch verify` proves, then the one with fewer techniques.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from orchestrator.planner.placement.axis_order import axis_placement
+
+from .space import Layout
+
+if TYPE_CHECKING:
+    from .search import CostedLayout
+
+EQUAL = 0.02  # of the step
+MOST_EQUAL = 8  # equal layouts that are compared, the fastest ones
+#: Pipeline schedules that `orch verify` combines in threes (`orchestrator/verify/matrix.py`; a test compares them).
+IN_THREES = frozenset({"1f1b", "interleaved", "zb_h1", "dualpipe"})
+
+
+def proven(layout: Layout) -> bool:
+    """Whether `orch verify` proves all techniques of a layout together: up to two, or three of the main ones."""
+    mesh = layout.mesh
+    used = [
+        layout.zero > 0 or mesh.dp > 1,
+        mesh.tp > 1,
+        mesh.cp > 1,
+        mesh.pp > 1,
+        layout.recompute != "none",
+    ]
+    main = mesh.cp_method != "ring" and (mesh.pp == 1 or layout.schedule in IN_THREES)
+    return mesh.ep == 1 and sum(used) <= (3 if main else 2)
+
+
+def bytes_at_the_top(found: CostedLayout, level: str) -> float:
+    """Bytes a step that the busiest rank of each axis sends over the highest level of switches."""
+    placed = axis_placement(found.solution.best, found.solution.traffic).values()
+    return sum(axis.bytes_per_step_by_level.get(level, 0.0) for axis in placed)
+
+
+def preferred_first(equal: Sequence[CostedLayout], level: str) -> list[CostedLayout]:
+    """Equal layouts, the one to take first; the others by their time."""
+    from .search import preference
+
+    def key(found: CostedLayout) -> tuple[object, ...]:
+        moved = float(f"{bytes_at_the_top(found, level):.2g}")  # one percent more is no reason
+        return moved, not proven(found.layout), found.step_s, preference(found.layout)
+
+    best = min(equal, key=key)
+    return [best, *(found for found in equal if found is not best)]
