@@ -52,6 +52,8 @@ def rows(answer: SearchResult) -> list[dict[str, object]]:
             "memory_bytes": found.memory.total,
             "order": list(found.solution.parallel.order),
             "limited_by": found.solution.time.limited_by,
+            "equal": found.equal,
+            "spine_bytes": found.spine_bytes,
         }
         for found in answer.front
     ]
@@ -62,13 +64,29 @@ def _tokens(found: CostedLayout) -> float:
     return par.global_batch_tokens / found.step_s / par.world_size
 
 
+def _ties(answer: SearchResult) -> list[str]:
+    """What is as fast as the first, as far as the model can tell, and which of those to prefer."""
+    from orchestrator.style import si
+
+    equal = [found for found in answer.front if found.equal]
+    if len(equal) < 2:
+        return []
+    least = min(equal, key=lambda found: found.spine_bytes)
+    text = f"Those with = ({len(equal)}) are as fast as the first, as far as predictions can tell."
+    if least.spine_bytes < equal[0].spine_bytes:
+        text += f" Of them {' '.join(least.overrides)} sends least over the top of the network: "
+        text += f"{si(least.spine_bytes, 'B')} a step, the first {si(equal[0].spine_bytes, 'B')}."
+    return [text]
+
+
 def page(answer: SearchResult, rest: list[str]) -> str:
     best = answer.front[0]
     lines = [f"{'step':>9} {'':<5}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
     for found in answer.front:
         told, near = " ".join(found.overrides), plus_minus(found.solution.time.sd)
+        slower = f"{'=' if found.equal else ' '}{found.step_s / best.step_s - 1:>5.1%}"
         lines.append(
-            f"{found.step_s:>7.4g} s{near:<6}  {found.step_s / best.step_s - 1:>6.1%}  {_tokens(found):>12,.0f}"
+            f"{found.step_s:>7.4g} s{near:<6}  {slower}  {_tokens(found):>12,.0f}"
             f"  {found.memory.total / 2**30:>5.3g} GiB  {told}"
         )
     time = best.solution.time
@@ -77,6 +95,7 @@ def page(answer: SearchResult, rest: list[str]) -> str:
         f"The first is the fastest of {answer.counts.legal:,} legal layouts (times every nesting order) that fits"
         f" {best.memory.capacity / 2**30:.1f} GiB: {answer.counts.costed:,} costed in full, the rest ruled out by"
         " bounds. The others are slower and need less memory.",
+        *_ties(answer),
         f"It is limited by {time.limited_by}.",
         f"See it: orch plan {' '.join([*rest, *best.overrides])}",
     ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import log
+
 from msgspec import structs
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cost.profile import Profile, relative_sd
-from orchestrator.planner.placement.axis_order import CostContext
+from orchestrator.plan.interval import SIGMAS
+from orchestrator.planner.cost.profile import Profile, difference_sd, relative_sd
+from orchestrator.planner.placement.axis_order import CostContext, axis_placement
 from orchestrator.planner.plan_cost import jacobian
 
 from .search import NEAR, CostedLayout, Search, SearchResult
@@ -26,15 +30,26 @@ def search(
     """
     seeker = Search(config, cluster, any_layout, profile)
     answer = _run(seeker, near)
-    return answer._replace(front=[_with_interval(one, seeker.context) for one in answer.front])
+    return answer._replace(front=_with_intervals(answer.front, seeker.context))
 
 
-def _with_interval(found: CostedLayout, context: CostContext) -> CostedLayout:
-    """With the error of its prediction, which only what is shown needs."""
-    parallel, best, _, time = found.solution
-    train = structs.replace(context.train, recompute=found.layout.recompute)
-    sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
-    return found._replace(solution=found.solution._replace(time=structs.replace(time, sd=sd)))
+def _with_intervals(front: Sequence[CostedLayout], context: CostContext) -> list[CostedLayout]:
+    """With what only a reader of the front needs: the error of each prediction, and which are as fast as the first as
+    far as the model can tell. Errors that both layouts share do not count there."""
+    found: list[CostedLayout] = []
+    first = None
+    for one in front:
+        parallel, best, _, time = one.solution
+        train = structs.replace(context.train, recompute=one.layout.recompute)
+        own = jacobian(context, best, parallel, train)
+        first = own if first is None else first
+        slower = log(one.step_s / front[0].step_s)
+        solution = one.solution._replace(time=structs.replace(time, sd=relative_sd(own, context.profile)))
+        equal = slower <= SIGMAS * difference_sd(first, own, context.profile)
+        placed = axis_placement(best, one.solution.traffic).values()
+        spine = sum(place.bytes_per_step_by_level.get(context.level_names[-1], 0.0) for place in placed)
+        found.append(one._replace(solution=solution, equal=equal, spine_bytes=spine))
+    return found
 
 
 def resolve_auto(

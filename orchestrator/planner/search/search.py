@@ -50,6 +50,8 @@ class CostedLayout(NamedTuple):
     memory: doc.Memory  # of the fullest pipeline rank
     config: Config  # with every key that the search chose filled in
     fills: bool  # dp is what is taken where it is left out
+    equal: bool = False  # as fast as the fastest, as far as the cost model can tell
+    spine_bytes: float = 0.0  # a step, over the highest switch level, by the busiest rank of each axis
 
     @property
     def step_s(self) -> float:
