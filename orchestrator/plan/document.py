@@ -22,8 +22,9 @@ AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
 
 Precision = Literal["fp32", "bf16", "fp16"]
 #: Precision of the layers' matrix products where it is narrower than the tensors', by recipe of scaling: one scale a
-#: tensor, one a block of 128 (DeepSeek-V3, arXiv 2412.19437), one a block of 32 (OCP MX); 4 bits, one a block of 16.
-Matmul = Literal["", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
+#: tensor, one a row, one a block of 128 (DeepSeek-V3, arXiv 2412.19437), one a block of 32 (OCP MX); 4 bits, one a
+#: block of 16.
+Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 

@@ -196,7 +196,7 @@ def test_software(row, name, traits):
         ("GB200", "FP8-MX", "mxfp8", "bf16"),
         ("GB200", "NVFP4", "nvfp4", "bf16"),
         ("H100-80GB", "fp8-tensorwise", "fp8_tensor", "bf16"),
-        ("H100-80GB", "fp8-rowwise", "fp8_block", "bf16"),
+        ("H100-80GB", "fp8-rowwise", "fp8_row", "bf16"),
         ("A100-80GB", "fp8", "", "bf16"),
         ("V100-32GB", "", "", "fp16"),
         ("A100-80GB", "BF16-mixed", "", "bf16"),

@@ -42,11 +42,11 @@ def _share(names: dict[str, float], stem: str, sd: float, unit: str, source: str
 
 
 _GEMM = {"v100.16": 0.77, "a100.16": 0.80, "hopper.16": 0.73, "hopper.fp8": 0.63, "blackwell.16": 0.64}
-_GEMM |= {"blackwell_ultra.16": 0.70, "blackwell_ultra.fp8": 0.70, "blackwell_ultra.nvfp4": 0.36}
+_GEMM |= {"blackwell_ultra.16": 0.70, "blackwell_ultra.fp8": 0.70}
 _GEMM |= {"blackwell.fp8": 0.63, "blackwell.nvfp4": 0.45}
 _ATTENTION = {"unfused": 0.39, "triton": 0.34, "flash.v100": 0.40, "flash.a100": 0.48, "flash.hopper": 0.35}
 _ATTENTION |= {"cudnn.hopper": 0.50, "blackwell": 0.42, "blackwell_ultra": 0.55, "other": 0.40}
-_CAST = {"fp8_tensor": 4.0, "fp8_block": 5.0, "mxfp8": 5.5, "nvfp4": 5.5}
+_CAST = {"fp8_tensor": 4.0, "fp8_row": 9.0, "fp8_block": 5.0, "mxfp8": 5.5, "nvfp4": 5.5}
 _FAMILY = {"orch": 1.0, "megatron_2021": 0.93, "megatron_deepspeed": 1.14, "megatron": 1.15, "nemo": 1.02}
 _FAMILY |= {
     "torchtitan": 1.08,
@@ -63,6 +63,7 @@ _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
 
 PRIOR: tuple[Parameter, ...] = (
     *_share(_GEMM, "gemm", 0.06, "of peak", "sustained rate of a large matrix product: 0.9 of gemm_mamf"),
+    Parameter("gemm.blackwell_ultra.nvfp4", 0.50, 0.15, "of peak", "as other 8-bit and 4-bit products, less sure"),
     *_share({"16": 0.62, "fp8": 0.55}, "gemm.other", 0.2, "of peak", "assumed for GPUs that no run of the table had"),
     Parameter("gemm.cpu", 0.60, 0.5, "of peak", "assumed"),
     Parameter("gemm_bytes", 0.77, 0.3, "s/byte over HBM's", "additive roofline: 0.6 of the bytes at 0.78 of HBM"),

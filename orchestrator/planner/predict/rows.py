@@ -173,7 +173,9 @@ def _precision_words(word: str, gpu: str) -> tuple[Matmul, Precision, str]:
         matmul = "nvfp4"
     elif re.search(r"mxfp8|fp8[-_ ]?mx|mx[-_ ]?fp8|microscal", word):
         matmul = "mxfp8"
-    elif re.search(r"(fp8|float8|f8|e4m3).*(row|block|sub|sc\b|tile|128)", word):
+    elif re.search(r"(fp8|float8|f8|e4m3).*row", word):
+        matmul = "fp8_row"
+    elif re.search(r"(fp8|float8|f8|e4m3).*(block|sub|sc\b|tile|128)", word):
         matmul = "fp8_block"
     elif re.search(r"fp8|float8|f8|e4m3|e5m2", word):
         matmul = "fp8_tensor"
