@@ -138,7 +138,7 @@ def ablate(found: list[Observation], tell: Tell) -> list[Ablation]:
 def _ablation(term: str, found: list[Observation], start: Mapping[str, float], fixed: Mapping[str, float]) -> Ablation:
     fitted = fit(found, start, 4, fixed)
     unseen = np.empty(len(found))
-    for left in leave_one_source_out(found, fitted.values, fixed):
+    for left in leave_one_source_out(found, fitted.values, fixed, iterations=1):
         unseen[left.at] = left.residuals
     return Ablation(term, mean_of_sources(found, fitted.residuals), mean_of_sources(found, unseen))
 
