@@ -42,6 +42,9 @@ LAYOUTS = {
     "pp2 first stage without layers": dict(pp=2, stage_layers=[0, 4]),
     "pp2 gpt": dict(pp=2, model=GPT, micro_batches=4),
     "pp2 interleaved": dict(pp=2, vpp=2, schedule="interleaved", micro_batches=4),
+    "pp2 interleaved, embedding and head alone": dict(
+        pp=2, vpp=3, schedule="interleaved", micro_batches=4, stage_layers=[0, 1, 1, 1, 1, 0]
+    ),
     "tp2 pp2": dict(tp=2, pp=2),
     "tp2 pp2 tied, uneven layers": dict(tp=2, pp=2, model=THREE_LAYERS, stage_layers=[2, 1]),
     "tp2 pp2 without sp, gpt": dict(tp=2, pp=2, sp=False, model=GPT, micro_batches=3),

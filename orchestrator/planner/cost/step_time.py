@@ -214,7 +214,15 @@ class StepCost:
     @cached_property
     def lower_bound_s(self) -> float:
         """Lower bound of `step_s` that needs no simulation."""
-        return self._least(max(self._ends), value_of(self.gradients))
+        return self._least(max(*self._ends, self._chain), value_of(self.gradients))
+
+    @property
+    def _chain(self) -> float:
+        """Seconds of one micro-batch through all stages and back; of a split backward, its first half."""
+        if self.never_idle:
+            return 0.0
+        back = 0.5 if splits_backward(self.parallel) else 1.0
+        return sum(value_of(forward) + back * value_of(backward) for forward, backward in self.stages)
 
     def bound_over(self, inner_known: bool) -> float:
         """Lower bound of the step with any paths that are no cheaper than these.

@@ -12,7 +12,8 @@ TITLE = """# The headline results, reproduced
 
 Written by `orch reproduce`; a test computes it again. *Theirs* are published figures, *ours* are computed by the
 planner's own functions on every call: nothing is stored. Cells of grids read theirs / ours. **Bold**: further from
-theirs than the limit of that row, or on the wrong side of a bound; where there is no limit, the text says why.
+theirs than the limit of that row, or on the wrong side of a bound; where there is no limit, the text says why. ±: one
+standard deviation of a prediction for machines that nobody has measured, from the shipped profile.
 """
 
 
@@ -41,6 +42,7 @@ def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
                     "unit": row.unit,
                     "theirs": row.theirs,
                     "ours": row.ours,
+                    "sd": row.sd,
                     "bound": row.bound,
                     "within": row.within,
                     "holds": row.holds,
@@ -64,7 +66,7 @@ def _list(rows: Sequence[Row]) -> str:
     lines = ["| | theirs | ours | difference | at most |", "|---|---|---|---|---|"]
     for row in rows:
         theirs = "-" if row.theirs is None else f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
-        ours = f"{number(row.ours)} {row.unit}".strip()
+        ours = f"{_ours(row)} {row.unit}".strip()
         off = "-" if row.off is None else f"{row.off:+.1%}"
         held = "" if row.within is None else f"{row.within:.2g}" if row.within < 1e-3 else f"{row.within:.1%}"
         lines.append(f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {off} | {held} |")
@@ -87,8 +89,13 @@ def _grid(rows: Sequence[Row]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    ours = number(row.ours) if row.holds else f"**{number(row.ours)}**"
+    ours = _ours(row) if row.holds else f"**{_ours(row)}**"
     return ours if row.theirs is None else f"{number(row.theirs)} / {ours}"
+
+
+def _ours(row: Row) -> str:
+    """With one standard deviation either way, where there is one."""
+    return f"{number(row.ours)} ± {number(row.ours * row.sd)}" if row.sd else number(row.ours)
 
 
 def number(value: float) -> str:

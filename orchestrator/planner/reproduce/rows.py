@@ -25,6 +25,7 @@ class Row(Struct, frozen=True):
     column: str = ""  # rows with columns make a grid: `what` down, `column` across
     within: float | None = None  # a test holds ours / theirs this near to 1
     bound: str = ""  # "more", "less": what is published is a bound
+    sd: float = 0.0  # standard deviation of the relative error of ours, where a step is predicted
 
     @property
     def off(self) -> float | None:

@@ -17,10 +17,20 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
         plan, config = plans.plan(f"experiment={name}"), plans.config(f"experiment={name}")
         assert config.experiment is not None
         said, gib = config.experiment, 1 << 30
-        rows.append(Row(name, plan.time.step_s, said.step_s, "s", "a step", 0.10))
-        rows.append(Row(name, 100 * plan.mfu, 100 * plan.mfu * plan.time.step_s / said.step_s, "%", "MFU", 0.12))
+        sd = plan.time.sd
+        rows.append(Row(name, plan.time.step_s, said.step_s, "s", "a step", 0.10, sd=sd))
+        measured = 100 * plan.mfu * plan.time.step_s / said.step_s
+        rows.append(Row(name, 100 * plan.mfu, measured, "%", "MFU", 0.12, sd=sd))
         rows.append(
-            Row(name, plan.memory.total / gib, plan.memory.capacity / gib, "GiB", "fullest GPU, of", bound="less")
+            Row(
+                name,
+                plan.memory.total / gib,
+                plan.memory.capacity / gib,
+                "GiB",
+                "fullest GPU, of",
+                bound="less",
+                sd=plan.memory.sd,
+            )
         )
         sources.append(f"`{name}`: {said.published} ({said.source})")
     yield Section(
@@ -29,6 +39,8 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
         rows,
         "Steps as printed, or as they follow from the printed FLOP/s; MFU by this project's count (causal attention"
         " once, recomputation not counted).",
+        "Llama 3's and ZeRO's software are families that no measured run was fitted to. DeepSeek-V3 routes a token to"
+        " at most four nodes, sends it in 8 bits and predicts one more token, none of which is modelled.",
     )
     yield _flops(plans)
 
@@ -44,7 +56,13 @@ def _flops(plans: Plans) -> Section:
     plan = plans.plan("experiment=deepseek_v3")
     hours = pub.DEEPSEEK_TOKENS / plan.tokens_per_s_per_gpu / 3600
     rows.append(
-        Row(f"DeepSeek-V3, 14.8 T tokens ({pub.DEEPSEEK_SOURCE})", hours / 1e6, pub.DEEPSEEK_HOURS / 1e6, "M hours")
+        Row(
+            f"DeepSeek-V3, 14.8 T tokens ({pub.DEEPSEEK_SOURCE})",
+            hours / 1e6,
+            pub.DEEPSEEK_HOURS / 1e6,
+            "M hours",
+            sd=plan.time.sd,
+        )
     )
     return Section(
         "What trainings cost",

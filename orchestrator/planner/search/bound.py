@@ -202,7 +202,8 @@ class PipelineBound:
         self.ranks = [self._rank(rank, one) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
         self.transfers = [once * sends for once in base.transfers]
-        self.longest = max(end for end, _ in self.ranks)
+        chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
+        self.longest = max(chain, *(end for end, _ in self.ranks))
         #: whatever the ZeRO stage
         self.least_s = (self.longest + min(self.transfers)) * base.factor
 

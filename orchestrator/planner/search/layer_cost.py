@@ -136,6 +136,11 @@ class LayerCost:
         loss = [value_of(seconds) + last / 2 for seconds in self.compute.loss]
         return StageSeconds((forward[0], forward[1]), (backward[0], backward[1]), table, (loss[0], loss[1]))
 
+    def chain(self, one: StageSeconds, back: float) -> float:
+        """Seconds of one micro-batch through all stages, and through the share `back` of their backward."""
+        dense, moe = (f + back * b for f, b in zip(one.forward, one.backward, strict=True))
+        return self.dense * dense + self.moe * moe + one.first + one.last[0] + back * one.last[1]
+
     def _tensor(self, recompute: str, split: bool, sp: bool) -> TensorSeconds:
         par, context = self.par, self.context
         if split or sp != par.sp:
