@@ -36,7 +36,7 @@ verify: .venv/.ready
 	$(PYTEST) -m full
 	.venv/bin/orch verify --matrix full --out docs/parity.md
 
-# The score in docs/accuracy.md, by a table of measured runs: a quarter of an hour, most of it for the terms.
+# The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready
 	.venv/bin/orch predict --table $(TABLE) --terms --into docs/accuracy.md
 

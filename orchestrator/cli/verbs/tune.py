@@ -52,7 +52,8 @@ def rows(answer: SearchResult) -> list[dict[str, object]]:
             "memory_bytes": found.memory.total,
             "order": list(found.solution.parallel.order),
             "limited_by": found.solution.time.limited_by,
-            "equal_to_the_fastest": found in answer.equal,
+            "equal": found in answer.equal,
+            "spine_bytes": found.spine_bytes,
         }
         for found in shown(answer)
     ]

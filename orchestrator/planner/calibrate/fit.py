@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 HUBER = 0.1  # residual of ln t beyond which a row counts less
 MOST_ROWS = 25.0
 ITERATIONS = 12
-LEFT_OUT_ITERATIONS = 2  # from the fit to all sources
+LEFT_OUT_ITERATIONS = 3  # from the fit to all sources
 
 
 class Observation(NamedTuple):
@@ -60,17 +60,19 @@ def fit(
     start: Mapping[str, float] | None = None,
     iterations: int = ITERATIONS,
     fixed: Mapping[str, float] = MappingProxyType({}),
+    first: tuple[Floats, Floats] | None = None,
 ) -> Fitted:
     """The most probable parameters. Repeatable: the same observations give the same bits on one machine.
 
-    `fixed`: parameters that keep these values, as 1e-9 for a term that is left out.
+    `fixed`: parameters that keep these values, as 1e-9 for a term that is left out. `first`: the observations
+    linearised at `start`, where that is known.
     """
     mean = np.log([fixed.get(one.name, one.value) for one in PRIOR])
     precision = np.array([1e-6 if one.name in fixed else one.sd for one in PRIOR]) ** -2.0
     rows = Counter(one.source for one in observations)
     weight = np.array([min(1.0, MOST_ROWS / rows[one.source]) for one in observations]) / NOISE**2
     theta = np.log([fixed.get(name, start[name]) for name in NAMES]) if start else mean.copy()
-    residuals, jacobian = linearised(observations, dict(zip(NAMES, np.exp(theta), strict=True)))
+    residuals, jacobian = first or linearised(observations, _values(theta))
     normal = np.diag(precision)
     for _ in range(iterations):
         robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-12))
@@ -78,12 +80,15 @@ def fit(
         gradient = jacobian.T @ (robust * residuals) + precision * (theta - mean)
         step = -np.linalg.solve(normal, gradient)
         theta = theta + np.clip(step, -0.5, 0.5)
-        residuals, jacobian = linearised(observations, dict(zip(NAMES, np.exp(theta), strict=True)))
+        residuals, jacobian = linearised(observations, _values(theta))
         if np.abs(step).max() < 1e-3:
             break
-    values = {name: float(value) for name, value in zip(NAMES, np.exp(theta), strict=True)}
     covariance = np.asarray(np.linalg.inv(normal), dtype=np.float64)
-    return Fitted(values, covariance, residuals)
+    return Fitted(_values(theta), covariance, residuals)
+
+
+def _values(theta: Floats) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(NAMES, np.exp(theta), strict=True)}
 
 
 class LeftOutSource(NamedTuple):
@@ -101,13 +106,17 @@ def leave_one_source_out(
     start: Mapping[str, float],
     fixed: Mapping[str, float] = MappingProxyType({}),
     tell: Callable[[int, int, str], None] = lambda done, total, what: None,
+    iterations: int = LEFT_OUT_ITERATIONS,
 ) -> Iterator[LeftOutSource]:
     """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source)."""
+    at_start = linearised(observations, {**start, **fixed})
     sources = sorted({one.source for one in observations})
     for done, source in enumerate(sources):
         tell(done, len(sources), source)
         at = [index for index, one in enumerate(observations) if one.source == source]
-        fitted = fit([one for one in observations if one.source != source], start, LEFT_OUT_ITERATIONS, fixed)
+        others = [index for index, one in enumerate(observations) if one.source != source]
+        first = at_start[0][others], at_start[1][others]
+        fitted = fit([observations[index] for index in others], start, iterations, fixed, first)
         residuals, jacobian = linearised([observations[index] for index in at], fitted.values)
         yield LeftOutSource(source, at, residuals, jacobian, fitted)
     tell(len(sources), len(sources), "")

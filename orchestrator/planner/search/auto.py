@@ -13,6 +13,7 @@ from orchestrator.planner.placement.axis_order import CostContext
 from orchestrator.planner.plan_cost import jacobian
 
 from .search import NEAR, CostedLayout, Search, SearchResult
+from .ties import bytes_at_the_top
 
 GIB = 1 << 30
 
@@ -31,11 +32,12 @@ def search(
 
 
 def _with_interval(found: CostedLayout, context: CostContext) -> CostedLayout:
-    """With the error of its prediction, which only what is shown needs."""
+    """With what only a reader needs: the error of the prediction, bytes over the top of the network."""
     parallel, best, _, time = found.solution
     train = structs.replace(context.train, recompute=found.layout.recompute)
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
-    return found._replace(solution=found.solution._replace(time=structs.replace(time, sd=sd)))
+    solution = found.solution._replace(time=structs.replace(time, sd=sd))
+    return found._replace(solution=solution, spine_bytes=bytes_at_the_top(found, context.level_names[-1]))
 
 
 def resolve_auto(

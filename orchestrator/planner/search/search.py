@@ -51,6 +51,7 @@ class CostedLayout(NamedTuple):
     memory: doc.Memory  # of the fullest pipeline rank
     config: Config  # with every key that the search chose filled in
     fills: bool  # dp is what is taken where it is left out
+    spine_bytes: float = 0.0  # a step, over the highest switch level, by the busiest rank of each axis
 
     @property
     def step_s(self) -> float:
