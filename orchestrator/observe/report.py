@@ -139,11 +139,13 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
 
 
 def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any]:
-    """The 95 % interval of a prediction, and where its measurement lies; None of a plan without intervals."""
-    low, high = interval(planned, sd) if sd > 0 else (None, None)
-    inside = low <= measured <= high if measured is not None and low is not None and high is not None else None
-    z = standard_score(measured, planned, sd) if measured is not None else None
-    return {"low": low, "high": high, "inside": inside, "z": z}
+    """The 95 % interval of a prediction, and where its measurement lies; nothing of a plan without intervals."""
+    if sd <= 0:
+        return {}
+    low, high = interval(planned, sd)
+    if measured is None:
+        return {"low": low, "high": high, "inside": None, "z": None}
+    return {"low": low, "high": high, "inside": low <= measured <= high, "z": standard_score(measured, planned, sd)}
 
 
 def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             yield row
 
     def lines() -> Iterator[str]:
+        found = progress(predict(kept(), profile))
+        first = next(found, None)  # a file that is no table is refused before anything is written
         yield csv_line(COLUMNS)
-        for prediction in progress(predict(kept(), profile)):
+        for prediction in chain([first] if first else [], found):
             if scored:
                 predictions.append(prediction)
             yield csv_line(prediction.cells())

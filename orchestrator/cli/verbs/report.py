@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
     """What explains the difference of a measured step from its prediction, where it is more than chance."""
     step = report["step_s"]
-    if step["z"] is None or abs(step["z"]) <= 1.0:
+    if step.get("z") is None or abs(step["z"]) <= 1.0:
         return
     from orchestrator.planner.calibrate.drift import drift
 
