@@ -50,7 +50,8 @@ def test_narrow_weights_are_gathered_narrow_and_gradients_reduced_wide():
 def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
     """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; the token table and the head have one each.
     Sequence parallelism sends the same, and gathers inputs of column-parallel matrices again (arXiv 2205.05198, 4.2.2),
-    unless they were recomputed just before. For the loss two fp32 numbers a token and rank.
+    unless they were recomputed just before. Recomputation stops before a layer's last sum, which backward does not need.
+    For the loss two fp32 numbers a token and rank.
     """
     plan = make_plan(tp=4, sp=sp, micro_batches=3, micro_batch_size=2, seq_len=16)
     layers, hidden, loss = plan.model.layers, 2 * 16 * plan.model.hidden * 4, 2 * 16 * 2 * 4 * 4 * 3 / 4
@@ -59,7 +60,7 @@ def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
     assert sent(traffic(plan), "tp") == pytest.approx(3 * ((4 * layers + 2 + more) * each + loss))
     more = 1 / 2 if sp else 0
     again = traffic(plan, recompute="full")
-    assert sent(again, "tp") == pytest.approx(3 * ((6 * layers + 2 + more) * each + loss))
+    assert sent(again, "tp") == pytest.approx(3 * (((5.5 if sp else 5) * layers + 2 + more) * each + loss))
 
 
 def test_the_tiny_model_sends_what_its_ranks_were_seen_to_send():
@@ -74,7 +75,8 @@ def test_the_tiny_model_sends_what_its_ranks_were_seen_to_send():
 def test_pipeline_sends_hidden_states_on_and_gradients_back_but_not_beyond_the_ends(pp, vpp, ways):
     """The rank that sends most: with two stages each sends one way, a stage in the middle both."""
     plan = make_plan(model=tiny_model(layers=8), pp=pp, vpp=vpp, micro_batches=8, seq_len=16, schedule="interleaved")
-    assert sent(traffic(plan), "pp") == ways * 8 * 16 * plan.model.hidden * 4
+    most = max(sent(rank, "pp") for rank in every_rank(plan))
+    assert most == ways * 8 * 16 * plan.model.hidden * 4
 
 
 RING = 3 + 3 + 4  # keys and values, and again in backward; their gradients go all the way
@@ -109,7 +111,10 @@ def test_ranks_of_a_pipeline_hold_the_whole_model(name, schedule):
     vpp = 1 if schedule == "1f1b" else 2
     plan = make_plan(model=tiny_model(layers=model.layers), pp=2, vpp=vpp, schedule=schedule)
     held = list(map(sum, rank_parameters(model, plan.parallel)))
-    copy = model.vocab * model.hidden if model.tied_embeddings else 0  # the last stage's own copy of a tied table
+    apart = schedule == "1f1b"  # V-shaped pipelines have both ends on one rank
+    copy = (
+        model.vocab * model.hidden if model.tied_embeddings and apart else 0
+    )  # the last stage's own copy of the table
     assert sum(held) == parameter_count(model) + copy
     covered = [layer for stage in range(2 * vpp) for layer in stage_range(plan.parallel, stage)]
     assert covered == list(range(model.layers))

@@ -17,6 +17,7 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {
     "plan": Verb("place a model on a cluster: layout, memory, time, what limits it", overrides=True),
     "verify": Verb("train a layout and one process on the same tokens, and compare everything", overrides=True),
+    "twin": Verb("run ranks at full size without GPUs, and hold them against the plan", overrides=True),
     "tune": Verb("search every legal layout: the fastest that fits, and smaller near-ties", overrides=True),
     "whatif": Verb("plans side by side, with GPU-hours to a token target", overrides=True),
     "predict": Verb("predict every row of a table of training runs, and score it"),

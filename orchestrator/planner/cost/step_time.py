@@ -18,6 +18,7 @@ from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import layer_groups
 from orchestrator.planner.model.stages import rank_stages, splits_backward
 
+from . import collective
 from .communication import (
     context_seconds,
     expert_seconds,
@@ -33,7 +34,7 @@ from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .rates import Rates
 from .software import Software
-from .traffic import PathKey, rank_parameters, recomputed_share, sends_per_micro_batch
+from .traffic import PathKey, rank_parameters, recomputed_share, sends_per_micro_batch, table_gradient_bytes
 
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 
@@ -154,13 +155,17 @@ class StepCost:
 
     @cached_property
     def gradients(self) -> Number:
-        """Exposed seconds of them, of the rank that waits longest."""
+        """Exposed seconds of them, of the rank that waits longest; with tied embeddings both ends sum the table's."""
         work, par, found = self.work, self.parallel, dict[tuple[float, float], Number]()
         for sent, seconds in zip(self._sent, self.ranks, strict=True):
             key = value_of(sent), value_of(seconds)
             if key not in found:
                 found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
-        return max(found.values(), key=value_of)
+        shown, model = max(found.values(), key=value_of), work.model
+        if model.tied_embeddings and par.pp > 1 and (("pp",), "ring") in self.paths:
+            size = table_gradient_bytes(model, par, work.train, work.software)
+            shown += collective.seconds("all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring)
+        return shown
 
     @cached_property
     def constant(self) -> Number:

@@ -94,8 +94,13 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
     stages[0][0] += table + positions
     stages[-1][0] += norm_params(model) + (0 if model.tied_embeddings and len(stages) == 1 else table)
+    last = len(stages) - 1
+    shared = table if model.tied_embeddings and last else 0  # both ends on one rank: one table
     return [
-        (sum(stages[stage][0] for stage in held), sum(stages[stage][1] for stage in held))
+        (
+            sum(stages[stage][0] for stage in held) - (shared if 0 in held and last in held else 0),
+            sum(stages[stage][1] for stage in held),
+        )
         for held in rank_stages(parallel)
     ]
 
@@ -108,7 +113,7 @@ def step_traffic(model: Model, parallel: Parallel, train: Train, software: Softw
     for stages, parameters in zip(rank_stages(parallel), held, strict=True):
         parts = [stage_range(parallel, stage) for stage in stages]
         moe = sum(dense_and_moe(model, part.start, part.stop)[1] for part in parts)
-        key = sum(map(len, parts)), moe, end_shares(parallel, stages), parameters
+        key = sum(map(len, parts)), moe, end_shares(parallel, stages), parameters, sends_of(parallel, stages)
         if key not in seen:
             seen[key] = _rank_traffic(model, parallel, train, software, *key)
         result.append(seen[key])
@@ -124,6 +129,7 @@ def _rank_traffic(
     moe: int,
     ends: tuple[float, float],
     parameters: tuple[int, int],
+    sends: float,
 ) -> list[Traffic]:
     """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters: (dense, expert)."""
     width = DTYPE_BYTES[train.precision]
@@ -156,7 +162,10 @@ def _rank_traffic(
         add("ep", operation, size, count * moe / copies * m)
 
     boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
-    add("pp", "p2p", boundary, m * sends_per_micro_batch(parallel))
+    add("pp", "p2p", boundary, m * sends)
+    if model.tied_embeddings and parallel.pp > 1 and bool(first) != bool(last):  # both ends sum the table's gradient
+        size = table_gradient_bytes(model, parallel, train, software)
+        result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
     dense, experts = parameters
     grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
@@ -190,9 +199,9 @@ def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[T
     """
     overlap: tuple[Overlap, Overlap] = ("", "") if splits_backward(parallel) else ("attention", "mlp")
     if not parallel.sp:
-        return [("all_reduce", "", 2 * (1 + recomputed.layer)), *_each("all_reduce", overlap, 1.0)]
+        return [("all_reduce", "", 2 + recomputed.layer + recomputed.end), *_each("all_reduce", overlap, 1.0)]
     plain: list[TensorOperation] = [("all_gather", "", 2 * (2 + recomputed.gather))]
-    plain += [("reduce_scatter", "", 2 * (1 + recomputed.layer)), *_each("reduce_scatter", overlap, 1.0)]
+    plain += [("reduce_scatter", "", 2 + recomputed.layer + recomputed.end), *_each("reduce_scatter", overlap, 1.0)]
     return plain if splits_backward(parallel) else [*plain, *_each("all_gather", overlap, 1.0 - recomputed.gather)]
 
 
@@ -253,6 +262,7 @@ class RecomputedShare(NamedTuple):
     layer: float  # the whole layer
     gather: float  # the all-gather of the sequence (sequence parallelism)
     core: float  # attention, with its communication of keys and values (context parallelism)
+    end: float  # the layer's last operation too: this trainer stops when it has what backward needs
 
 
 def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
@@ -262,16 +272,30 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
         full, selective = (modes.count(mode) / len(modes) for mode in ("full", "selective"))
     else:
         full, selective = float(train.recompute == "full"), float(train.recompute == "selective")
-    if software.selective != "orch":
-        selective = 0.0
-    return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1))
+    orch = software.selective == "orch"
+    selective *= orch
+    end = 0.0 if orch else full
+    return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1), end)
+
+
+def table_gradient_bytes(model: Model, parallel: Parallel, train: Train, software: Software) -> float:
+    """Bytes of a rank's gradient of the token table, or of its shard of it."""
+    table = -(-model.vocab // parallel.tp) * model.hidden * (software.grad_bytes or DTYPE_BYTES[train.grad_dtype])
+    replicas = parallel.dp * parallel.cp * parallel.ep
+    return table / (min(replicas, parallel.zero_group or replicas) if parallel.zero else 1)
 
 
 def sends_per_micro_batch(parallel: Parallel) -> float:
     """Messages per micro-batch of the rank that sends most: hidden states forward, gradients backward."""
-    held, last = rank_stages(parallel), parallel.pp * parallel.vpp - 1
-    share = (last + 1) / sum(map(len, held))  # of the micro-batches: half in a bidirectional schedule
-    return share * max(sum((stage < last) + (stage > 0) for stage in stages) for stages in held)
+    return max(sends_of(parallel, stages) for stages in rank_stages(parallel))
+
+
+def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
+    """Messages per micro-batch of the rank that holds `stages`; half of them in a bidirectional schedule."""
+    last, copies = parallel.pp * parallel.vpp - 1, copies_of(parallel)
+    own = stages if copies == 1 else ()  # a neighbour on the same rank needs no message
+    sent = sum((stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own) for stage in stages)
+    return sent / copies
 
 
 def gradient_parts(

@@ -181,7 +181,7 @@ class LayerCost:
     def average_params(self, pp: int) -> tuple[float, float]:
         """(dense, expert) parameters of an average pipeline rank."""
         layers = self.dense * self.params.dense[0] + self.moe * self.params.dense[1]
-        ends = self.params.first + (self.params.single_last if pp == 1 else self.params.last)
+        ends = self.params.first + self.params.single_last  # of tied embeddings one copy: both ends may share a rank
         return (layers + ends) / pp, self.moe * self.params.experts / pp
 
     def fewest_params(self, layers: float) -> tuple[float, float]:
@@ -203,5 +203,5 @@ class LayerCost:
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
         """(dense, expert) parameters of a pipeline rank, as `traffic.rank_parameters`."""
         dense = rank.dense * self.params.dense[0] + rank.moe * self.params.dense[1] + rank.table * self.params.first
-        last = self.params.single_last if single else self.params.last
+        last = self.params.single_last if single or (rank.head and rank.table) else self.params.last
         return dense + rank.head * last, rank.moe * self.params.experts

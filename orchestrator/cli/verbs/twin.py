@@ -1,0 +1,93 @@
+"""`orch twin`: run ranks of a plan at full size without data, GPUs or peers, and hold them against the plan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestrator.plan import Plan
+    from orchestrator.plan.twin import RankRun
+    from orchestrator.verify.twin import Compared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="every figure, not only those that differ")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    from orchestrator.cli.session import home
+    from orchestrator.config.compose import load
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+    from orchestrator.plan.supported import refusal
+    from orchestrator.plan.twin import RankRun
+    from orchestrator.planner.build import build_plan
+    from orchestrator.submit.cluster import ClusterResolver
+    from orchestrator.verify.twin import Compared, compare, ranks_to_run, shortened
+    from orchestrator.verify.twin import run as run_twin
+
+    config = load(overrides, args.config_dir)
+    resolve = ClusterResolver(home())
+    plan = build_plan(config, resolve(config.cluster), profile=resolve.profile(config))
+    if problem := refusal(plan):
+        raise OrchError(problem, Exit.CONFIG)
+    whole, plan = plan.parallel.micro_batches, shortened(plan)
+    ranks, runs, figures = ranks_to_run(plan), list[RankRun](), list[list[Compared]]()
+    for found in run_twin(plan, ranks):
+        runs.append(found)
+        figures.append(compare(plan, found))
+        if sys.stderr.isatty():
+            print(f"rank {found.rank}: {len(runs)} of {len(ranks)}, {found.seconds:.0f} s", file=sys.stderr)
+    differing = [one for rank in figures for one in rank if one.differs]
+    print(_json(plan, whole, runs, figures) if args.json else _page(plan, whole, runs, figures, args.all))
+    return Exit.CONFIG if differing else Exit.DONE
+
+
+def _json(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compared]]) -> str:
+    import msgspec
+
+    rows = [
+        {
+            **msgspec.to_builtins(run),
+            "compared": [{**one._asdict(), "differs": one.differs} for one in rank],
+        }
+        for run, rank in zip(runs, figures, strict=True)
+    ]
+    ran = {"micro_batches": plan.parallel.micro_batches, "of": whole}
+    return msgspec.json.encode({**ran, "ranks": rows}).decode()
+
+
+def _page(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compared]], everything: bool) -> str:
+    from orchestrator.style import si
+
+    lines = []
+    for run, rank in zip(runs, figures, strict=True):
+        coord = plan.ranks[run.rank].coord
+        lines.append(
+            f"rank {run.rank} (pipeline rank {coord.pp} of {plan.parallel.pp}): {len(run.sequence):,} transfers,"
+            f" peak {run.peak['total'] / 2**30:.1f} GiB; run in {run.seconds:.1f} s and"
+            f" {run.process_bytes / 2**30:.1f} GiB"
+        )
+        for one in rank:
+            if one.differs or everything:
+                planned, found = (
+                    value if isinstance(value, str) else si(value, "B") for value in (one.planned, one.found)
+                )
+                mark = "!" if one.differs else " "
+                off = f"{one.off:+.1%}" if one.off not in (0.0, float("inf")) else ""
+                lines.append(f"  {mark} {one.what:<28} planned {planned:>10}  found {found:>10}  {off}")
+    count = sum(one.judged for rank in figures for one in rank)
+    bad = sum(one.differs for rank in figures for one in rank)
+    lines.append(
+        f"{bad} of {count} figures differ by more than 5% from the plan"
+        if bad
+        else f"all {count} figures are within 5% of the plan"
+    )
+    if plan.parallel.micro_batches < whole:
+        lines.append(
+            f"run with {plan.parallel.micro_batches} of {whole} micro-batches a step: more of them hold no more memory,"
+            " and repeat the same transfers"
+        )
+    return "\n".join(lines)

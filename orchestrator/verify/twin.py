@@ -1,0 +1,184 @@
+"""The digital twin: ranks of a plan run by the trainer's own code without data and peers, held against the plan.
+
+`python -m trainer.twin` runs one rank at full size under fake tensors; it answers with its bytes of memory by category
+and every transfer of a step. Here those are compared with what the planner expects of the same pipeline rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit, Plan, seal, to_json
+from orchestrator.plan.cluster import NVLINK, SELF
+from orchestrator.plan.schedules import TABLE, illegal
+from orchestrator.plan.twin import RankRun, Transfer
+from orchestrator.planner.cost.software import SOFTWARE
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
+from orchestrator.planner.memory.recipe import CONTEXT_BYTES
+from orchestrator.planner.model.layers import dense_and_moe
+from orchestrator.planner.model.stages import rank_stages, stage_range
+
+TOLERANCE = 0.05  # of the plan's figure
+#: Categories smaller than this share of a rank's memory, and axes of less than this share of its bytes, are not judged.
+SMALL = 0.005
+STATES = ("params", "grads", "optimizer", "activations")
+#: What the trainer calls an operation -> what the plan does.
+OPERATION = {"all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather"}
+OPERATION |= {"all-to-all": "all_to_all", "send": "p2p", "rotate": "p2p"}
+
+
+class Compared(NamedTuple):
+    """One figure of one rank."""
+
+    rank: int
+    what: str  # "memory: grads", "tp all_gather, bytes", "tp, level"
+    planned: float | str
+    found: float | str
+    off: float  # found / planned - 1; infinite where one of them is nothing
+    judged: bool
+
+    @property
+    def differs(self) -> bool:
+        return self.judged and not abs(self.off) <= TOLERANCE
+
+
+def ranks_to_run(plan: Plan) -> list[int]:
+    """A rank of every distinct pipeline stage, and of equal stages the first and the last, which hold most and fewest
+    micro-batches in flight."""
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    last = len(plan.parallel.stage_layers) - 1
+    for pp_rank, stages in enumerate(rank_stages(plan.parallel)):
+        ranges = [stage_range(plan.parallel, stage) for stage in stages]
+        kinds = sum(dense_and_moe(plan.model, part.start, part.stop)[1] for part in ranges)
+        alike[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(pp_rank)
+    wanted = sorted({place for places in alike.values() for place in (places[0], places[-1])})
+    first = {rank.coord.pp: rank.rank for rank in reversed(plan.ranks)}  # the lowest rank of each stage
+    return [first[place] for place in wanted]
+
+
+def shortened(plan: Plan) -> Plan:
+    """`plan` with as few micro-batches as keep the memory of every rank: more of them repeat what the last ones do."""
+    par = plan.parallel
+    if par.schedule == TABLE or par.replica_micro_batches or plan.job.train.batch_ramp:
+        return plan
+    whole = _totals(plan)
+    for count in range(par.pp, par.micro_batches):
+        samples = par.micro_batch_size * count * par.dp * par.ep
+        tokens = samples * plan.job.train.seq_len
+        fewer = structs.replace(
+            par,
+            micro_batches=count,
+            accumulation=count,
+            global_batch_samples=samples,
+            global_batch_tokens=tokens,
+        )
+        shorter = structs.replace(plan, parallel=fewer)
+        if illegal(par.schedule, par.pp, count, par.vpp) is None and _totals(shorter) == whole:
+            return seal(shorter)
+    return plan
+
+
+def _totals(plan: Plan) -> list[int]:
+    accounts = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
+    return [account.total for account in accounts]
+
+
+def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
+    """The second step of each rank, in order. Raises OrchError (65) where the trainer does not run the plan."""
+    with tempfile.TemporaryDirectory(prefix="orch-twin-") as folder:
+        path, errors = Path(folder) / "plan.json", Path(folder) / "stderr"
+        path.write_bytes(to_json(plan))
+        command = [sys.executable, "-m", "trainer.twin", str(path), "--ranks", ",".join(map(str, ranks))]
+        with errors.open("wb") as stderr:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=os.environ)
+        assert process.stdout
+        done = 0
+        try:
+            for line in process.stdout:
+                done += 1
+                yield msgspec.json.decode(line, type=RankRun)
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if code or done < len(ranks):
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+            raise OrchError(last[0].removeprefix("trainer.twin: "), Exit(code) if code in set(Exit) else Exit.INTERNAL)
+
+
+def compare(plan: Plan, found: RankRun) -> list[Compared]:
+    """Memory by category, and transfers by axis and operation, of one rank."""
+    pp_rank = plan.ranks[found.rank].coord.pp
+    return [*_memory(plan, found, pp_rank), *_transfers(plan, found, pp_rank)]
+
+
+def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
+    account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
+    context = CONTEXT_BYTES[plan.cluster.device]  # of the device's own library: nothing that a twin has
+    total = account.total - context
+    for name in STATES:
+        planned = getattr(account, name)
+        enough = max(planned, found.memory[name]) > SMALL * total
+        yield _compared(found.rank, f"memory: {name}", planned, found.memory[name], enough)
+    yield _compared(found.rank, "memory: peak", total, found.peak["total"], True)
+
+
+def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
+    expected: dict[tuple[str, str], float] = defaultdict(float)
+    for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]:
+        expected[item.axis, item.operation] += item.sent_bytes
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    levels: dict[str, set[str]] = defaultdict(set)
+    for index in found.sequence:
+        one = found.transfers[index]
+        if one.axis == "norm":  # one number for the gradient's norm
+            continue
+        axis = one.axis if one.axis in ("tp", "cp", "ep", "pp") else "dp"
+        sent[axis, OPERATION.get(one.operation, one.operation)] += one.bytes
+    for one in found.transfers:
+        levels[one.axis].add(level_of(plan, one))
+    everything = max(sum(expected.values()), sum(sent.values()))
+    for key in sorted(expected.keys() | sent.keys()):
+        enough = max(expected[key], sent[key]) > SMALL * everything
+        yield _compared(found.rank, f"{key[0]} {key[1]}, bytes", expected[key], sent[key], enough)
+    for axis in ("tp", "cp", "pp"):
+        if levels.get(axis):
+            planned, real = plan.placement[axis].worst_level, _worst(plan, levels[axis])
+            beyond = _height(plan, real) > _height(plan, planned)
+            yield Compared(found.rank, f"{axis}, level", planned, real, float("inf") if beyond else 0.0, True)
+
+
+def _compared(rank: int, what: str, planned: float, found: float, judged: bool) -> Compared:
+    off = found / planned - 1 if planned else (0.0 if not found else float("inf"))
+    return Compared(rank, what, planned, found, off, judged)
+
+
+def level_of(plan: Plan, transfer: Transfer) -> str:
+    """The highest tier that a group of ranks crosses."""
+    index = {name: at for at, name in enumerate(plan.cluster.node_names)}
+    nodes = {index[plan.ranks[rank].node] for rank in transfer.ranks}
+    if len(transfer.ranks) == 1:
+        return SELF
+    tiers = [(NVLINK, plan.cluster.nvlink_domains), *((level.name, level.switches) for level in plan.cluster.levels)]
+    return next((name for name, blocks in tiers if any(nodes <= set(block) for block in blocks)), tiers[-1][0])
+
+
+def _height(plan: Plan, level: str) -> int:
+    return [SELF, NVLINK, *(one.name for one in plan.cluster.levels)].index(level)
+
+
+def _worst(plan: Plan, levels: set[str]) -> str:
+    return max(levels, key=lambda level: _height(plan, level))

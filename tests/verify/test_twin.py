@@ -1,0 +1,107 @@
+"""`orch twin`: which ranks run, how many micro-batches are enough, and what is named as a difference."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec import structs
+
+from orchestrator.cli.main import main
+from orchestrator.plan.twin import RankRun, Transfer
+from orchestrator.planner.cost.software import SOFTWARE
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
+from orchestrator.planner.memory.recipe import CONTEXT_BYTES
+from orchestrator.verify.twin import OPERATION, compare, level_of, ranks_to_run, shortened
+from tests.planner import configs, shapes
+
+
+def plan_of(parallel: dict, **train):
+    return configs.planned(shapes.llama3_8b(), parallel, configs.cluster(4, 8), **train)
+
+
+def test_a_rank_of_each_stage_and_the_outer_ones_of_equal_stages():
+    plan = plan_of({"tp": 2, "pp": 8, "zero": 1}, global_batch_samples=64)
+    places = [plan.ranks[rank].coord.pp for rank in ranks_to_run(plan)]
+    assert {0, 1, 6, 7} <= set(places) and places == sorted(places)  # where layers are uneven, others too
+    assert ranks_to_run(plan_of({"tp": 8, "zero": 1}, global_batch_samples=64)) == [0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
+def test_fewer_micro_batches_hold_as_much_memory(schedule):
+    plan = plan_of({"tp": 2, "pp": 4, "zero": 1, "schedule": schedule}, global_batch_samples=512)
+    short = shortened(plan)
+    assert short.parallel.micro_batches < plan.parallel.micro_batches == 128
+    assert short.parallel.micro_batches <= 4 * plan.parallel.pp
+    totals = [
+        [account.total for account in memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)]
+        for one in (plan, short)
+    ]
+    assert totals[0] == totals[1]
+
+
+def test_all_forwards_first_need_all_micro_batches():
+    plan = plan_of({"tp": 2, "pp": 4, "zero": 1, "schedule": "afab"}, global_batch_samples=32)
+    assert shortened(plan) == plan
+
+
+def as_planned(plan, rank: int) -> RankRun:
+    """What a twin finds that is exactly the plan."""
+    pp_rank = plan.ranks[rank].coord.pp
+    account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
+    names = {value: key for key, value in OPERATION.items() if key != "rotate"}
+    transfers = [
+        Transfer(operation=names[item.operation], axis=item.axis, bytes=round(item.sent_bytes), ranks=[rank, rank + 1])
+        for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]
+    ]
+    held = {name: getattr(account, name) for name in ("params", "grads", "optimizer", "activations")}
+    return RankRun(
+        rank=rank,
+        micro_batches=plan.parallel.micro_batches,
+        transfers=transfers,
+        sequence=list(range(len(transfers))),
+        memory=held,
+        peak={"total": account.total - CONTEXT_BYTES["cuda"]},
+        seconds=1.0,
+        process_bytes=1,
+    )
+
+
+def test_what_is_as_planned_differs_in_nothing_and_more_than_5_percent_is_named():
+    plan = plan_of({"tp": 2, "pp": 4, "zero": 1}, global_batch_samples=64)
+    found = as_planned(plan, 0)
+    assert [one.what for one in compare(plan, found) if one.differs] == []
+    more = structs.replace(found, memory=found.memory | {"activations": round(found.memory["activations"] * 1.06)})
+    assert [one.what for one in compare(plan, more) if one.differs] == ["memory: activations"]
+    none = structs.replace(found, sequence=[at for at in found.sequence if found.transfers[at].axis != "dp"])
+    assert {one.what for one in compare(plan, none) if one.differs} == {
+        "dp reduce_scatter, bytes",
+        "dp all_gather, bytes",
+    }
+    far = [structs.replace(one, ranks=[0, 16]) if one.axis == "tp" else one for one in found.transfers]
+    assert "tp, level" in {one.what for one in compare(plan, structs.replace(found, transfers=far)) if one.differs}
+
+
+def test_the_level_of_a_group_is_the_highest_that_it_crosses():
+    plan = plan_of({"tp": 8, "zero": 1}, global_batch_samples=64)
+
+    def level(*ranks: int) -> str:
+        return level_of(plan, Transfer(operation="send", axis="pp", bytes=1, ranks=list(ranks)))
+
+    assert (level(0), level(0, 7), level(0, 8), level(7, 31)) == ("self", "nvlink", "leaf", "leaf")
+
+
+@pytest.mark.process
+def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(capsys):
+    words = ["+cluster=h100x8", "model=llama32_1b", "parallel=tp2_pp2_zero1", "train.seq_len=1024"]
+    code = main(["twin", *words, "train.global_batch_samples=64", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["of"] == 32 and found["micro_batches"] < 32
+    assert [len(rank["compared"]) > 8 for rank in found["ranks"]] == [True, True]
+    assert not any(one["differs"] for rank in found["ranks"] for one in rank["compared"])
+
+
+def test_a_layout_that_the_trainer_does_not_run_is_refused(capsys):
+    assert main(["twin", "+cluster=h100x64", "model=mixtral_8x7b", "parallel=tp8_zero1"]) == 65
+    assert "mixture of experts" in capsys.readouterr().err
