@@ -42,6 +42,7 @@ TARGETS_S = {"orch plan, 70B on 64": 0.3, "orch plan, 405B on 16,384": 1.0}
 def cpu_seconds(command: list[str], cache: str) -> float:
     # no scheduler within reach: where there is one, `orch plan` also asks it when the job could start
     env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PATH": str(Path(sys.executable).parent)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every process would compile all that it imports anew
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=env)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)

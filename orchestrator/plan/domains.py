@@ -79,7 +79,7 @@ class Domains(NamedTuple):
 
 
 def domains_of(cluster: Cluster) -> Domains:
-    sizes = Counter(len(nodes) for nodes in cluster.nvlink_domains)
+    sizes = Counter(map(len, cluster.nvlink_domains))
     return Domains(cluster.gpus_per_node, tuple(sorted(sizes.items())))
 
 

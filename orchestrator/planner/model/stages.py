@@ -58,11 +58,16 @@ def splits_backward(parallel: Parallel) -> bool:
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
     """Model stages of each pipeline rank, in model order. With DualPipe a rank holds a stage of each direction."""
-    stages = parallel.pp * parallel.vpp
-    held: list[list[int]] = [[] for _ in range(parallel.pp)]
-    for stage, rank in enumerate(_stage_ranks(parallel)):
+    return list(_held(parallel.pp, parallel.pp * parallel.vpp, tuple(_stage_ranks(parallel))))
+
+
+@lru_cache(maxsize=256)
+def _held(pp: int, stages: int, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """`ranks`: of each stage, in both directions where a schedule has two."""
+    held: list[list[int]] = [[] for _ in range(pp)]
+    for stage, rank in enumerate(ranks):
         held[rank].append(stage % stages)
-    return [tuple(stages) for stages in held]
+    return [tuple(own) for own in held]
 
 
 def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:

@@ -199,7 +199,7 @@ class Search:
             yield from self._layouts(pipeline, fitting, most)
         else:
             layout, size = item
-            found = self.cost(layout) if size <= most else None
+            found = self.cost(layout, most) if size <= most else None
             if found is not None:
                 yield found.step_s, COSTED, (found.memory.total, preference(layout)), found
 
@@ -275,8 +275,11 @@ class Search:
 
     # -------------------------------------------------------------------------------------- costs
 
-    def cost(self, layout: Layout) -> CostedLayout | None:
-        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit the memory."""
+    def cost(self, layout: Layout, most: float = float("inf")) -> CostedLayout | None:
+        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit the memory.
+
+        `most`: bytes above which its time is of no interest: None as well.
+        """
         self.costed += 1
         config = self.space.fixed(layout)
         case = self._case(config)
@@ -287,7 +290,7 @@ class Search:
         job = self.context.cluster, self.context.model, parallel, train
         accounts = memory.memory_by_pp_rank(*job, self.recipe, self.context.matmul)
         worst = max(accounts, key=lambda account: account.total)
-        if worst.total > worst.capacity:
+        if worst.total > min(worst.capacity, most):
             return None
         solution = solve(self.context, parallel, config.parallel.order, train)
         if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
