@@ -37,7 +37,6 @@ from orchestrator.planner.cost.profile import (
 from orchestrator.planner.elastic.replan import replan
 from orchestrator.planner.plan_cost import step_of
 from orchestrator.planner.predict.predict import COLUMNS, predict
-from orchestrator.planner.search.auto import search
 from orchestrator.submit.cluster import ClusterResolver
 from tests.planner import configs, shapes
 from tests.planner.test_predict import GPT_1_7B
@@ -331,12 +330,3 @@ def test_calibrate_says_what_it_wants(words, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     assert main(["calibrate", *words]) == Exit.USAGE
     assert capsys.readouterr().err.startswith("orch: error: ")
-
-
-def test_layouts_that_are_equal_within_the_model_s_error_say_so():
-    """What two layouts share cannot tell them apart: intervals of 40 % still tell 20 % from nothing."""
-    config = configs.config(configs.cluster(), shapes.llama3_8b(), {"auto": True})
-    front = search(config, resolve(config.cluster), near=1.0).front
-    assert front[0].equal and all(one.solution.time.sd > 0 for one in front)
-    slower = next(one.step_s for one in front if not one.equal) / front[0].step_s - 1
-    assert slower < half_width(front[0].solution.time.sd), "an interval is mostly what both share"

@@ -50,7 +50,8 @@ def test_narrow_weights_are_gathered_narrow_and_gradients_reduced_wide():
 def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
     """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; the token table and the head have one each.
     Sequence parallelism sends the same, and gathers inputs of column-parallel matrices again (arXiv 2205.05198, 4.2.2),
-    unless they were recomputed just before. Recomputation stops before a layer's last sum, which backward does not need.
+    unless they were recomputed just before. Recomputation stops before a layer's last sum, of which
+    backward has no need.
     For the loss two fp32 numbers a token and rank.
     """
     plan = make_plan(tp=4, sp=sp, micro_batches=3, micro_batch_size=2, seq_len=16)

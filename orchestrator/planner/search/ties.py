@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .search import CostedLayout
 
 EQUAL = 0.02  # of the step
-MOST_EQUAL = 8  # equal layouts that are compared, the fastest ones
+MOST_EQUAL = 4  # equal layouts that are compared, the fastest ones
 #: Pipeline schedules that `orch verify` combines in threes (`orchestrator/verify/matrix.py`; a test compares them).
 IN_THREES = frozenset({"1f1b", "interleaved", "zb_h1", "dualpipe"})
 
