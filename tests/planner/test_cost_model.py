@@ -189,3 +189,12 @@ MEASURED: list[tuple[dict[str, object], float, float]] = [
 def test_a_published_step(cells: dict[str, object], measured: float, bound: float):
     (found,) = predict([ROW | {name: str(value) for name, value in cells.items()}])
     assert found.step_time_s == pytest.approx(measured, rel=bound)
+
+
+def test_doubling_tensor_parallelism_costs_much_and_doubling_the_pipeline_little():
+    """Llama 3 70B on 32 H100 (planning.md C3, measured): 704 TFLOP/s at tp4 pp4, 668 at tp4 pp8, 509 at tp8 pp4."""
+    same = {"framework": "Megatron-Bridge", "precision": "fp8", "num_gpus": 32, "global_batch": 128, "vpp": 5}
+    same |= {"pp_schedule": "interleaved"}
+    base, deep, wide = (seconds(tp=tp, pp=pp, **same) for tp, pp in ((4, 4), (4, 8), (8, 4)))
+    assert 0.0 < deep / base - 1 < 0.10
+    assert 0.15 < wide / base - 1 < 0.40
