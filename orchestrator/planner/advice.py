@@ -148,7 +148,7 @@ def _replicated_state(plan: Plan) -> str | None:
 def _sharded_gradients(plan: Plan) -> str | None:
     """Communication that ZeRO-2 and -3 repeat for every micro-batch and ZeRO-1 does once a step."""
     par, software = plan.parallel, SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
-    replicas, many = par.dp * par.cp * par.ep, reductions(par, software.reduces == "round")
+    replicas, many = par.dp * par.cp * par.ep, reductions(par, software.reduces_by_round)
     if par.zero < 2 or replicas == 1 or many == 1:
         return None
     if par.zero == 2:

@@ -12,8 +12,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Cluster, Parallel, Train
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
-from .cost.dual import Dual, Number, duals, value_of
-from .cost.parameters import NAMES
+from .cost.dual import Number, duals, log_gradient, value_of
 from .cost.profile import Profile, with_values
 from .cost.software import SOFTWARE
 from .cost.step_time import StepCost
@@ -33,7 +32,7 @@ def jacobian(context: CostContext, candidate: Candidate, parallel: Parallel, tra
     """d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost model]."""
     rate = context.rates(duals(context.profile.values))
     step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
-    return step.grad / step.value if isinstance(step, Dual) else np.zeros(len(NAMES))
+    return log_gradient(step)
 
 
 def step_of(plan: Plan, context: CostContext | None = None) -> Callable[[Mapping[str, Number]], Number]:

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,18 +26,35 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
         path.write_bytes(b"".join(msgspec.json.encode(cell) + b"\n" for cell in cells))
         command = [sys.executable, "-m", "trainer.verify", str(path), "--together", str(together)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # the single process runs while other cells' ranks do
-        with errors.open("wb") as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
-        assert process.stdout
         left = len(cells)
-        try:
-            for line in process.stdout:
+        with running(command, errors, environment) as (lines, _):
+            for line in lines:
                 left -= 1
                 yield msgspec.json.decode(line, type=Verdict)
-        finally:
-            process.kill()  # its ranks die with it
-            process.wait()
-            process.stdout.close()
         if left:
-            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-            raise OrchError(f"trainer.verify stopped with {left} cells to go: {last[0]}", Exit.INTERNAL)
+            raise OrchError(f"trainer.verify stopped with {left} cells to go: {last_line(errors)}", Exit.INTERNAL)
+
+
+@contextmanager
+def running(
+    command: Sequence[str], errors: Path, environment: Mapping[str, str]
+) -> Iterator[tuple[Iterable[bytes], Callable[[], int]]]:
+    """(lines that `command` prints, a function that waits for its exit code); stderr goes to the file `errors`.
+
+    The process ends with the block, whatever ends that.
+    """
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
+    assert process.stdout
+    try:
+        yield process.stdout, process.wait
+    finally:
+        process.kill()  # ranks that it started die with it
+        process.wait()
+        process.stdout.close()
+
+
+def last_line(errors: Path) -> str:
+    """Of what a process wrote to its stderr."""
+    written = errors.read_text(errors="replace").strip().splitlines()
+    return written[-1] if written else "it printed nothing"

@@ -7,7 +7,6 @@ and every transfer of a step. Here those are compared with what the planner expe
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -29,6 +28,8 @@ from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.planner.memory.recipe import CONTEXT_BYTES
 from orchestrator.planner.model.layers import dense_and_moe
 from orchestrator.planner.model.stages import rank_stages, stage_range
+
+from .run_cells import last_line, running
 
 TOLERANCE = 0.05  # of the plan's figure
 #: Categories smaller than this share of a rank's memory, and axes of less than this share of its bytes, are not judged.
@@ -101,22 +102,15 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
         path, errors = Path(folder) / "plan.json", Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
         command = [sys.executable, "-m", "trainer.twin", str(path), "--ranks", ",".join(map(str, ranks))]
-        with errors.open("wb") as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=os.environ)
-        assert process.stdout
         done = 0
-        try:
-            for line in process.stdout:
+        with running(command, errors, os.environ) as (lines, wait):
+            for line in lines:
                 done += 1
                 yield msgspec.json.decode(line, type=RankRun)
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+            code = wait()
         if code or done < len(ranks):
-            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-            raise OrchError(last[0].removeprefix("trainer.twin: "), Exit(code) if code in set(Exit) else Exit.INTERNAL)
+            why = last_line(errors).removeprefix("trainer.twin: ")
+            raise OrchError(why, Exit(code) if code in set(Exit) else Exit.INTERNAL)
 
 
 def compare(plan: Plan, found: RankRun) -> list[Compared]:

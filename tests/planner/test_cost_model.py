@@ -12,7 +12,7 @@ from msgspec import structs
 
 from orchestrator.plan.document import AXES, Parallel
 from orchestrator.planner.cost.dual import Dual, duals, larger, smaller, value_of
-from orchestrator.planner.cost.parameters import NAMES, PRIOR, generation_of
+from orchestrator.planner.cost.parameters import NAMES, PRIOR_VALUES, generation_of
 from orchestrator.planner.cost.profile import prior_profile, shipped
 from orchestrator.planner.cost.software import SOFTWARE, software_named
 from orchestrator.planner.cost.step_time import StepCost
@@ -62,7 +62,7 @@ CASES: list[dict[str, object]] = [
 @pytest.mark.parametrize("cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain")
 def test_derivatives_are_those_of_finite_differences(cells: dict[str, object]):
     """Of every parameter, at the prior. Where the schedule is simulated the span follows its slowest rank."""
-    values = {one.name: one.value for one in PRIOR}
+    values = PRIOR_VALUES
     step = cost(duals(values), **cells).step_s
     assert isinstance(step, Dual)
     assert step.value == pytest.approx(seconds(values, **cells), rel=1e-12)

@@ -12,13 +12,13 @@ from orchestrator.cluster.build import build_cluster
 from orchestrator.plan.ranks import AXES
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric
-from orchestrator.planner.cost.parameters import PRIOR
+from orchestrator.planner.cost.parameters import PRIOR_VALUES
 from orchestrator.planner.placement.axis_order import group_members
 from tests.reference import fabric_twin as twin
 
 from . import configs
 
-SHARE = {one.name: one.value for one in PRIOR}
+SHARE = PRIOR_VALUES
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.config.compose import load
-from orchestrator.planner.cost.software import SOFTWARE, software_named, with_traits
+from orchestrator.planner.cost.software import SOFTWARE, software_named
 from orchestrator.planner.memory.activations import layer_activation_bytes
 from orchestrator.planner.memory.rank_memory import as_measured, memory_by_pp_rank, rank_state_bytes
 from orchestrator.planner.memory.recipe import (
@@ -334,12 +334,12 @@ def test_a_share_of_the_layers():
 
 def test_traits_of_a_row_change_its_recipe():
     nemo = software_named("nemo")
-    early = recipe_for(with_traits(nemo, attention="unfused"))
+    early = recipe_for(structs.replace(nemo, attention="unfused"))
     assert recipe_of("nemo").kernels.fused_attention and not early.kernels.fused_attention
-    assert recipe_for(with_traits(nemo, grad_bytes=4)).gradient == 4 and recipe_of("nemo").gradient == 2
+    assert recipe_for(structs.replace(nemo, grad_bytes=4)).gradient == 4 and recipe_of("nemo").gradient == 2
     titan = software_named("torchtitan")
     eager, compiled = (
-        fullest(shapes.llama3_8b(), recipe_for(with_traits(titan, elementwise=kind))) for kind in ("eager", "fused")
+        fullest(shapes.llama3_8b(), recipe_for(structs.replace(titan, elementwise=kind))) for kind in ("eager", "fused")
     )
     assert 0.5 < compiled.activations / eager.activations < 0.75, "norms and activations are computed again"
     assert recipe_of("orch") is ORCH and {one.memory for one in SOFTWARE.values()} <= set(RECIPES)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.config.schema import Config
-from orchestrator.planner.search.search import NEAR, CostedLayout, preference
+from orchestrator.planner.search.search import NEAR, CostedLayout
+from orchestrator.planner.search.ties import preference
 from tests.planner import configs
 
 

@@ -82,12 +82,13 @@ def _score(
 ) -> None:
     from orchestrator.cli.terminal import tell
     from orchestrator.observe.pages.accuracy_page import as_json, page
+    from orchestrator.planner.predict.rows import row_id
     from orchestrator.planner.predict.score import score
 
     found: Score
     terms: list[Ablation] = []
     if args.after is not None:
-        others = [at for at, row in enumerate(rows) if (row.get("id") or "").strip() != args.after]
+        others = [at for at, row in enumerate(rows) if row_id(row) != args.after]
         rows, predictions = [rows[at] for at in others], [predictions[at] for at in others]
     if len(rows) > MOST_KEPT or args.after is not None:
         found = score(rows, predictions)
@@ -140,9 +141,10 @@ def _after(path: Path, name: str, profile: Profile) -> Profile:
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.calibrate.observations import after_row
     from orchestrator.planner.predict.cells import RowError
+    from orchestrator.planner.predict.rows import row_id
 
     for row in read_table(path):
-        if (row.get("id") or "").strip() == name:
+        if row_id(row) == name:
             try:
                 return after_row(profile, row)
             except RowError as error:

@@ -11,7 +11,7 @@ from orchestrator.planner.cost.profile import NOISE, Profile, between_sd
 from orchestrator.planner.predict.predict import Prediction
 from orchestrator.planner.predict.score import ALL, MEAN, Errors, Score, mean_of_groups, score
 
-from .fit import Floats, leave_one_source_out, linearised
+from .fit import Floats, by_source, leave_one_source_out, linearised
 from .observations import observations
 from .table import Tell, error
 from .update import MOST_MISS, ROW_NOISE
@@ -46,10 +46,10 @@ def accuracy(
     else:
         seen = False
         residuals, jacobian = linearised(found, profile.values)
-        unseen = {}
-        for source in sorted({one.source for one in found}):
-            at = [index for index, one in enumerate(found) if one.source == source]
-            unseen[source] = _unseen(at, residuals[at], jacobian[at], profile.uncertainty)
+        unseen = {
+            source: _unseen(at, residuals[at], jacobian[at], profile.uncertainty)
+            for source, at in by_source(found).items()
+        }
     changed = list(predictions)
     for group in unseen.values():
         for index, miss, sd in zip(group.at, group.residuals, group.sd, strict=True):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.planner.cost.dual import Dual, Number, duals
+from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
 from orchestrator.planner.cost.parameters import NAMES, PRIOR
 from orchestrator.planner.cost.profile import NOISE
 
@@ -49,9 +49,8 @@ def linearised(observations: Sequence[Observation], values: Mapping[str, float])
     residuals, jacobian = np.empty(len(observations)), np.zeros((len(observations), len(NAMES)))
     for index, one in enumerate(observations):
         step = one.step_s(numbers)
-        assert isinstance(step, Dual)
-        residuals[index] = np.log(step.value / one.measured_s)
-        jacobian[index] = step.grad / step.value
+        residuals[index] = np.log(value_of(step) / one.measured_s)
+        jacobian[index] = log_gradient(step)
     return residuals, jacobian
 
 
@@ -91,6 +90,14 @@ def _values(theta: Floats) -> dict[str, float]:
     return {name: float(value) for name, value in zip(NAMES, np.exp(theta), strict=True)}
 
 
+def by_source(observations: Sequence[Observation]) -> dict[str, list[int]]:
+    """Indices of the observations of each source, sources in alphabetical order."""
+    found: dict[str, list[int]] = {}
+    for index, one in enumerate(observations):
+        found.setdefault(one.source, []).append(index)
+    return dict(sorted(found.items()))
+
+
 class LeftOutSource(NamedTuple):
     """A source as a fit to all others predicts it."""
 
@@ -110,10 +117,9 @@ def leave_one_source_out(
 ) -> Iterator[LeftOutSource]:
     """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source)."""
     at_start = linearised(observations, {**start, **fixed})
-    sources = sorted({one.source for one in observations})
-    for done, source in enumerate(sources):
+    sources = by_source(observations)
+    for done, (source, at) in enumerate(sources.items()):
         tell(done, len(sources), source)
-        at = [index for index, one in enumerate(observations) if one.source == source]
         others = [index for index, one in enumerate(observations) if one.source != source]
         first = at_start[0][others], at_start[1][others]
         fitted = fit([observations[index] for index in others], start, iterations, fixed, first)

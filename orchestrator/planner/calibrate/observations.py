@@ -9,7 +9,7 @@ from orchestrator.planner.placement.axis_order import PathCache
 from orchestrator.planner.predict.cells import RowError, number_of
 from orchestrator.planner.predict.job_memory import job_memory
 from orchestrator.planner.predict.predict import step_of
-from orchestrator.planner.predict.rows import group_of, read_row
+from orchestrator.planner.predict.rows import group_of, read_row, row_id
 
 from .fit import Observation, linearised
 from .update import site_profile, update
@@ -22,17 +22,22 @@ def observations(rows: Iterable[Mapping[str, str]], refused: list[str] | None = 
     paths: dict[int, PathCache] = {}
     found = []
     for number, cells in enumerate(rows, 1):
-        name = (cells.get("id") or "").strip() or str(number)
+        name = row_id(cells) or str(number)
         try:
             measured = measured_s(cells)
             if measured is not None:
-                job = read_row(cells)
-                step_s = step_of(job, job_memory(job).train, paths)
-                found.append(Observation(name, group_of(cells), measured, step_s, number - 1))
+                found.append(_observation(name, cells, measured, paths, number - 1))
         except RowError as error:
             if refused is not None:
                 refused.append(f"row {number} ({name}): {error}")
     return found
+
+
+def _observation(
+    name: str, cells: Mapping[str, str], measured: float, paths: dict[int, PathCache], at: int = 0
+) -> Observation:
+    job = read_row(cells)
+    return Observation(name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), at)
 
 
 def measured_s(cells: Mapping[str, str]) -> float | None:
@@ -50,8 +55,6 @@ def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
     measured = measured_s(cells)
     if measured is None:
         raise RowError("step_time_s is empty: nothing was measured")
-    name = (cells.get("id") or "").strip() or "1"
-    job = read_row(cells)
-    one = Observation(name, group_of(cells), measured, step_of(job, job_memory(job).train, {}))
-    residuals, jacobian = linearised([one], profile.values)
+    name = row_id(cells) or "1"
+    residuals, jacobian = linearised([_observation(name, cells, measured, {})], profile.values)
     return site_profile(profile, update(profile, residuals, jacobian), "row", name, "", profile.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -10,15 +9,14 @@ import numpy as np
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.cost.parameters import NAMES, PRIOR
+from orchestrator.planner.cost.parameters import NAMES, PRIOR_VALUES
 from orchestrator.planner.cost.profile import FittedOn, LeftOut, Profile, make_profile
 
-from .fit import Floats, Observation, fit, leave_one_source_out, linearised
+from .fit import Floats, Observation, by_source, fit, leave_one_source_out, linearised
 from .observations import observations
 
 MOST_ROWS = 10_000  # of a table that is fitted: minutes
 UNIT = 15.0  # a step that is so many times off every prediction is in another unit
-PRIOR_VALUES = {one.name: one.value for one in PRIOR}
 
 Tell = Callable[[int, int, str], None]
 
@@ -44,18 +42,18 @@ def fit_table(rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: s
     tell(0, 1, f"{len(found)} rows")
     fitted = fit(found)
     unseen = np.empty(len(found))
-    if len({one.source for one in found}) > 1:
+    sources = by_source(found)
+    if len(sources) > 1:
         for left in leave_one_source_out(found, fitted.values, tell=tell):
             unseen[left.at] = left.residuals
     else:
         unseen[:] = np.nan
-    by_source = {"prior": error(prior), "fitted": error(fitted.residuals), "left_out": error(unseen)}
+    errors = {"prior": error(prior), "fitted": error(fitted.residuals), "left_out": error(unseen)}
     left_out = []
-    for source, count in sorted(Counter(one.source for one in found).items()):
-        at = [index for index, one in enumerate(found) if one.source == source]
-        means = {kind: float(values[at].mean()) for kind, values in by_source.items()}
+    for source, at in sources.items():
+        means = {kind: float(values[at].mean()) for kind, values in errors.items()}
         shown = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
-        left_out.append(LeftOut(source=source, rows=count, **({"left_out": -1.0} | shown)))
+        left_out.append(LeftOut(source=source, rows=len(at), **({"left_out": -1.0} | shown)))
     fitted_on = FittedOn(what="table", sha256=sha256, date=date, rows={one.source: one.rows for one in left_out})
     return TableFit(make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out), refused)
 
@@ -131,7 +129,8 @@ def ablate(found: list[Observation], tell: Tell) -> list[Ablation]:
         results.append(_ablation(f"without: {term}", found, start, fixed))
     tell(len(TERMS), len(TERMS), "")
     prior, _ = linearised(found, PRIOR_VALUES)
-    nothing = Ablation("nothing fitted: the priors", mean_of_sources(found, prior), mean_of_sources(found, prior))
+    missed = mean_of_sources(found, prior)
+    nothing = Ablation("nothing fitted: the priors", missed, missed)
     return [results[0], *sorted(results[1:], key=lambda one: -one.left_out), nothing]
 
 
@@ -144,7 +143,5 @@ def _ablation(term: str, found: list[Observation], start: Mapping[str, float], f
 
 
 def mean_of_sources(found: list[Observation], residuals: Floats) -> float:
-    sources = sorted({one.source for one in found})
     errors = error(residuals)
-    means = [np.mean([errors[at] for at, one in enumerate(found) if one.source == source]) for source in sources]
-    return float(np.mean(means))
+    return float(np.mean([errors[at].mean() for at in by_source(found).values()]))

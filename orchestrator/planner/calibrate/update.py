@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from orchestrator.cluster.measured import Record
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cost.dual import Dual, Number, duals
+from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
 from orchestrator.planner.cost.parameters import INDEX, NAMES, generation_of
 from orchestrator.planner.cost.profile import FittedOn, Profile, make_profile
 
@@ -67,10 +67,9 @@ def update_with_step(
     values, moved, first = dict(profile.values), np.zeros(len(NAMES)), None
     for _ in range(rounds):
         step = step_s(duals(values))
-        assert isinstance(step, Dual)
-        jacobian = step.grad / step.value
+        jacobian = log_gradient(step)
         first = jacobian if first is None else first
-        miss = np.log(step.value / measured_s) - jacobian @ moved
+        miss = np.log(value_of(step) / measured_s) - jacobian @ moved
         found = _posterior(profile, np.array([miss]), jacobian[None], np.array([noise]))
         done = np.abs(found.log_change - moved).max() < 1e-3
         moved, values = found.log_change, found.values(profile)

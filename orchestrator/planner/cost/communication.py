@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from orchestrator.plan.cluster import Operation
-from orchestrator.plan.document import Axis, Model, Parallel, Train
-from orchestrator.planner.model.layers import DTYPE_BYTES
+from orchestrator.plan.document import Model, Parallel, Train
 
 from . import collective
 from .compute import Compute
@@ -20,15 +19,13 @@ from .traffic import (
     PathKey,
     RecomputedShare,
     TensorOperation,
+    boundary_bytes,
     context_parallel_operations,
     expert_operations,
-    gradient_parts,
+    gradient_traffic,
     tensor_operations,
     vocabulary_operations,
 )
-
-DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
-EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
 
 
 class TensorSeconds(NamedTuple):
@@ -103,7 +100,7 @@ def expert_seconds(
 
 def transfer_seconds(model: Model, par: Parallel, train: Train, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
     """Exposed seconds of one transfer between stages."""
-    size = hidden_bytes(model, par, train) / (par.tp if par.sp else 1)
+    size = boundary_bytes(model, par, train)
     return rate.pp_exposed * collective.seconds("p2p", size, par.pp, paths[("pp",), "chain"], rate.ring)
 
 
@@ -116,17 +113,9 @@ def gradient_seconds(
     paths: Mapping[PathKey, Path],
 ) -> Number:
     """Seconds of all communication of gradients and weights of a rank. held: its (dense, expert) parameters."""
-    width, gradient = DTYPE_BYTES[train.precision], grad_bytes(train, software)
-    by_round = software.reduces == "round"
     total: Number = 0.0
-    for parameters, varying in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
-        members = par.cp * par.dp * (par.ep if "ep" in varying else 1)
-        if members == 1 or not parameters:
-            continue
-        for part, share, operations in gradient_parts(parameters, members, par, width, gradient, by_round):
-            for operation, size, count, _ in operations:
-                path = paths[varying, part or collective.PATTERN[operation]]
-                total += count * collective.seconds(operation, size, share, path, rate.ring)
+    for one in gradient_traffic(held, par, train, software):
+        total += one.count * collective.seconds(one.operation, one.size, one.members, paths[one.key], rate.ring)
     return total
 
 
@@ -141,14 +130,3 @@ def exposed_gradients(total: Number, par: Parallel, rate: Rates, software: Softw
         return shown * total
     window = micro_batch * (par.micro_batches if par.zero >= 2 or overlap == "jax" else 1)
     return shown * total + (1.0 - shown) * larger(0.0, total - window)
-
-
-def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    return tokens * model.hidden * DTYPE_BYTES[train.precision]
-
-
-def grad_bytes(train: Train, software: Software) -> int:
-    """Bytes of one gradient on the wire."""
-    return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]

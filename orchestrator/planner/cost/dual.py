@@ -89,6 +89,12 @@ def smaller(a: Number, b: Number) -> Number:
     return a if value_of(a) <= value_of(b) else b
 
 
+def log_gradient(number: Number) -> NDArray[np.float64]:
+    """d ln(number) / d ln(parameter), float [parameters]; of a number that carries its derivatives."""
+    assert isinstance(number, Dual)
+    return number.grad / number.value
+
+
 def scaled_like(value: float, number: Number) -> Number:
     """`value` with the relative gradient of `number`: for results that are proportional to it."""
     if isinstance(number, Dual):

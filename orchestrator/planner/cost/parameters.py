@@ -122,4 +122,5 @@ PRIOR: tuple[Parameter, ...] = (
     *_share(_FAMILY, "family", 0.08, "of the step", "what is left of a family's software"),
 )
 NAMES: tuple[str, ...] = tuple(one.name for one in PRIOR)
+PRIOR_VALUES: dict[str, float] = {one.name: one.value for one in PRIOR}
 INDEX: dict[str, int] = {name: index for index, name in enumerate(NAMES)}

@@ -21,7 +21,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-from .parameters import INDEX, NAMES, PRIOR
+from .parameters import INDEX, NAMES, PRIOR, PRIOR_VALUES
 
 if TYPE_CHECKING:  # imported where it is used: a plan that is read from the cache needs no numpy
     import numpy as np
@@ -89,7 +89,7 @@ class Profile(Frozen, dict=True):
     def values(self) -> dict[str, float]:
         """By name, in the order of `NAMES`; parameters that the file does not know have their prior."""
         known = {one.name: one.value for one in self.parameters}
-        return {one.name: known.get(one.name, one.value) for one in PRIOR}
+        return {name: known.get(name, value) for name, value in PRIOR_VALUES.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -189,8 +189,7 @@ def prior_profile() -> Profile:
     """What is believed before any run was seen."""
     import numpy as np
 
-    values = {one.name: one.value for one in PRIOR}
-    return make_profile("prior", values, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
+    return make_profile("prior", PRIOR_VALUES, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
 
 
 def read_profile(path: Path) -> Profile:

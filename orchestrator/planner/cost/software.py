@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, nearest
 from orchestrator.plan.exits import Exit
 
 #: unfused: scores are written out; triton: the flash kernel of 2023; flash: FlashAttention-2, as torch's SDPA has it;
@@ -39,9 +39,8 @@ class Software(Struct, frozen=True, kw_only=True):
     overlapped_steps: bool = False  # zero-bubble schedules begin a step before all ranks have ended the last one
     ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
-    reduces: Literal["micro_batch", "round"] = (
-        "micro_batch"  # ZeRO-2: after each, or what a virtual stage runs in a row
-    )
+    #: ZeRO-2 sums gradients after the micro-batches that a virtual stage runs in a row, not after each.
+    reduces_by_round: bool = False
     selective: Selective = "ops"
     host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
     memory: str = "orch"  # recipe of model states and activations: `planner.memory.recipe`
@@ -49,9 +48,8 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 _LISTED = (
-    Software(
-        name="orch", selective="orch", accumulate="separate"
-    ),  # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
+    # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
+    Software(name="orch", selective="orch", accumulate="separate"),
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
         overlapped_steps=True,
@@ -103,7 +101,7 @@ _LISTED = (
         memory="deepseek",
     ),
     # Meta's for Llama 3 (arXiv 2407.21783, section 3.3.2): asynchronous sends, each output freed once it is used
-    Software(name="llama3", pp_overlap=True, reduces="round", memory="megatron"),
+    Software(name="llama3", pp_overlap=True, reduces_by_round=True, memory="megatron"),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
@@ -134,14 +132,7 @@ def software_named(name: str) -> Software:
     """Raises OrchError (65) for an unknown name, with those there are."""
     found = SOFTWARE.get(name)
     if found is None:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, SOFTWARE, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(name, SOFTWARE)
+        hint = f"; did you mean {near}?" if near else ""
         raise OrchError(f"cost.software={name}: legal: {', '.join(SOFTWARE)}{hint}", Exit.CONFIG)
     return found
-
-
-def with_traits(software: Software, **traits: object) -> Software:
-    """A family with some traits of its own, as one row of a table or one release has them."""
-    return structs.replace(software, **traits)

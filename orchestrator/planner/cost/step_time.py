@@ -24,7 +24,6 @@ from .communication import (
     expert_seconds,
     exposed_gradients,
     gradient_seconds,
-    hidden_bytes,
     tensor_seconds,
     transfer_seconds,
 )
@@ -34,7 +33,14 @@ from .fabric import Path
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .rates import Rates
 from .software import Software
-from .traffic import PathKey, rank_parameters, recomputed_share, sends_per_micro_batch, table_gradient_bytes
+from .traffic import (
+    PathKey,
+    hidden_bytes,
+    rank_parameters,
+    recomputed_share,
+    sends_per_micro_batch,
+    table_gradient_bytes,
+)
 
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 
@@ -298,7 +304,7 @@ def step_factor(rate: Rates, nodes: int) -> Number:
     return (1.0 + rate.nodes * log2(nodes)) * rate.family
 
 
-def predict(cost: StepCost, sd: float = 0.0, profile: str = "", outside: Container[str] = ()) -> Time:
+def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> Time:
     """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in `limited_by`."""
     work, par = cost.work, cost.parallel
     step = value_of(cost.step_s)
@@ -312,7 +318,6 @@ def predict(cost: StepCost, sd: float = 0.0, profile: str = "", outside: Contain
         exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
         bubble_ratio=bubble / step,
         limited_by=_limited_by(step, compute, bubble, exposed, par, outside),
-        sd=sd,
         terms=terms,
         software=work.software.name,
         profile=profile,

@@ -8,7 +8,7 @@ sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import Literal, NamedTuple
 
@@ -44,6 +44,10 @@ Overlap = Literal["", "attention", "mlp", "head"]
 TensorOperation = tuple[Operation, Overlap, float]  # with the count
 SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 
+
+#: Axes whose ranks hold the same dense, and the same expert, parameters.
+DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
+EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
 
 #: Part of the replicas that an operation joins: all of them; neighbours that share one copy; holders of one shard.
 Part = Literal["", "shard", "replica"]
@@ -132,11 +136,10 @@ def _rank_traffic(
     sends: float,
 ) -> list[Traffic]:
     """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters: (dense, expert)."""
-    width = DTYPE_BYTES[train.precision]
     copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
     layers, m = held / copies, parallel.micro_batches
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    hidden_bytes = tokens * model.hidden * width
+    hidden = hidden_bytes(model, parallel, train)
     recomputed = recomputed_share(parallel, train, software)
     result: list[Traffic] = []
 
@@ -149,10 +152,10 @@ def _rank_traffic(
             result.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
     for operation, _, count in tensor_operations(parallel, recomputed):
-        add("tp", operation, hidden_bytes, count * layers * m)
+        add("tp", operation, hidden, count * layers * m)
     first, last = ends
     for operation, _, count in vocabulary_operations(parallel, first, last):
-        add("tp", operation, hidden_bytes, count * m)
+        add("tp", operation, hidden, count * m)
     add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, last * m)  # the loss: two fp32 numbers per token and rank
 
     for operation, size, count, _ in context_parallel_operations(model, parallel, train, recomputed):
@@ -161,23 +164,29 @@ def _rank_traffic(
     for operation, size, count in expert_operations(model, parallel, train, recomputed):
         add("ep", operation, size, count * moe / copies * m)
 
-    boundary = hidden_bytes / (parallel.tp if parallel.sp else 1)
-    add("pp", "p2p", boundary, m * sends)
+    add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
     if model.tied_embeddings and parallel.pp > 1 and bool(first) != bool(last):  # both ends sum the table's gradient
         size = table_gradient_bytes(model, parallel, train, software)
         result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
-    dense, experts = parameters
-    grad_width = software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
-    by_round = software.reduces == "round"
-    sharing: list[tuple[int, tuple[Axis, ...]]] = [(dense, ("cp", "ep", "dp")), (experts, ("cp", "dp"))]
-    for count_of, varying in sharing:
-        members = parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
-        for part, share, operations in gradient_parts(count_of, members, parallel, width, grad_width, by_round):
-            for operation, size, count, _ in operations:
-                if share > 1:
-                    result.append(Traffic("dp", varying, operation, size, count, share, part))
+    result.extend(gradient_traffic(parameters, parallel, train, software))
     return result
+
+
+def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    return tokens * model.hidden * DTYPE_BYTES[train.precision]
+
+
+def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of one micro-batch's hidden states between two layers, or two stages, on one rank."""
+    return hidden_bytes(model, parallel, train) / (parallel.tp if parallel.sp else 1)
+
+
+def grad_bytes(train: Train, software: Software) -> int:
+    """Bytes of one gradient on the wire."""
+    return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
 
 
 def expert_operations(
@@ -280,7 +289,7 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
 
 def table_gradient_bytes(model: Model, parallel: Parallel, train: Train, software: Software) -> float:
     """Bytes of a rank's gradient of the token table, or of its shard of it."""
-    table = -(-model.vocab // parallel.tp) * model.hidden * (software.grad_bytes or DTYPE_BYTES[train.grad_dtype])
+    table = -(-model.vocab // parallel.tp) * model.hidden * grad_bytes(train, software)
     replicas = parallel.dp * parallel.cp * parallel.ep
     return table / (min(replicas, parallel.zero_group or replicas) if parallel.zero else 1)
 
@@ -298,7 +307,19 @@ def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
     return sent / copies
 
 
-def gradient_parts(
+def gradient_traffic(held: tuple[int, int], parallel: Parallel, train: Train, software: Software) -> Iterator[Traffic]:
+    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters."""
+    width, gradient, by_round = DTYPE_BYTES[train.precision], grad_bytes(train, software), software.reduces_by_round
+    for parameters, varying in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
+        members = parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
+        if members == 1 or not parameters:
+            continue
+        for part, share, operations in _gradient_parts(parameters, members, parallel, width, gradient, by_round):
+            for operation, size, count, _ in operations:
+                yield Traffic("dp", varying, operation, size, count, share, part)
+
+
+def _gradient_parts(
     parameters: int, members: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
     """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
@@ -307,7 +328,7 @@ def gradient_parts(
     the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119).
     """
     group = parallel.zero_group
-    own = gradient_operations(parameters, parallel, width, grad_width, by_round)
+    own = _gradient_operations(parameters, parallel, width, grad_width, by_round)
     if not 1 < group < members or not parallel.zero:
         return [("", members, own)]
     gradients = parameters * grad_width / group
@@ -317,12 +338,12 @@ def gradient_parts(
 
 
 def reductions(parallel: Parallel, by_round: bool) -> int:
-    """How often a step a parameter's gradients are summed over the replicas. by_round: as `gradient_operations`."""
+    """How often a step a parameter's gradients are summed over the replicas. by_round: `Software.reduces_by_round`."""
     in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
     return -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
 
 
-def gradient_operations(
+def _gradient_operations(
     parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
 ) -> list[SizedOperation]:
     """(operation, bytes, count per step, window) of gradients and weights of `parameters` parameters on a rank.

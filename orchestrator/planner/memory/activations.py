@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.planner.cost.pipeline import in_flight
+from orchestrator.planner.cost.traffic import boundary_bytes
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, layer_moe, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
@@ -200,13 +201,6 @@ def _every_second_product(model: Model, layer: int, tokens: float, parallel: Par
     rows = tp if parallel.sp else 1
     last = model.hidden / rows if model.mlp == "gated" else 0
     return tokens * DTYPE_BYTES[train.precision] * ((heads + ffn) / tp + last)
-
-
-def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states between two layers, or two stages, on one rank."""
-    rows = parallel.tp if parallel.sp else 1
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    return model.hidden * DTYPE_BYTES[train.precision] / rows * tokens
 
 
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:

@@ -6,7 +6,9 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from orchestrator.planner.cost.software import SOFTWARE, Software, with_traits
+from msgspec import structs
+
+from orchestrator.planner.cost.software import SOFTWARE, Software
 
 
 class Facts(NamedTuple):
@@ -61,13 +63,9 @@ def named_in(words: str) -> str:
     return found[0] if found else ""
 
 
+@lru_cache(maxsize=4096)
 def software_of(facts: Facts) -> tuple[Software, str]:
     """(the family with the row's own traits, what was assumed; empty where the row says it)."""
-    return _software(facts)
-
-
-@lru_cache(maxsize=4096)
-def _software(facts: Facts) -> tuple[Software, str]:
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:
@@ -102,7 +100,7 @@ def _software(facts: Facts) -> tuple[Software, str]:
     if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in words:
         traits["attention"] = "unfused"  # flash kernels want Ampere
     traits |= _stated(words, software, hopper)
-    return (with_traits(software, **traits) if traits else software), said
+    return (structs.replace(software, **traits) if traits else software), said
 
 
 def _before_2023(facts: Facts, words: str) -> bool:

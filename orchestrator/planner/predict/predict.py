@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from orchestrator.plan.document import AXES, Train
 from orchestrator.plan.interval import interval
-from orchestrator.planner.cost.dual import Dual, Number, duals
+from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
 from orchestrator.planner.cost.profile import Profile, relative_sd, shipped
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import CostContext, PathCache, candidates
 
 from .cells import RowError
 from .job_memory import job_memory
-from .rows import Job, read_row
+from .rows import Job, read_row, row_id
 
 GIB = 1 << 30
 MOST_CLUSTERS = 1024  # whose paths are kept; a table of a million rows may name as many
@@ -47,7 +47,7 @@ def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -
     profile = profile or shipped()
     numbers = duals(profile.values)
     for number, cells in enumerate(rows, 1):
-        name = (cells.get("id") or "").strip() or str(number)
+        name = row_id(cells) or str(number)
         try:
             job = read_row(cells)
             yield _one(name, job, paths, profile, numbers)
@@ -60,12 +60,11 @@ def _one(
 ) -> Prediction:
     par, held = job.parallel, job_memory(job)
     step = step_of(job, held.train, paths)(numbers)
-    assert isinstance(step, Dual)
-    sd = relative_sd(step.grad / step.value, profile)
-    tokens = par.global_batch_tokens / step.value / par.world_size
+    step_s, sd = value_of(step), relative_sd(log_gradient(step), profile)
+    tokens = par.global_batch_tokens / step_s / par.world_size
     assumed = "; ".join([*job.assumed, *held.assumed])
     status = "ok" if held.fits else "oom"
-    return Prediction(name, step.value, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd)
+    return Prediction(name, step_s, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd)
 
 
 def step_of(job: Job, train: Train, paths: dict[int, PathCache]) -> Callable[[Mapping[str, Number]], Number]:

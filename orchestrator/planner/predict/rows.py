@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from msgspec import structs
+
 from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Precision, Recompute, Train
-from orchestrator.planner.cost.software import Selective, Software, with_traits
+from orchestrator.planner.cost.software import Selective, Software
 
 from .cells import Row, RowError
 from .family import Facts, named_in, software_of
@@ -76,7 +78,7 @@ def read_row(cells: Mapping[str, str]) -> Job:
         row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
     recompute, share, selective = _recompute(row, software)
     if software.selective != selective:
-        software = with_traits(software, selective=selective)
+        software = structs.replace(software, selective=selective)
     train = Train(
         steps=1,
         seq_len=seq_len,
@@ -118,6 +120,11 @@ def _framework_of(row: Row) -> str:
     if found:
         row.say(f"framework={found}")
     return found
+
+
+def row_id(cells: Mapping[str, str]) -> str:
+    """The id of a row; empty where it has none."""
+    return (cells.get("id") or "").strip()
 
 
 def group_of(cells: Mapping[str, str]) -> str:

@@ -23,7 +23,6 @@ from .rows import Plans, Row, Section
 
 GIB = 1 << 30
 SIZES = {"1B": "llama32_1b", "8B": "llama3_8b", "70B": "llama3_70b"}
-ALONE = {"tp": 1, "pp": 1, "dp": 1, "zero": 0, "micro_batch_size": 1, "allow_tp_across_nvlink": True}
 ONE_NODE = {"tp": 1, "pp": 1, "dp": 8, "micro_batch_size": 1}
 
 

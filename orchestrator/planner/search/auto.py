@@ -27,7 +27,9 @@ def search(
     """
     seeker = Search(config, cluster, any_layout, profile)
     answer = _run(seeker, near)
-    front, equal = ([_with_interval(one, seeker.context) for one in found] for found in (answer.front, answer.equal))
+    shown = {one.layout: one for one in (*answer.front, *answer.equal)}
+    shown = {layout: _with_interval(one, seeker.context) for layout, one in shown.items()}
+    front, equal = ([shown[one.layout] for one in found] for found in (answer.front, answer.equal))
     return answer._replace(front=front, equal=equal)
 
 

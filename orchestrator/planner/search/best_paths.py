@@ -11,11 +11,10 @@ from __future__ import annotations
 from functools import cache
 
 from orchestrator.plan.cluster import NVLINK
-from orchestrator.planner.cost.communication import DENSE_REPLICAS, EXPERT_REPLICAS
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
 from orchestrator.planner.cost.rates import Rates
-from orchestrator.planner.cost.traffic import PathKey
+from orchestrator.planner.cost.traffic import DENSE_REPLICAS, EXPERT_REPLICAS, PathKey
 from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
 
 from .space import Mesh

@@ -19,7 +19,6 @@ from msgspec import structs
 
 from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.planner.cost.communication import (
-    DENSE_REPLICAS,
     exposed_gradients,
     gradient_seconds,
     transfer_seconds,
@@ -27,6 +26,7 @@ from orchestrator.planner.cost.communication import (
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank
 from orchestrator.planner.cost.step_time import constant_seconds, step_factor
+from orchestrator.planner.cost.traffic import DENSE_REPLICAS
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.activations import logits_in_flight
 from orchestrator.planner.memory.deferred_weight_gradients import in_flight_before_input_gradient
@@ -144,12 +144,13 @@ class ZeroStage:
     def sent(self, held: tuple[int, int]) -> list[float]:
         """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters."""
         found = self._sent.get(held)
-        if found is None and self.par.zero_group:  # hybrid sharding: not bounded
-            found = self._sent[held] = [0.0 for _ in self.nestings]
         if found is None:
             context = self.context
             same = held, self.par, context.train, context.rate, context.software
-            found = self._sent[held] = [value_of(gradient_seconds(*same, paths)) for paths in self.nestings]
+            found = self._sent[held] = [
+                0.0 if self.par.zero_group else value_of(gradient_seconds(*same, paths))  # hybrid sharding: not bounded
+                for paths in self.nestings
+            ]
         return found
 
     def exposed(self, seconds: float, micro_batch: float) -> float:

@@ -17,13 +17,11 @@ from orchestrator.planner.cost.communication import (
     TensorSeconds,
     context_seconds,
     expert_seconds,
-    grad_bytes,
-    hidden_bytes,
     tensor_seconds,
 )
 from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.traffic import recomputed_share
+from orchestrator.planner.cost.traffic import boundary_bytes, grad_bytes, hidden_bytes, recomputed_share
 from orchestrator.planner.memory import activations
 from orchestrator.planner.memory.recipe import Recipe, kernels_of
 from orchestrator.planner.model.layers import (
@@ -99,7 +97,7 @@ class LayerCost:
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
         self.kernels = kernels_of(recipe, context.cluster, model, par, context.matmul)
-        self.boundary = activations.boundary_bytes(model, par, train)
+        self.boundary = boundary_bytes(model, par, train)
         self.head_kept = activations.head_bytes(model, par, train, self.kernels)
         self.loss_bytes = activations.loss_bytes(model, par, train, self.kernels)
         self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)

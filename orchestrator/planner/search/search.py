@@ -18,7 +18,6 @@ from msgspec import structs
 from orchestrator.config.grammar import canonical
 from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
-from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
@@ -32,8 +31,8 @@ from .best_paths import BestPaths
 from .bound import MeshBound, PipelineBound, RecomputeBound, ZeroStage
 from .layer_cost import LayerCost, ShardParams, shard_params
 from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
-from .space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh, Space, Variant
-from .ties import EQUAL, MOST_EQUAL, preferred_first
+from .space import Layout, Mesh, Space, Variant
+from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
 FAMILY, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(6)
@@ -86,19 +85,6 @@ class SearchResult(NamedTuple):
     front: list[CostedLayout]
     counts: SearchCounts
     equal: list[CostedLayout]  # as fast as the fastest, as far as predictions can tell: the one to take, then by time
-
-
-def preference(layout: Layout) -> tuple[object, ...]:
-    """Sort key among layouts of equal time and memory: the one with fewer techniques comes first."""
-    names = list(SCHEDULES)
-    rank = names.index(layout.schedule) if layout.schedule in names else len(names)
-    order = names.index("1f1b") if "1f1b" in names else 0
-    mesh = layout.mesh
-    return (
-        *(RECOMPUTE_MODES.index(layout.recompute) if layout.recompute in RECOMPUTE_MODES else 9, layout.zero),
-        *(rank != order, layout.vpp, rank, mesh.ep, mesh.cp, mesh.tp, mesh.pp, mesh.micro_batch_size),
-        *(mesh.tp > 1 and not mesh.sp, CP_METHODS.index(mesh.cp_method)),
-    )
 
 
 class Search:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.planner.placement.axis_order import axis_placement
 
-from .space import Layout
+from .space import CP_METHODS, RECOMPUTE_MODES, Layout
 
 if TYPE_CHECKING:
     from .search import CostedLayout
@@ -21,6 +22,19 @@ EQUAL = 0.02  # of the step
 MOST_EQUAL = 4  # equal layouts that are compared, the fastest ones
 #: Pipeline schedules that `orch verify` combines in threes (`orchestrator/verify/matrix.py`; a test compares them).
 IN_THREES = frozenset({"1f1b", "interleaved", "zb_h1", "dualpipe"})
+
+
+def preference(layout: Layout) -> tuple[object, ...]:
+    """Sort key among layouts of equal time and memory: the one with fewer techniques comes first."""
+    names = list(SCHEDULES)
+    rank = names.index(layout.schedule) if layout.schedule in names else len(names)
+    order = names.index("1f1b") if "1f1b" in names else 0
+    mesh = layout.mesh
+    return (
+        *(RECOMPUTE_MODES.index(layout.recompute) if layout.recompute in RECOMPUTE_MODES else 9, layout.zero),
+        *(rank != order, layout.vpp, rank, mesh.ep, mesh.cp, mesh.tp, mesh.pp, mesh.micro_batch_size),
+        *(mesh.tp > 1 and not mesh.sp, CP_METHODS.index(mesh.cp_method)),
+    )
 
 
 def proven(layout: Layout) -> bool:
@@ -45,7 +59,6 @@ def bytes_at_the_top(found: CostedLayout, level: str) -> float:
 
 def preferred_first(equal: Sequence[CostedLayout], level: str) -> list[CostedLayout]:
     """Equal layouts, the one to take first; the others by their time."""
-    from .search import preference
 
     def key(found: CostedLayout) -> tuple[object, ...]:
         moved = float(f"{bytes_at_the_top(found, level):.2g}")  # one percent more is no reason
