@@ -48,7 +48,7 @@ class Pods:
     """The pods of one run, index by index."""
 
     def __init__(self, folder: Path, plan: Plan, count: int, ports: tuple[int, int], **wishes: object):
-        self.folder, self.count, self.ports = folder, count, ports
+        self.folder, self.count, self.ports, self.ranks = folder, count, ports, len(plan.ranks)
         self.run = folder / "claim" / "tiny"
         self.run.parent.mkdir(parents=True)
         backend = {"name": "kubernetes", "options": {"rendezvous_timeout_s": 60.0}, "max_restarts": 0, "grace_s": 10.0}
@@ -84,7 +84,9 @@ class Pods:
         assert wait(ready, 300, 0.05), "\n".join(self.log(i)[-3000:] for i in range(self.count))
 
     def reached(self, step: int) -> bool:
-        return any(line.get("step", 0) >= step for line in reports(self.run / "metrics"))
+        """Every rank has reported that step: one that still starts up has no answer to SIGTERM yet."""
+        lines = reports(self.run / "metrics")
+        return len({line["rank"] for line in lines if line.get("step", 0) >= step}) == self.ranks
 
     @property
     def state(self) -> dict:
