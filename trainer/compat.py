@@ -18,6 +18,10 @@ __all__ = [
     "fake_world",
     "flash_backward",
     "flash_forward",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norms",
+    "fused_adamw_",
     "has_flash",
     "real_tensors",
     "storage_key",
@@ -54,6 +58,51 @@ def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+# ----------------------------------------------------------- one call for many tensors: a kernel each would cost 10 us
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by a 0-d `factor` of the same dtype and device."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, which may be narrower."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, computed in `dtype`."""
+    return list(torch._foreach_norm(tensors, 2, dtype))
+
+
+def fused_adamw_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Update number `step` (from 1) of all tensors, on one device and of one dtype, as `torch.optim.AdamW(fused=True)`
+    makes it; without a counter for each tensor, which that increments by a kernel of its own."""
+    steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
+    torch._fused_adamw_(
+        *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 # ------------------------------------------------------------------- attention with its log-sum-exp (context parallel)

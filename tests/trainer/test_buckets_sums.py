@@ -176,13 +176,13 @@ def test_norm_of_many_elements_is_not_lost_in_fp32():
     """One fp32 sum over 40 million squares was 0.3 % wrong on a CPU; ours must be good to 1e-6 at any length."""
     flat = torch.full((20_000_003,), 0.1)
     exact = 20_000_003 * float(flat[0]) ** 2
-    assert float(squared_norm(flat)) == pytest.approx(exact, rel=1e-6)
+    assert float(squared_norm([flat])) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [0, 1, ROW - 1, ROW, ROW + 1, 3 * ROW])
 def test_norm_covers_rows_and_the_rest(length):
     flat = torch.arange(length, dtype=F64)
-    assert float(squared_norm(flat)) == pytest.approx(float(flat.square().sum()), rel=1e-14)
+    assert float(squared_norm([flat])) == pytest.approx(float(flat.square().sum()), rel=1e-14)
 
 
 def test_clip_coefficient():

@@ -88,6 +88,9 @@ class Sharding(Protocol):
     @property
     def buckets(self) -> Sequence[ShardedBucket]: ...
 
+    @property
+    def gathers(self) -> bool: ...  # whether `gather` sends messages
+
     def gather(self, bucket: Any) -> None: ...
 
     def wait_params(self) -> None: ...
@@ -286,12 +289,16 @@ class GradBuckets:
 
     # ------------------------------------------------------------------------------------------- parameters
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks hold shards of the parameters, which are gathered after an update."""
+        return self._shard_group() is not None
+
     def gather(self, bucket: FlatBucket) -> None:
         """Start to gather a bucket's parameters from every rank's `param_shard`."""
-        if self.zero:
-            group = self.mesh.group("shard")
-            if group is not None:
-                bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
+        group = self._shard_group()
+        if group is not None:
+            bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
 
     def wait_params(self) -> None:
         """Wait until every parameter is whole again."""

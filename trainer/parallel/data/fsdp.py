@@ -74,6 +74,7 @@ class FullyShardedParameters:
     """ZeRO-3 behind the interface of `GradBuckets`."""
 
     zero = 3
+    gathers = False  # each forward gathers its weights
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class FullyShardedParameters:
     # ------------------------------------------------------------------------------------------- parameters
 
     def gather(self, bucket: ShardedParameter) -> None:
-        """Nothing to do: each forward gathers its weights."""
+        """Nothing to do."""
 
     def wait_params(self) -> None:
         """Nothing to wait for."""

@@ -1,0 +1,87 @@
+"""The optimizer and the norm take one call for many tensors, and compute what the formulas say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from tests.beds.plans import make_plan
+from tests.reference import adamw as naive
+from tests.trainer.operations import Kernels
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.compat import foreach_norms
+from trainer.optim.adamw import ShardedAdamW
+from trainer.optim.clip import SMALL, TOGETHER, squared_norm
+from trainer.parallel.data.buckets import GradBuckets
+from trainer.parallel.params import whole
+
+F64 = torch.float64
+OPTIM = make_plan().job.optim
+#: As many tensors as a model of 32 layers has.
+SHAPES = {f"layers.{at}": (5, 3) if at % 3 else (7,) for at in range(291)}
+
+
+def trained(
+    many: int, dtype: torch.dtype = F64, grad: torch.dtype | None = None
+) -> tuple[ShardedAdamW, dict[str, Parameter], GradBuckets]:
+    """Every parameter is a bucket of its own."""
+    shapes = dict(list(SHAPES.items())[:many])
+    params = {name: Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
+    triples = [(name, param, whole(name, tuple(param.shape))) for name, param in params.items()]
+    buckets = GradBuckets(triples, Mesh.alone(make_plan()), 0, grad or dtype, 1, CommCounter())
+    assert len(buckets.buckets) == many
+    return ShardedAdamW(buckets, OPTIM, F64 if dtype == F64 else torch.float32), params, buckets
+
+
+def filled(buckets: GradBuckets) -> dict[str, torch.Tensor]:
+    for bucket in buckets.buckets:
+        bucket.grad_shard.copy_(torch.randn(bucket.grad_shard.shape))
+    return {bucket.infos[0].name: bucket.grad_views[0].clone() for bucket in buckets.buckets}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_grouped_updates_are_those_of_the_formula(factor):
+    torch.manual_seed(0)
+    optimizer, params, buckets = trained(40)
+    twin = naive.AdamW(OPTIM.beta1, OPTIM.beta2, OPTIM.eps, OPTIM.weight_decay)
+    weights = {name: param.detach().clone() for name, param in params.items()}
+    for _ in range(3):
+        grads = filled(buckets)
+        optimizer.step(0.01, torch.tensor(factor, dtype=F64))
+        weights = twin.step(weights, {name: grad * factor for name, grad in grads.items()}, 0.01)
+        for name, param in params.items():
+            torch.testing.assert_close(param.detach(), weights[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "grad"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_an_update_of_many_tensors_takes_a_handful_of_calls(dtype, grad):
+    """Two kinds of parameters, with and without weight decay: scale, count, update, copy of the narrow weights."""
+    optimizer, _, buckets = trained(291, dtype, grad)
+    filled(buckets)
+    with Kernels() as kernels:
+        optimizer.step(0.01, torch.tensor(0.5, dtype=F64))
+    assert len(kernels.seen) <= 10, kernels.seen
+    with Kernels() as kernels:
+        squared_norm([bucket.grad_shard for bucket in buckets.buckets])
+    assert len(kernels.seen) <= 10, kernels.seen
+
+
+def test_narrow_gradients_are_widened_one_bucket_at_a_time():
+    """The wide copy of a whole model's gradients would be as large as its master weights."""
+    optimizer, _, buckets = trained(5, torch.bfloat16, torch.bfloat16)
+    assert sorted(optimizer.groups) == [[0], [1], [2], [3], [4]]
+    optimizer, _, buckets = trained(5)
+    assert len(optimizer.groups) == 2
+
+
+def test_the_norm_of_many_tensors_is_that_of_all_their_elements():
+    """Large, small and empty ones, more small ones than are joined at once, and the call that a GPU takes."""
+    torch.manual_seed(0)
+    sizes = [SMALL, 3, 0, SMALL + 1, 1, 513, *[SMALL - 1] * (TOGETHER // SMALL + 2)]
+    tensors = [torch.randn(size) for size in sizes]
+    exact = float(torch.cat(tensors).double().square().sum())
+    assert float(squared_norm(tensors)) == pytest.approx(exact, rel=1e-7)
+    assert float(torch.stack(foreach_norms(tensors, F64)).square().sum()) == pytest.approx(exact, rel=1e-12)
+    assert float(squared_norm([tensor.double() for tensor in tensors])) == pytest.approx(exact, rel=1e-14)
