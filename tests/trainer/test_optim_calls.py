@@ -70,9 +70,9 @@ def test_an_update_of_many_tensors_takes_a_handful_of_calls(dtype, grad):
 
 def test_narrow_gradients_are_widened_one_bucket_at_a_time():
     """The wide copy of a whole model's gradients would be as large as its master weights."""
-    optimizer, _, buckets = trained(5, torch.bfloat16, torch.bfloat16)
+    optimizer, _, _ = trained(5, torch.bfloat16, torch.bfloat16)
     assert sorted(optimizer.groups) == [[0], [1], [2], [3], [4]]
-    optimizer, _, buckets = trained(5)
+    optimizer, _, _ = trained(5)
     assert len(optimizer.groups) == 2
 
 

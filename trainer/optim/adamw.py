@@ -1,7 +1,7 @@
 """AdamW on the flat shard of each bucket, with a master copy where parameters are narrower (arXiv 1711.05101).
 
-One fused call for a group of buckets reads and writes each element once: 1.9 ms for 4 million elements on a CPU, against
-6.1 ms for the formula as separate tensor operations. Buckets whose parameters are gathered after the update are a group
+One fused call for a group of buckets reads and writes each element once: 1.9 ms for 4 million elements on a CPU, and
+6.1 ms by the formula in separate operations. Buckets whose parameters are gathered after the update are a group
 each, so that the gathers start early; others share a call, since ZeRO-3 has a bucket for every parameter.
 Constructing `torch.optim.AdamW` would import `torch._dynamo`, a second and 100 MiB per rank.
 """
