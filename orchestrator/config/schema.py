@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from orchestrator.plan.document import Axis, CpMethod, Frozen, Matmul, Mla, Moe, Precision, Recompute
+from orchestrator.plan.document import Axis, CpMethod, Frozen, Matmul, Mla, Moe, Precision, Recompute, Yarn
 
 # ------------------------------------------------------------------------------------------- kinds of values
 
@@ -142,6 +142,8 @@ class ModelSpec(Frozen):
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     moe: Moe | None = None
     mla: Mla | None = None
+    qk_norm: bool = False
+    yarn: Yarn | None = None
     extra_params: dict[str, Natural] = {}  # outside the decoder (BERT's pooler): counted, not trained
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from orchestrator.plan.document import AXES
 
-from .schema import Config, ParallelSpec, TrainSpec
+from .schema import Config, ModelSpec, ParallelSpec, TrainSpec
 
 if TYPE_CHECKING:
     from .config_errors import Origin
@@ -35,18 +35,32 @@ def validate(config: Config, origin: Origin) -> Config:
         raise origin.error("cluster.gpu.peak_tflops", "needs the rate of at least one precision")
     if not config.cluster.levels:
         raise origin.error("cluster.levels", "needs at least one level, innermost first")
-    for part in ("moe", "mla"):
-        spec = getattr(config.model, part)
-        for name, value in msgspec.structs.asdict(spec).items() if spec else ():
-            if value < (0 if name in ("shared_ffn_hidden", "first_dense_layers") else 1):
-                raise origin.error(f"model.{part}.{name}", f"must be positive, not {value}")
-    if config.model.moe and config.model.moe.top_k > config.model.moe.experts:
-        raise origin.error("model.moe.top_k", f"is larger than the {config.model.moe.experts} experts")
+    _check_parts(config.model, origin)
     config = msgspec.structs.replace(config, parallel=with_defaults(config.parallel), train=_said(config))
     if config.run.name is not None:
         return config
     run = msgspec.structs.replace(config.run, name=default_name(config))
     return msgspec.structs.replace(config, run=run)
+
+
+def _check_parts(model: ModelSpec, origin: Origin) -> None:
+    """Raise OrchError for experts, latent attention or stretched positions that cannot be."""
+    may_be_zero = ("shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim")
+    for part in ("moe", "mla", "yarn"):
+        spec = getattr(model, part)
+        for name, value in msgspec.structs.asdict(spec).items() if spec else ():
+            if isinstance(value, int | float) and not (value > 0 or (value == 0 and name in may_be_zero)):
+                raise origin.error(f"model.{part}.{name}", f"must be positive, not {value}")
+    if (moe := model.moe) is None:
+        return
+    if moe.top_k > moe.experts:
+        raise origin.error("model.moe.top_k", f"is larger than the {moe.experts} experts")
+    if moe.experts % moe.groups:
+        raise origin.error("model.moe.groups", f"{moe.groups} groups do not divide {moe.experts} experts")
+    if moe.top_groups > moe.groups:
+        raise origin.error("model.moe.top_groups", f"is larger than the {moe.groups} groups")
+    if moe.top_k > (within := moe.experts // moe.groups * moe.top_groups):
+        raise origin.error("model.moe.top_k", f"is larger than the {within} experts of {moe.top_groups} groups")
 
 
 def with_defaults(parallel: ParallelSpec) -> ParallelSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, dataclass_transform
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 SCHEMA = "orch.plan/1"
 
@@ -94,11 +94,28 @@ class Cluster(Frozen):
 
 
 class Moe(Frozen):
+    """A mixture of experts: its shapes, how tokens choose, how their load is balanced."""
+
     experts: int
     top_k: int
     ffn_hidden: int  # of one routed expert
     shared_ffn_hidden: int = 0  # of all shared experts together
     first_dense_layers: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk: bool = True  # the weights of a token's experts are divided by their sum
+    routed_scale: float = 1.0  # and multiplied with this
+    groups: int = 1  # of neighbouring experts, of which a token may use `top_groups`
+    top_groups: int = 1
+
+
+class Yarn(Frozen):
+    """Rotary positions stretched to longer sequences (YaRN, arXiv 2309.00071), with DeepSeek-V3's defaults."""
+
+    factor: float
+    original_seq_len: int
+    beta_fast: float = 32.0  # dimensions that turn more often than this over the original length stay as they are
+    beta_slow: float = 1.0  # those that turn less often are slowed down by `factor`
+    mscale_all_dim: float = 1.0  # attention scores grow by (0.1 * this * ln(factor) + 1)^2; 0: they do not
 
 
 class Mla(Frozen):
@@ -138,6 +155,9 @@ class Model(Frozen):
     moe: Moe | None = None
     mla: Mla | None = None
     extra_params: dict[str, int] = {}  # outside the decoder (BERT's token types, pooler): counted, not trained
+    # What follows is UNSET where a model does not have it: then plans do not name it, and older ones keep their hash.
+    qk_norm: bool | UnsetType = UNSET  # RMSNorm of each query and key head before the positions (Qwen3)
+    yarn: Yarn | UnsetType = UNSET
 
 
 # ---------------------------------------------------------------------------------------------- parallel

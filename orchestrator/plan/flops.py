@@ -21,7 +21,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .document import Model
+    from .document import Model, Moe
+
+
+def layer_moe(model: Model, layer: int) -> Moe | None:
+    """The mixture of experts of decoder layer `layer` (0-based); None for a dense layer."""
+    return model.moe if model.moe is not None and layer >= model.moe.first_dense_layers else None
 
 
 def attention_weights(model: Model) -> int:
@@ -42,8 +47,7 @@ def attention_weights(model: Model) -> int:
 def mlp_weights(model: Model, layer: int) -> int:
     """Weights that one token is multiplied with in layer `layer`'s MLP: for a mixture, the active ones."""
     matrices = 3 if model.mlp == "gated" else 2
-    moe = model.moe
-    if moe is None or layer < moe.first_dense_layers:
+    if (moe := layer_moe(model, layer)) is None:
         return matrices * model.hidden * model.ffn_hidden
     active = matrices * model.hidden * (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden)
     return active + moe.experts * model.hidden

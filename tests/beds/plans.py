@@ -25,11 +25,21 @@ def _parameters(m: dict) -> int:
     hidden, ffn, query, kv = m["hidden"], m["ffn_hidden"], m["heads"] * m["head_dim"], m["kv_heads"] * m["head_dim"]
     bias, norm = int(m["bias"]), m["hidden"] * (2 if m["norm"] == "layer" else 1)
     attention = hidden * (2 * query + 2 * kv) + bias * (query + 2 * kv + hidden)
+    attention += 2 * m["head_dim"] * m.get("qk_norm", False)
+    if a := m.get("mla"):
+        query, up = m["heads"] * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.qk_nope_head_dim + a.v_head_dim
+        attention = hidden * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank * (1 + m["heads"] * up)
+        attention += a.q_lora_rank * (hidden + 1 + query) if a.q_lora_rank else hidden * query
+        attention += m["heads"] * a.v_head_dim * hidden
     up = 2 if m["mlp"] == "gated" else 1
     mlp = hidden * ffn * (up + 1) + bias * (up * ffn + hidden)
+    mixture = 0  # what a layer with experts has in place of its MLP, beyond an MLP
+    if e := m.get("moe"):
+        mixture = hidden * (e.experts + (up + 1) * (e.experts * e.ffn_hidden + e.shared_ffn_hidden)) - mlp
+        mixture *= m["layers"] - e.first_dense_layers
     tables = m["vocab"] * hidden * (1 if m["tied_embeddings"] else 2)
     positions = m["max_seq_len"] * hidden if m["position"] == "learned" else 0
-    return m["layers"] * (attention + mlp + 2 * norm) + norm + tables + positions
+    return m["layers"] * (attention + mlp + 2 * norm) + mixture + norm + tables + positions
 
 
 def make_plan(

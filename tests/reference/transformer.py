@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from . import dropout
+from . import dropout, experts
 
 
 def norm(x, w, name, model):
@@ -35,7 +35,11 @@ def rope(x, positions, theta):
 def attention(x, w, name, model, positions, documents, drop):
     b, s, _ = x.shape
     d = model.head_dim
+    if model.mla is not None:
+        return experts.latent_attention(x, w, name, model, positions, documents)
     q, k, v = (project(x, w, f"{name}.{part}") for part in ("wq", "wk", "wv"))
+    if model.qk_norm:
+        q, k = (head_norm(y, w[f"{name}.{part}_norm.weight"], model) for y, part in ((q, "q"), (k, "k")))
     allowed = torch.ones(b, s, s, dtype=torch.bool)
     for i in range(s):
         for j in range(s):
@@ -55,6 +59,11 @@ def attention(x, w, name, model, positions, documents, drop):
             weights = dropout.probabilities(weights, drop[0], h, drop[1], f"{name}.drop", model.dropout)
         heads.append(weights @ vh)
     return output(torch.cat(heads, dim=-1), w, name, "wo")
+
+
+def head_norm(x, weight, model):
+    y = x.unflatten(-1, (-1, model.head_dim))
+    return (y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * weight).flatten(-2)
 
 
 def output(x, w, name, matrix):
@@ -88,7 +97,9 @@ def logits(w, model, tokens, positions, documents=None, drop=None):
         own = norm(x, w, f"layers.{i}.norm1", model)
         own = attention(own, w, f"layers.{i}.attn", model, positions, documents, drop)
         x = x + dropped(own, f"layers.{i}.drop_attn", model, drop)
-        own = mlp(norm(x, w, f"layers.{i}.norm2", model), w, f"layers.{i}.mlp", model)
+        own = norm(x, w, f"layers.{i}.norm2", model)
+        is_moe = model.moe is not None and i >= model.moe.first_dense_layers
+        own = (experts.mixture if is_moe else mlp)(own, w, f"layers.{i}.mlp", model)
         x = x + dropped(own, f"layers.{i}.drop_mlp", model, drop)
     return norm(x, w, "norm", model) @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
 

@@ -4,13 +4,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from orchestrator.plan.document import Mla, Moe, Yarn
 from tests.reference import transformer as twin
 from tests.trainer.samples import GPT, GQA, LLAMA, MHA, MQA, batch, small
 from trainer.model.attention import SDPA
 from trainer.model.init import ROWS, fill, init_stage
 from trainer.model.linear import Linear
 from trainer.model.loss import cross_entropy_sum
+from trainer.model.router import Router
 from trainer.model.stage import Stage
 
 WHOLE = {"first": True, "last": True}
@@ -26,12 +29,26 @@ def built(model, seed=7, dtype=torch.float64):
     return stage
 
 
+LATENT = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 KINDS = {
     "llama-gqa": LLAMA | GQA,
     "llama-mha-tied": LLAMA | MHA | {"tied_embeddings": True},
     "gpt-mha-tied": GPT | MHA | {"tied_embeddings": True},
     "gpt-mqa": GPT | MQA,
     "mixed": {"norm": "layer", "position": "none", "mlp": "gated", "activation": "gelu", "bias": True},
+    "qk-norm": LLAMA | GQA | {"qk_norm": True},
+    "experts": LLAMA | GQA | {"moe": Moe(experts=5, top_k=2, ffn_hidden=12)},
+    "all-experts": LLAMA | {"moe": Moe(experts=3, top_k=3, ffn_hidden=8, norm_topk=False), "mlp": "plain"},
+    "deepseek": LLAMA
+    | {
+        "moe": Moe(
+            **{"experts": 8, "top_k": 3, "ffn_hidden": 12, "shared_ffn_hidden": 16, "first_dense_layers": 1},
+            **{"score": "sigmoid", "routed_scale": 2.5, "groups": 4, "top_groups": 2},
+        ),
+        "mla": LATENT,
+        "yarn": Yarn(factor=8.0, original_seq_len=4, beta_fast=4.0),
+    },
+    "latent-without-query-rank": LLAMA | {"mla": structs.replace(LATENT, q_lora_rank=0)},
     "rms-plain-silu": {"norm": "rms", "mlp": "plain", "activation": "silu"},
 }
 
@@ -123,7 +140,7 @@ def test_a_model_that_is_not_causal_sees_the_future():
 
 
 @given(
-    shape=st.tuples(st.integers(1, 3 * ROWS), st.integers(1, 3)),
+    shape=st.tuples(st.integers(1, 3 * ROWS), st.integers(1, 3)) | st.tuples(*[st.integers(1, 4)] * 3),
     data=st.data(),
     name=st.sampled_from(["embed.weight", "layers.3.attn.wo.weight", "head.weight"]),
 )
@@ -151,3 +168,20 @@ def test_initial_weights_depend_on_seed_and_name_and_have_the_stated_spread():
     assert all(not torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
     assert tensors[1, "layers.0.mlp.up.weight"].std().item() == pytest.approx((2 / 320) ** 0.5, rel=0.05)
     assert tensors[1, "layers.0.mlp.down.weight"].std().item() == pytest.approx((2 / 320) ** 0.5 / 4, rel=0.05)
+
+
+def test_experts_begin_unlike_each_other_and_equal_scores_go_to_the_first():
+    full = torch.empty(3, 4, 5)
+    fill(
+        full, "layers.3.mlp.experts.up.weight", (3, 4, 5), tuple(slice(0, size) for size in (3, 4, 5)), small(), seed=5
+    )
+    assert not torch.equal(full[0], full[1]) and not torch.equal(full[1], full[2])
+    moe = Moe(experts=6, top_k=3, ffn_hidden=4)
+    router = Router(small(), moe)
+    torch.nn.init.zeros_(router.weight)
+    found = router(torch.randn(5, 32))
+    assert found.experts.tolist() == [[0, 1, 2]] * 5
+    torch.testing.assert_close(found.weights, torch.full((5, 3), 1 / 3))
+    moved = router(torch.randn(5, 32), torch.tensor([0.0, 0.0, 0.0, 0.1, 0.3, 0.2]))
+    assert moved.experts.tolist() == [[4, 5, 3]] * 5, "the bias chooses"
+    torch.testing.assert_close(moved.weights, found.weights, msg="and does not weigh")

@@ -12,6 +12,7 @@ from orchestrator.plan.document import Model
 
 from .dropout import AttentionDropout
 from .linear import Linear, apply_linears
+from .norm import RMSNorm
 from .rope import Rope, rotate
 
 #: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], documents [b, s] or None) -> [b, s, heads, d];
@@ -34,6 +35,9 @@ class Attention(nn.Module):
         self.wk = Linear(model.hidden, keys, model.bias)
         self.wv = Linear(model.hidden, keys, model.bias)
         self.wo = Linear(queries, model.hidden)
+        if model.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_eps) for _ in range(2))
+        self.qk_norm = bool(model.qk_norm)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
         self.apply_linears = apply_linears
         self.drop = AttentionDropout(model.dropout) if model.dropout else None
@@ -42,6 +46,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
         read = self.apply_linears(x, (self.wq, self.wk, self.wv))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in read)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         return self.wo(self.core(q, k, v, serial, documents).flatten(-2))

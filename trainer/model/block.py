@@ -1,4 +1,4 @@
-"""One pre-norm decoder block and its MLP.
+"""One pre-norm decoder block.
 
 Attention and MLP are each a region between two modules that are identities here: `attn_in` and `attn_out`, `mlp_in` and
 `mlp_out`. Tensor parallelism replaces them: the first make the input of column-parallel linears, the second sum the
@@ -7,55 +7,29 @@ partial results of row-parallel ones. Output biases are added after that, else t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
+from orchestrator.plan.flops import layer_moe
 
 from .attention import Attention
 from .dropout import Dropout
-from .linear import Linear, apply_linears
+from .experts import MixtureOfExperts
+from .mla import LatentAttention
+from .mlp import MLP
 from .norm import make_norm
 from .rope import Rope
-
-#: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
-
-
-class MLP(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden] without the output bias.
-
-    plain: down(act(up(x))); gated: down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202).
-    """
-
-    def __init__(self, model: Model):
-        super().__init__()
-        self.gate = Linear(model.hidden, model.ffn_hidden, model.bias) if model.mlp == "gated" else None
-        self.up = Linear(model.hidden, model.ffn_hidden, model.bias)
-        self.down = Linear(model.ffn_hidden, model.hidden)
-        self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
-        self.activation = ACTIVATIONS[model.activation]
-        self.apply_linears = apply_linears
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            (up,) = self.apply_linears(x, (self.up,))
-            return self.down(self.activation(up))
-        gate, up = self.apply_linears(x, (self.gate, self.up))
-        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):
     """[b, s, hidden] -> [b, s, hidden]; the input and output may be sequence shards, attention sees whole sequences."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, layer: int):
+        """`layer`: its number in the model, since the first layers of a mixture of experts may be dense."""
         super().__init__()
-        self.norm1, self.attn = make_norm(model), Attention(model)
-        self.norm2, self.mlp = make_norm(model), MLP(model)
+        moe = layer_moe(model, layer)
+        self.norm1, self.attn = make_norm(model), LatentAttention(model, model.mla) if model.mla else Attention(model)
+        self.norm2, self.mlp = make_norm(model), MixtureOfExperts(model, moe) if moe else MLP(model, model.ffn_hidden)
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = identities(4)
         self.drop_attn, self.drop_mlp = Dropout(model.dropout), Dropout(model.dropout)
 

@@ -51,6 +51,10 @@ def fill(out: Tensor, name: str, shape: tuple[int, ...], where: tuple[slice, ...
     if len(shape) == 1:
         nn.init.constant_(out, 1.0 if name.endswith("weight") else 0.0)  # norms begin as identity, biases at zero
         return
+    if len(shape) == 3:  # one matrix an expert, each drawn by its number
+        for index in range(where[0].start, where[0].stop):
+            fill(out[index - where[0].start], f"{name}/{index}", shape[1:], where[1:], model, seed)
+        return
     deviation = std(name, model)
     rows, rest = where[0], where[1:]
     for block in range(rows.start // ROWS, -(-rows.stop // ROWS)):
@@ -69,7 +73,7 @@ def std(name: str, model: Model) -> float:
     residual stream that over sqrt(2 layers) (GPT-2, section 2.3).
     """
     base = (2.0 / (5.0 * model.hidden)) ** 0.5
-    writes = name.endswith(("attn.wo.weight", "mlp.down.weight"))
+    writes = name.partition("/")[0].endswith((".wo.weight", ".down.weight"))
     return base / (2.0 * model.layers) ** 0.5 if writes else base
 
 

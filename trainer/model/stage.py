@@ -48,7 +48,7 @@ class Stage(nn.Module):
             self.embed_positions = Embedding(model.max_seq_len, model.hidden)
         self.embed_out, self.positions_out, self.head_in, self.rows = identities(4)
         self.drop_embed = Dropout(model.dropout)
-        self.layers = nn.ModuleDict({str(index): Block(model) for index in layers})
+        self.layers = nn.ModuleDict({str(index): Block(model, index) for index in layers})
         if last:
             self.norm = make_norm(model)
             self.head = Linear(model.hidden, model.vocab)
@@ -77,7 +77,7 @@ class Stage(nn.Module):
         assert x is not None, "only the first stage starts from tokens"
         rope = None
         if self.model.position == "rope":
-            rope = rope_tables(batch.positions, self.model.head_dim, self.model.rope_theta, x.dtype)
+            rope = rope_tables(batch.positions, self.model, x.dtype)
         for block in self.layers.values():
             x = block(x, serial, batch.documents, rope, rows)
         if not self.last:

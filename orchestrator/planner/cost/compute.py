@@ -16,7 +16,6 @@ from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.planner.model.layers import (
     dense_on_rank,
     head_flops,
-    layer_moe,
     layer_params,
     sample_layers,
 )
@@ -84,7 +83,7 @@ def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
 def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int) -> Iterator[Matrix]:
     """Of a dense layer, or of the shared and the routed experts; tokens are spread evenly over the experts."""
     h, gate = model.hidden, 2 if model.mlp == "gated" else 1
-    moe = layer_moe(model, layer)
+    moe = flops.layer_moe(model, layer)
     if moe is None:
         yield from _mlp(h, model.ffn_hidden / tp, tokens, gate, 1.0)
         return
@@ -105,7 +104,7 @@ def layer_seconds(
     tp, ep = parallel.tp, parallel.ep
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = tp if parallel.sp else 1
-    moe = layer_moe(model, layer)
+    moe = flops.layer_moe(model, layer)
     attention, mlp = attention_matrices(model, tokens, tp), list(mlp_matrices(model, layer, tokens, tp, ep))
     column = [one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])]
     matrices = attention + mlp

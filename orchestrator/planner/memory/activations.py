@@ -11,9 +11,10 @@ from typing import Literal
 from msgspec import Struct
 
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.flops import layer_moe
 from orchestrator.planner.cost.pipeline import in_flight
 from orchestrator.planner.cost.traffic import boundary_bytes
-from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, layer_moe, sample_layers
+from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
 from .deferred_weight_gradients import DeferredGradients

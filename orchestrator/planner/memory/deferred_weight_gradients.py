@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.flops import layer_moe
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
-from orchestrator.planner.model.layers import DTYPE_BYTES, layer_moe, sample_layers
+from orchestrator.planner.model.layers import DTYPE_BYTES, sample_layers
 
 #: Schedules that split backward -> forwards that a rank is ahead of its backwards for each later rank, and W that it is
 #: behind them for each earlier rank; None: counted on the schedule.

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, structs
 
 from orchestrator.config.schema import ModelSpec
 from orchestrator.plan import flops
-from orchestrator.plan.document import Model, Moe, Train
+from orchestrator.plan.document import Model, Train
+from orchestrator.plan.flops import layer_moe
 
 
 def resolve(spec: ModelSpec) -> Model:
@@ -24,6 +25,8 @@ def resolve(spec: ModelSpec) -> Model:
         "kv_heads": spec.kv_heads or spec.heads,
         "head_dim": spec.head_dim or spec.hidden // spec.heads,
         "parameters": 0,
+        "qk_norm": spec.qk_norm or UNSET,
+        "yarn": spec.yarn or UNSET,
     }
     model = Model(**shape)
     return structs.replace(model, parameters=parameter_count(model))
@@ -66,18 +69,13 @@ def _attention(model: Model) -> tuple[int, int]:
             up += h * model.heads * query_key
         return up, down
     queries, key_values = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    split = h * (queries + key_values) + queries * h
-    return (split + queries + key_values, h) if model.bias else (split, 0)
+    split, whole = h * (queries + key_values) + queries * h, 2 * model.head_dim * bool(model.qk_norm)
+    return (split + queries + key_values, h + whole) if model.bias else (split, whole)
 
 
 def norm_params(model: Model) -> int:
     """One normalisation: RMSNorm has a weight, LayerNorm a weight and a bias."""
     return model.hidden * (1 if model.norm == "rms" else 2)
-
-
-def layer_moe(model: Model, layer: int) -> Moe | None:
-    """The mixture of experts of decoder layer `layer` (0-based); None for a dense layer."""
-    return model.moe if model.moe is not None and layer >= model.moe.first_dense_layers else None
 
 
 def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:

@@ -1,0 +1,95 @@
+"""Naive twin of the mixture of experts and of latent attention: token by token, expert by expert, head by head.
+
+Written from the papers (DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2), not from the code under test.
+"""
+
+import cmath
+import math
+
+import torch
+
+from . import transformer as dense
+
+
+def choose(scores, bias, moe):
+    """The experts of one token, best first: `scores` a list of floats."""
+    value = [score + (bias[e] if bias is not None else 0.0) for e, score in enumerate(scores)]
+    size = moe.experts // moe.groups
+    groups = []
+    for g in range(moe.groups):
+        own = sorted(value[g * size : (g + 1) * size], reverse=True)
+        groups.append((-sum(own[: 2 if moe.score == "sigmoid" else 1]), g))
+    open_groups = {g for _, g in sorted(groups)[: moe.top_groups]}
+    legal = [(-value[e], e) for e in range(moe.experts) if e // size in open_groups]
+    return [e for _, e in sorted(legal)[: moe.top_k]]
+
+
+def mixture(x, w, name, model, bias=None):
+    """x [b, s, hidden] -> the same: the sum over each token's experts of weight * expert(token), and shared experts."""
+    moe, rows = model.moe, []
+    for token in x.flatten(0, 1):
+        logits = w[f"{name}.router.weight"] @ token
+        raw = logits.exp() / logits.exp().sum() if moe.score == "softmax" else 1 / (1 + (-logits).exp())
+        chosen = choose(raw.tolist(), bias, moe)
+        total = sum(raw[e] for e in chosen) if moe.norm_topk else 1.0
+        out = torch.zeros_like(token)
+        for e in chosen:
+            up = w[f"{name}.experts.up.weight"][e] @ token
+            if model.mlp == "gated":
+                inner = dense.act(w[f"{name}.experts.gate.weight"][e] @ token, model) * up
+            else:
+                inner = dense.act(up, model)
+            out = out + moe.routed_scale * raw[e] / total * (w[f"{name}.experts.down.weight"][e] @ inner)
+        rows.append(out)
+    found = torch.stack(rows).view_as(x)
+    return found + dense.mlp(x, w, f"{name}.shared", model) if moe.shared_ffn_hidden else found
+
+
+def turn(x, position, model):
+    """A head's rotary part [d]: dimension i with i + d/2, as YaRN stretches the angles (arXiv 2309.00071)."""
+    d, theta, yarn = x.shape[-1], model.rope_theta, model.yarn
+    out = [None] * d
+    for i in range(d // 2):
+        speed = theta ** (-2 * i / d)
+        if yarn:
+            edge = lambda turns: d * math.log(yarn.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))  # noqa: E731
+            low, high = max(0, math.floor(edge(yarn.beta_fast))), min(d - 1, math.ceil(edge(yarn.beta_slow)))
+            slow = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
+            speed = slow * speed / yarn.factor + (1 - slow) * speed
+        z = cmath.exp(1j * position * speed)
+        out[i] = x[i] * z.real - x[i + d // 2] * z.imag
+        out[i + d // 2] = x[i + d // 2] * z.real + x[i] * z.imag
+    return torch.stack(out)
+
+
+def latent_attention(x, w, name, model, positions, documents):
+    mla = model.mla
+    nope, rope, wide = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+
+    def rms(y, which):
+        return y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.{which}.weight"]
+
+    down = rms(dense.project(x, w, f"{name}.q_down"), "q_norm") if mla.q_lora_rank else x
+    queries = dense.project(down, w, f"{name}.wq")
+    both = dense.project(x, w, f"{name}.kv_down")
+    values = dense.project(rms(both[..., : mla.kv_lora_rank], "kv_norm"), w, f"{name}.wkv")
+    scale = (nope + rope) ** -0.5
+    if model.yarn:
+        scale *= (0.1 * model.yarn.mscale_all_dim * math.log(model.yarn.factor) + 1) ** 2
+    rows = []
+    for b in range(x.shape[0]):
+        shared = [turn(both[b, j, mla.kv_lora_rank :], int(positions[b, j]), model) for j in range(x.shape[1])]
+        for i in range(x.shape[1]):
+            heads = []
+            for h in range(model.heads):
+                q = queries[b, i, h * (nope + rope) : (h + 1) * (nope + rope)]
+                q = torch.cat((q[:nope], turn(q[nope:], int(positions[b, i]), model)))
+                seen = [j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]]
+                own = [values[b, j, h * (nope + wide) : (h + 1) * (nope + wide)] for j in seen]
+                score = torch.stack(
+                    [q @ torch.cat((kv[:nope], shared[j])) * scale for kv, j in zip(own, seen, strict=True)]
+                )
+                share = score.exp() / score.exp().sum()
+                heads.append(sum(p * kv[nope:] for p, kv in zip(share, own, strict=True)))
+            rows.append(torch.cat(heads))
+    return dense.output(torch.stack(rows).view(*x.shape[:2], -1), w, name, "wo")

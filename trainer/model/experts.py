@@ -1,0 +1,84 @@
+"""The experts of one layer (a mixture of experts, Shazeer et al. 2017, arXiv 1701.06538), and the layer itself.
+
+No token is dropped and nothing is padded: the copies of tokens are sorted by expert, each expert multiplies its segment
+(MegaBlocks, arXiv 2211.15841), and a token sums what its experts returned. The weight of a choice multiplies inside the
+expert, before the last matrix: the result is the same, and the expert's outputs need not be kept for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model, Moe
+
+from .mlp import ACTIVATIONS, MLP
+from .router import Router, Routing
+
+#: (x [n, hidden], routing, experts) -> [n, hidden]; expert parallelism puts its own there
+Dispatch = Callable[[Tensor, Routing, "Experts"], Tensor]
+
+
+class GroupedLinear(nn.Module):
+    """x [n, in] in segments, `counts` [experts] rows each -> [n, out]: a segment times its own matrix [out, in]."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return grouped_linear(x, self.weight, counts)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """One kernel on CUDA in bf16, a product a segment elsewhere."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+    segments = x.split(counts.tolist())
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(segments, weight.unbind(0), strict=True)])
+
+
+class Experts(nn.Module):
+    """Rows sorted by expert [n, hidden], `counts` int64 [experts], `weights` [n] -> weighted outputs [n, hidden]."""
+
+    def __init__(self, model: Model, moe: Moe):
+        super().__init__()
+        shape = moe.experts, model.hidden, moe.ffn_hidden
+        self.gate = GroupedLinear(*shape) if model.mlp == "gated" else None
+        self.up = GroupedLinear(*shape)
+        self.down = GroupedLinear(moe.experts, moe.ffn_hidden, model.hidden)
+        self.activation = ACTIVATIONS[model.activation]
+
+    def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        up = self.up(x, counts)
+        inner = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
+        return self.down((inner * weights[:, None]).to(x.dtype), counts)
+
+
+class MixtureOfExperts(nn.Module):
+    """[b, s, hidden] -> [b, s, hidden]: stands in a block where a dense layer has its MLP."""
+
+    def __init__(self, model: Model, moe: Moe):
+        super().__init__()
+        self.router, self.experts = Router(model, moe), Experts(model, moe)
+        self.shared = MLP(model, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
+        self.out_bias = None
+        self.dispatch: Dispatch = dispatch
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        out = self.dispatch(rows, self.router(rows), self.experts).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+
+def dispatch(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """All experts on this rank."""
+    chosen = routing.experts.flatten()
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=experts.up.weight.shape[0])
+    top_k = routing.experts.shape[-1]
+    out = experts(x[order // top_k], counts, routing.weights.flatten()[order])
+    return out[order.argsort()].unflatten(0, (-1, top_k)).sum(1)

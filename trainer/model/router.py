@@ -1,0 +1,67 @@
+"""Which experts a token goes to, and with what weight.
+
+Soft-max routers (Mixtral, arXiv 2401.04088; Qwen3, arXiv 2505.09388) score by soft-max over all experts; sigmoid
+routers (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) score each expert by itself, add a balancing bias to the scores
+for the choice alone, and may limit a token to experts of few groups (nodes).
+
+Scores are never below fp32: bf16 has 8 bits, and neighbours among 256 experts differ by less. Equal scores go to the
+expert with the lower number, so that every layout breaks ties alike.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestrator.plan.document import Model, Moe
+
+
+class Routing(NamedTuple):
+    """Choices of n tokens among e experts, k each."""
+
+    experts: Tensor  # int64 [n, k], best first
+    weights: Tensor  # fp32 or float64 [n, k]: by how much each expert's output counts
+    scores: Tensor  # [n, e], differentiable, as `balance` wants them: they sum to 1
+    logits: Tensor  # [n, e]
+
+
+class Router(nn.Module):
+    """[n, hidden] -> `Routing`. `bias` [experts] moves the choice and has no gradient (arXiv 2408.15664)."""
+
+    def __init__(self, model: Model, moe: Moe):
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.experts, model.hidden))
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Routing:
+        moe, wide = self.moe, torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+        chosen = best(self._choosable(scores.detach(), bias), moe.top_k)
+        weights = scores.gather(-1, chosen)
+        if moe.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+        if moe.score == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        return Routing(chosen, weights * moe.routed_scale, scores, logits)
+
+    def _choosable(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Scores for the choice: with the balancing bias, -inf outside of the best groups."""
+        moe = self.moe
+        if bias is not None:
+            scores = scores + bias
+        if moe.top_groups == moe.groups:
+            return scores
+        grouped = scores.unflatten(-1, (moe.groups, -1))
+        # DeepSeek-V3 ranks groups by their two best experts, DeepSeek-V2 (soft-max) by the best one.
+        value = grouped.topk(min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1).values.sum(-1)
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(-1, best(value, moe.top_groups), True)
+        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Indices [..., count] of the highest scores [..., e], the lower index first where they are equal."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
