@@ -137,10 +137,10 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
     if q.is_cuda:
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the random generator; unused without dropout
-        none = torch.empty(0, device=q.device)
+        # As the forward returns them for sequences of one length, without dropout: no lengths, a random state unread.
+        state, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, q, k, v, out, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, none), scale=scale
+            *(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, offset), scale=scale
         )
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale

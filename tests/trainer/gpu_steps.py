@@ -1,0 +1,76 @@
+"""What tests do in processes with fake GPUs (`tests.beds.fakegpu`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from orchestrator.plan import Plan, seal
+from tests.beds import fakegpu
+from tests.trainer.test_planned_memory import plan_of
+from trainer import compat
+from trainer.comm.mesh import Mesh
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.precision import recipe
+from trainer.verify.samples import micro_batch
+
+LR, TOKENS = 1e-3, 64
+
+
+def gpu_plan(layout: dict[str, Any]) -> Plan:
+    """A plan for GPUs, in bf16 unless it says otherwise."""
+    plan = plan_of({"precision": "bf16"} | layout)
+    return seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
+
+
+def steps(layouts: dict[str, dict[str, Any]], count: int = 3) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each layout does in the last of `count` steps of its engine."""
+    return {name: fakegpu.run_ranks(_steps, _world(layout), layout, count) for name, layout in layouts.items()}
+
+
+def _world(layout: dict[str, Any]) -> int:
+    return gpu_plan(layout).parallel.world_size
+
+
+def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
+    plan, device = gpu_plan(layout), torch.device("cuda", rank)
+    engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
+    many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
+    batches = [micro_batch(plan, one, plan.job.data.isolate_documents).pinned() for one in many]
+
+    def step() -> None:
+        _, norm = engine.gradients([batch.to(device) for batch in batches], TOKENS)
+        engine.update(norm, LR)
+
+    for _ in range(count - 1):
+        step()
+    with fakegpu.recording() as found:
+        step()
+    kernels = [note for note in found.notes if note.kind == "K"]
+    return {
+        "waits": [" at ".join(wait) for wait in found.waits],
+        "kernels": len(kernels),
+        "streams": len({note.stream for note in kernels}),
+        "sent": [[note.name, note.bytes] for note in found.notes if note.kind == "N" and note.bytes],
+        "calls": dict(engine.counter.calls),
+    }
+
+
+def attention_blocks(dtype: str, sizes: list[list[int]]) -> list[list[Any]]:
+    """[[q's shape, what went wrong]] of context parallelism's attention of one block to another."""
+    wrong, kind = [], getattr(torch, dtype)
+    for batch, heads, queries, keys, head_dim in sizes:
+        q, k, v = (torch.zeros(batch, heads, n, head_dim, device="cuda", dtype=kind) for n in (queries, keys, keys))
+        causal = queries == keys
+        try:
+            assert compat.has_flash(q)
+            out, lse = compat.flash_forward(q, k, v, causal, 0.125)
+            assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, kind, q.shape[:3], torch.float32)
+            grads = compat.flash_backward(out, q, k, v, out, lse, causal, 0.125)
+            assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, kind) for x in (q, k, v)]
+        except (AssertionError, RuntimeError) as error:
+            wrong.append([list(q.shape), str(error).splitlines()[0]])
+    return wrong

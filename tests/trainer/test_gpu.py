@@ -1,0 +1,52 @@
+"""The engine on GPUs that compute nothing: torch's own CUDA code and NCCL groups run, every call is noted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.beds import fakegpu
+from tests.trainer import gpu_steps, test_twin
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs"),
+]
+
+QUICK = test_twin.QUICK | {"cp2 gqa bf16": {"cp": 2, "precision": "bf16"}, "cp4 ring": {"cp": 4, "cp_method": "ring"}}
+MORE = {name: layout for name, layout in test_twin.MORE.items() if name not in QUICK}
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return fakegpu.call(gpu_steps.steps, QUICK)
+
+
+@pytest.fixture(scope="module")
+def more():
+    return fakegpu.call(gpu_steps.steps, MORE)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_layout_runs_on_gpus(quick, name):
+    runs(quick[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_layouts_run_on_gpus(more, name):
+    runs(more[name])
+
+
+def runs(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["kernels"] > 100, "it computes on the device"
+        counted = sum(rank["calls"].values())
+        assert bool(counted) == bool(rank["sent"]), "what the counter counts is what NCCL is given"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_attention_of_one_block_to_another_passes_torchs_checks(dtype):
+    sizes = [
+        [2, 4, queries, keys, dim] for dim in (8, 64, 72, 128, 256) for queries, keys in ((32, 32), (32, 64), (48, 16))
+    ]
+    assert fakegpu.call(gpu_steps.attention_blocks, dtype, sizes) == []
