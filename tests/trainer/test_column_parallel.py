@@ -56,10 +56,3 @@ def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, kee
         # the input is on its way while its gradient is computed, that is on its way while the weights' are
         assert found["ours"]["order"] == [*gather, "mm", "addmm", *reduction, "mm", "mm"]
         assert found["plain"]["order"].index(reduction[0]) == len(found["plain"]["order"]) - 1, "behind everything"
-
-
-def test_a_replaced_op_is_refused():
-    linears = matrices(0)
-    linears[1].op = lambda x, weight, bias: x
-    with pytest.raises(ValueError, match="would not run"):
-        OverlappedColumnLinears(None, CommCounter(), sp=False)(torch.zeros(1, 2, HIDDEN, dtype=torch.float64), linears)

@@ -1,14 +1,64 @@
-"""The two modules that hold matrices. Each calls a replaceable `op`, so that techniques (vocabulary shards, split
-weight gradients) are applied from outside and the model does not know them.
+"""The two modules that hold matrices, and the arithmetic of one of them.
+
+`Linear.op` is the product and its two gradients. Low precision, adapters and offloaded weights replace it, and no more:
+plain linears, column-parallel ones and split backward all compute with it. `Linear.run` says how autograd sees the
+product; split backward replaces that. The model knows none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class LinearOp:
+    """A product x [..., in] by a weight [out, in] and its gradients: x @ weight.T (+ bias) here.
+
+    Autograd never looks inside. A rank calls it with its own slices: column-parallel weights hold some of the outputs,
+    row-parallel ones some of the inputs. Row-parallel linears have no bias. Results are new tensors. Biases are added
+    in `forward`; their gradient, the sum of `grad`, is not the op's business.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """-> [..., out]"""
+        return F.linear(x, weight, bias)
+
+    def saved(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What is kept of the input for the weight's gradient; low precision keeps less than `x`."""
+        return (x,)
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """[..., out] -> [..., in]"""
+        return grad @ weight
+
+    def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
+        """[..., out] and what `saved` gave -> [out, in], summed over the leading dimensions."""
+        return grad.flatten(0, -2).T @ saved[0].flatten(0, -2)
+
+    # The same, added to what is there. An op without a kernel for that inherits these.
+
+    def add_input_grad(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        total.add_(self.input_grad(grad, weight))
+
+    def add_weight_grad(self, total: Tensor, grad: Tensor, saved: Sequence[Tensor]) -> None:
+        total.add_(self.weight_grad(grad, saved))
+
+
+class PlainOp(LinearOp):
+    """The op of a model without any technique: sums are part of the matrix product."""
+
+    def add_input_grad(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
+
+    def add_weight_grad(self, total: Tensor, grad: Tensor, saved: Sequence[Tensor]) -> None:
+        total.addmm_(grad.flatten(0, -2).T, saved[0].flatten(0, -2))
+
+
+PLAIN = PlainOp()
 
 
 class Linear(nn.Module):
@@ -18,10 +68,37 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.op: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        self.op: LinearOp = PLAIN
+        self.run: Callable[[Linear, Tensor], Tensor] = run
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.op(x, self.weight, self.bias)
+        return self.run(self, x)
+
+
+def run(linear: Linear, x: Tensor) -> Tensor:
+    """The product with both gradients in one backward."""
+    if linear.op is PLAIN:
+        return F.linear(x, linear.weight, linear.bias)
+    return _Product.apply(x, linear.weight, linear.bias, linear.op)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: LinearOp) -> Tensor:
+        ctx.op = op
+        ctx.save_for_backward(weight, *op.saved(x))
+        return op.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            ctx.op.input_grad(grad, weight) if needs[0] else None,
+            ctx.op.weight_grad(grad, saved) if needs[1] else None,
+            grad.flatten(0, -2).sum(0) if needs[2] else None,
+            None,
+        )
 
 
 def apply_linears(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:

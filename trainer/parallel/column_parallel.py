@@ -13,16 +13,16 @@ Recomputed blocks keep the whole input (`keep`): they have just gathered it and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, start_all_reduce
-from trainer.model.linear import Linear
+from trainer.model.linear import Linear, LinearOp
 
 from .tensor import AXIS, start_gather_sequence, start_scatter_sequence
 
@@ -30,20 +30,15 @@ Later = Callable[[], Tensor]
 
 
 class OverlappedColumnLinears:
-    """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of each linear.
-
-    Raises ValueError for a linear whose `op` has been replaced.
-    """
+    """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of each linear, computed
+    by its `op`."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False):
         self.group, self.counter, self.sp, self.keep = group, counter, sp, keep
 
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        for linear in linears:
-            if linear.op is not F.linear:
-                raise ValueError(f"the op {linear.op!r} of a Linear would not run: its linears are one operation here")
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return _OverlappedColumnLinears.apply(x, self, *weights, *biases)
+        return _OverlappedColumnLinears.apply(x, self, [linear.op for linear in linears], *weights, *biases)
 
     def start_gather(self, x: Tensor) -> Later:
         """Start to gather the whole sequence of the input."""
@@ -58,28 +53,41 @@ class OverlappedColumnLinears:
 
 class _OverlappedColumnLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: OverlappedColumnLinears, *params: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, columns: OverlappedColumnLinears, ops: list[LinearOp], *params: Tensor | None
+    ) -> tuple[Tensor, ...]:
         many = len(params) // 2
         weights, biases = cast("tuple[Tensor, ...]", params[:many]), params[many:]
         whole = columns.start_gather(x)()
-        ctx.columns, ctx.is_whole = columns, columns.keep or not columns.sp
-        ctx.save_for_backward(whole if ctx.is_whole else x, *weights)
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        ctx.columns, ctx.ops, ctx.is_whole = columns, ops, columns.keep or not columns.sp
+        kept = [op.saved(whole) for op in ops] if ctx.is_whole else [(x,)]
+        ctx.sizes = [len(one) for one in kept]
+        ctx.save_for_backward(*weights, *(tensor for one in kept for tensor in one))
+        return tuple(op.forward(whole, weight, bias) for op, weight, bias in zip(ops, weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        many, columns = len(weights), ctx.columns
-        gathered = (lambda: x) if ctx.is_whole else columns.start_gather(x)
+        columns, ops, saved = ctx.columns, ctx.ops, list(ctx.saved_tensors)
+        many = len(ops)
+        weights, kept = saved[:many], saved[many:]
+        gathered = None if ctx.is_whole else columns.start_gather(kept[0])
         flat = [grad.flatten(0, -2) for grad in grads]
         summed = None
         if ctx.needs_input_grad[0]:
-            whole_grad = flat[0] @ weights[0]
-            for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                whole_grad.addmm_(grad, weight)
+            whole_grad = ops[0].input_grad(flat[0], weights[0])
+            for op, grad, weight in zip(ops[1:], flat[1:], weights[1:], strict=True):
+                op.add_input_grad(whole_grad, grad, weight)
             summed = columns.start_sum(whole_grad.view(*grads[0].shape[:-1], -1))
-        needs = ctx.needs_input_grad[2:]
-        whole = gathered().flatten(0, -2)
-        of_weights = [grad.T @ whole if need else None for grad, need in zip(flat, needs[:many], strict=True)]
+        needs = ctx.needs_input_grad[3:]
+        if gathered is None:
+            inputs = iter(kept)
+            of_inputs: list[Sequence[Tensor]] = [list(itertools.islice(inputs, size)) for size in ctx.sizes]
+        else:
+            whole = gathered()
+            of_inputs = [op.saved(whole) for op in ops]
+        of_weights = [
+            op.weight_grad(grad, one) if need else None
+            for op, grad, one, need in zip(ops, flat, of_inputs, needs[:many], strict=True)
+        ]
         of_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[many:], strict=True)]
-        return (summed() if summed else None), None, *of_weights, *of_biases
+        return (summed() if summed else None), None, None, *of_weights, *of_biases

@@ -9,7 +9,7 @@ float64 that is 1e-13, and the plan's own eps is used; in fp32 eps is 1e-2, abou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -39,11 +39,20 @@ def with_eps(plan: Plan, precision: str) -> Plan:
     return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
 
 
-def run_rank(rank: int, plan: Plan, use: Recipe, expected: Sequence[Outcome], packed: bool = False) -> dict[str, float]:
+def run_rank(
+    rank: int,
+    plan: Plan,
+    use: Recipe,
+    expected: Sequence[Outcome],
+    packed: bool = False,
+    prepare: Callable[[Engine], None] = lambda engine: None,
+) -> dict[str, float]:
     """Run a step for each of `expected`; the worst relative error of "loss", "norm", "grad <parameter>" and "weight
-    <parameter>" over all that this rank holds. Nan counts as infinite. Collective over the plan's ranks."""
+    <parameter>" over all that this rank holds. Nan counts as infinite. `prepare` may change the engine before the first
+    step. Collective over the plan's ranks."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
+    prepare(engine)
     worst: dict[str, float] = {}
 
     def compare(what: str, found: Tensor, wanted: Tensor, model: float = 0.0) -> None:

@@ -5,6 +5,7 @@ and `torch.optim.AdamW`. It shares only the model's forward and initial weights 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +32,20 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def train(plan: Plan, steps: int, packed: bool = False, dtype: torch.dtype = torch.float64) -> list[Outcome]:
-    """`steps` optimizer steps from the plan's seed; on samples 0, 1, 2, ... of the global order."""
+def train(
+    plan: Plan,
+    steps: int,
+    packed: bool = False,
+    dtype: torch.dtype = torch.float64,
+    prepare: Callable[[Stage], None] = lambda stage: None,
+) -> list[Outcome]:
+    """`steps` optimizer steps from the plan's seed; on samples 0, 1, 2, ... of the global order. `prepare` may change
+    the model before the first one."""
     job, size = plan.job, plan.parallel.global_batch_samples
     stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(dtype)
     init_stage(stage, plan.model, job.train.seed)
     seed_dropout(stage, job.train.seed)
+    prepare(stage)
     params = dict(stage.named_parameters())
     matrices = {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": job.optim.weight_decay}
     vectors = {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0}
