@@ -67,6 +67,7 @@ class Engine:
             on_grad=self.buckets.on_grad,
             timer=self.timer,
             micro_batches=computed(par, replica),
+            terms=self.part.terms,
         )
 
     def _flat_buckets(self) -> GradBuckets:
@@ -92,6 +93,7 @@ class Engine:
         gradient before clipping, float64 and equal on all ranks; both 0-d.
         """
         self.buckets.wait_params()
+        self.part.terms.start(self.loss_scale, valid_tokens, taken=len(batches))
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
         scale = torch.tensor(self.loss_scale / valid_tokens, dtype=torch.float64, device=self.device)
@@ -132,6 +134,20 @@ class Engine:
             return None
         total = all_reduce(loss_sum.double(), self.mesh.group("grad"), "dp", self.counter)
         return float(total) / valid_tokens
+
+    def loss_terms(self) -> dict[str, float]:
+        """What modules have added to the loss of this step, by name, over all ranks. Collective; nothing is sent for a
+        model without such terms."""
+        sums = self.part.terms.sums
+        if not sums:
+            return {}
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.stack([zero if one is None else one for one in sums.values()])
+        if self.mesh.coord.tp and not self.plan.parallel.sp:
+            total.zero_()  # tp ranks hold the same tokens
+        all_reduce(total, self.mesh.group("grad"), "dp", self.counter)
+        all_reduce(total, self.mesh.group("model"), "norm", self.counter)
+        return dict(zip(sums, total.tolist(), strict=True))
 
     def take_phases(self) -> dict[str, float]:
         """Seconds by phase since the last call. On CUDA, where the host runs ahead of the device, forward and backward

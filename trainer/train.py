@@ -211,9 +211,10 @@ class Run:
                 self.reporter.event("step_skipped", number, grad_norm=str(grad_norm), loss_scale=engine.loss_scale)
         logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
         loss = engine.mean_loss(loss_sum, valid_tokens) if logged else None
+        terms = engine.loss_terms() if logged else {}
         taken = self.loader.samples_at(self.samples)
         self.step, self.samples = number, self.samples + taken
-        self._report(start, taken, loss, grad_norm, lr, memory_bytes)
+        self._report(start, taken, loss, terms, grad_norm, lr, memory_bytes)
 
     def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
         """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the same norm."""
@@ -234,7 +235,14 @@ class Run:
         return ", ".join(str(index) for row in rows for index in row)
 
     def _report(
-        self, start: float, taken: int, loss: float | None, norm: float, lr: float, memory_bytes: dict[str, int]
+        self,
+        start: float,
+        taken: int,
+        loss: float | None,
+        terms: dict[str, float],
+        norm: float,
+        lr: float,
+        memory_bytes: dict[str, int],
     ) -> None:
         plan, seconds = self.plan, time.perf_counter() - start
         train, tokens = plan.job.train, taken * plan.job.train.seq_len
@@ -250,6 +258,7 @@ class Run:
             tokens=tokens,
             step_s=seconds,
             loss=loss,
+            loss_terms=terms,
             grad_norm=norm if math.isfinite(norm) else None,
             lr=lr,
             phase_s=phase_s,

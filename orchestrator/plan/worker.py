@@ -140,6 +140,7 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     tokens: int  # of this step, globally
     step_s: float
     loss: float | None = None  # mean over the global valid tokens; the same number on every rank that has it
+    loss_terms: dict[str, float] = {}  # what else was added to the loss, by name, divided; not part of `loss`
     grad_norm: float | None = None  # before clipping
     lr: float | None = None
     phase_s: dict[str, float] = {}  # data, forward, backward, optimizer, comm, checkpoint

@@ -1,6 +1,12 @@
-"""The loss of one micro-batch as a sum; the engine divides once, by the global number of valid tokens."""
+"""The loss of one micro-batch as a sum; the engine divides once, by the global number of valid tokens. And terms that
+modules of any stage add to it.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,3 +19,67 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of -log p(target) over the valid tokens; logits [b, s, vocab], targets int64 [b, s] -> scalar, >= fp32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class LossTerms:
+    """Terms that modules add to the loss, by name: a router's balance, a z-loss, the loss of another head.
+
+    A term hangs on a hidden state that the module passes on: `add` returns the state unchanged, and when its gradient
+    comes, the term gets its own. So terms follow every schedule, split backward and recomputation, and stages have no
+    further outputs. Gradients and metrics of a step are sums over micro-batches and ranks, each divided explicitly.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | None] = {}  # this rank's share of each term in this step, divided; None: nothing
+        self._loss_scale, self._valid_tokens, self._taken = 1.0, 1, 0
+        self._micro_batch: int | None = None  # whose forward runs now; None in recomputation
+
+    def declare(self, *names: str) -> None:
+        """Every rank declares all terms of the model in the same order, those of other stages too."""
+        self.sums |= dict.fromkeys(names)
+
+    def start(self, loss_scale: float, valid_tokens: int, taken: int) -> None:
+        """Begin a step. `valid_tokens` is the global count; micro-batches from number `taken` on are padding, whose
+        terms are zero."""
+        self._loss_scale, self._valid_tokens, self._taken = loss_scale, valid_tokens, taken
+        self.sums = dict.fromkeys(self.sums)
+
+    @contextlib.contextmanager
+    def forward(self, micro_batch: int) -> Iterator[None]:
+        """Around the forward of a stage. What recomputation adds again, outside of this, does not count twice."""
+        self._micro_batch = micro_batch
+        try:
+            yield
+        finally:
+            self._micro_batch = None
+
+    def add(self, name: str, x: Tensor, value: Tensor, divisor: float | None = None) -> Tensor:
+        """`x`, on whose way the loss grows by `value` (0-d) / `divisor`, by default over the step's global number of
+        valid tokens.
+
+        `value` belongs to the tokens of `x`: ranks with other tokens add their own share, and tp ranks that hold the
+        same `x` all add the same. Where tp ranks hold the same `x` but sum its gradient (inside a region of sequence
+        parallelism), `value` is that over tp. Raises ValueError for a name that was not declared.
+        """
+        if name not in self.sums:
+            raise ValueError(f"loss term {name!r} is not declared; declared: {', '.join(self.sums) or 'none'}")
+        if self._micro_batch is None:
+            return _Attached.apply(x, value, 0.0)
+        if self._micro_batch >= self._taken:
+            return x
+        share = 1.0 / (self._valid_tokens if divisor is None else divisor)
+        part, before = value.detach().double() * share, self.sums[name]
+        self.sums[name] = part if before is None else before + part
+        return _Attached.apply(x, value, self._loss_scale * share)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.of_value = scale, (value.dtype, value.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.of_value
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None

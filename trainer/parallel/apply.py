@@ -26,6 +26,7 @@ from trainer.comm.mesh import Mesh
 from trainer.errors import check_supported
 from trainer.model.dropout import Seeded, seed_dropout
 from trainer.model.init import init_stage
+from trainer.model.loss import LossTerms
 from trainer.model.stage import Stage
 
 from .column_parallel import OverlappedColumnLinears
@@ -41,11 +42,13 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One rank's part of the model: its stages in model order, their loss and the registry of its parameters."""
+    """One rank's part of the model: its stages in model order, their loss, the terms that their modules add to it, and
+    the registry of its parameters."""
 
     stages: list[Stage]
     loss: Loss
     table: ParamTable
+    terms: LossTerms
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Every parameter once, in order of execution."""
@@ -105,7 +108,10 @@ def build(
         stages[-1].embed.weight = stages[0].embed.weight  # both ends on one rank: one parameter, no copy
         stages[-1].tie()
         table["embed.weight"] = replace(table["embed.weight"], tied=False)
-    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table)
+    terms = LossTerms()
+    if plan.job.train.compile:  # its counters would be constants to the compiler
+        terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
+    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms)
 
 
 def registry(plan: Plan, stage: Stage, tp_index: int) -> ParamTable:

@@ -18,6 +18,7 @@ from orchestrator.plan.schedules import Action, Kind, Schedule, lower, receive_e
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.comm.timers import PhaseTimer
+from trainer.model.loss import LossTerms
 
 from .action_times import ActionTimes
 from .split import DeferredWeightGrad, DeferredWeightGrads, OnGrad, install
@@ -53,18 +54,20 @@ class Pipeline:
         on_grad: OnGrad | None = None,
         timer: PhaseTimer | None = None,
         compiled: bool = False,
+        terms: LossTerms | None = None,
     ):
         """`stages`: those of `schedule.stages_of(pp coordinate)`, in that order. `loss(logits, targets)` is a sum.
 
         `shape`, `dtype`: of the hidden states between stages. `on_grad(param)` is called for each weight gradient that
-        a split backward adds to `param.grad`; all other gradients arrive through autograd and its hooks.
+        a split backward adds to `param.grad`; all other gradients arrive through autograd and its hooks. `terms`: what
+        the stages add to the loss.
         """
         rank, device = mesh.coord.pp, torch.device(device)
         mine = schedule.stages_of(rank)
         self.rank = rank
         if len(mine) != len(stages):
             raise ValueError(f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got {len(stages)}")
-        self.loss, self.device = loss, device
+        self.loss, self.device, self.terms = loss, device, terms or LossTerms()
         self.stages = dict(zip(mine, stages, strict=True))
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
         self.action_times = ActionTimes(device)
@@ -101,6 +104,7 @@ class Pipeline:
         on_grad: OnGrad | None = None,
         timer: PhaseTimer | None = None,
         micro_batches: int | None = None,
+        terms: LossTerms | None = None,
     ) -> Pipeline:
         """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order. `micro_batches`: of a
         step, if not the plan's.
@@ -120,6 +124,7 @@ class Pipeline:
             on_grad=on_grad,
             timer=timer,
             compiled=plan.job.train.compile,
+            terms=terms,
         )
 
     def run(self, micro_batches: Sequence[Batch], loss_scale: float | Tensor = 1.0) -> Tensor:
@@ -160,7 +165,8 @@ class Pipeline:
         if not self.schedule.is_first(stage):
             hidden = self._wait(action._replace(kind=Kind.RECV_F)).requires_grad_()
         with self._phase("forward"), self.action_times.timed(action):
-            out = self.stages[stage](hidden, batch)
+            with self.terms.forward(index):
+                out = self.stages[stage](hidden, batch)
             if self.schedule.is_last(stage):
                 out = self.loss(out, batch.targets)
                 self._total += out.detach()

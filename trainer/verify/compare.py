@@ -47,9 +47,9 @@ def run_rank(
     packed: bool = False,
     prepare: Callable[[Engine], None] = lambda engine: None,
 ) -> dict[str, float]:
-    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "grad <parameter>" and "weight
-    <parameter>" over all that this rank holds. Nan counts as infinite. `prepare` may change the engine before the first
-    step. Collective over the plan's ranks."""
+    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>", "grad <parameter>"
+    and "weight <parameter>" over all that this rank holds. Nan counts as infinite. `prepare` may change the engine
+    before the first step. Collective over the plan's ranks."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
     prepare(engine)
@@ -70,6 +70,9 @@ def run_rank(
         loss = engine.mean_loss(loss_sum, valid_tokens)
         if loss is not None:
             compare("loss", torch.tensor(loss, dtype=torch.float64), torch.tensor(outcome.loss, dtype=torch.float64))
+        for name, value in engine.loss_terms().items():
+            wanted = torch.tensor(outcome.terms[name], dtype=torch.float64)
+            compare(f"term {name}", torch.tensor(value, dtype=torch.float64), wanted)
         compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
         grads, weights = (max(map(largest, model.values())) for model in (outcome.grads, outcome.weights))
         for name, grad in engine.buckets.full_grads().items():

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from trainer.data.batch import IGNORED
 from trainer.model.dropout import seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
@@ -30,6 +29,11 @@ class Outcome:
     norm: float
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
+    terms: dict[str, float] = field(default_factory=dict)  # added to the loss, by name
+
+
+#: (the step's valid tokens) -> the terms that the modules of a stage add to the loss, after its forward
+Added = Callable[[int], dict[str, Tensor]]
 
 
 def train(
@@ -37,15 +41,15 @@ def train(
     steps: int,
     packed: bool = False,
     dtype: torch.dtype = torch.float64,
-    prepare: Callable[[Stage], None] = lambda stage: None,
+    prepare: Callable[[Stage], Added | None] = lambda stage: None,
 ) -> list[Outcome]:
     """`steps` optimizer steps from the plan's seed; on samples 0, 1, 2, ... of the global order. `prepare` may change
-    the model before the first one."""
+    the model before the first one, and says what is added to the loss."""
     job, size = plan.job, plan.parallel.global_batch_samples
     stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(dtype)
     init_stage(stage, plan.model, job.train.seed)
     seed_dropout(stage, job.train.seed)
-    prepare(stage)
+    added = prepare(stage)
     params = dict(stage.named_parameters())
     matrices = {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": job.optim.weight_decay}
     vectors = {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0}
@@ -54,15 +58,17 @@ def train(
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed)
-        loss = cross_entropy_sum(stage(None, batch), batch.targets) / int((batch.targets != IGNORED).sum())
+        valid_tokens = batch.valid_tokens
+        loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
+        terms = added(valid_tokens) if added is not None else {}
         stage.zero_grad()
-        loss.backward()
+        sum(terms.values(), loss).backward()
         grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, job.optim, job.train.steps)
         adamw.step()
-        outcomes.append(
-            Outcome(loss.item(), norm.item(), grads, {name: param.detach().clone() for name, param in params.items()})
-        )
+        weights = {name: param.detach().clone() for name, param in params.items()}
+        values = {name: value.item() for name, value in terms.items()}
+        outcomes.append(Outcome(loss.item(), norm.item(), grads, weights, values))
     return outcomes
