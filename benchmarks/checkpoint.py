@@ -28,7 +28,7 @@ from tests.trainer.states import KINDS, Recorder
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
-from trainer.comm import messages
+from trainer.comm.control import WORLD
 from trainer.parallel.params import ParamInfo, whole
 from trainer.verify.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def seconds(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     mine = time.perf_counter() - start
-    return max(float(one) for one in messages.all_gather_bytes(str(mine).encode()))
+    return max(float(one) for one in WORLD.all_gather_bytes(str(mine).encode()))
 
 
 def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
     boundaries = 0.0
     while run.saved_step != 5:
         time.sleep(STEP_S)
-        (votes,) = messages.sum_ints([run.vote])
+        (votes,) = WORLD.sum_ints([run.vote])
         began = time.perf_counter()
         run.advance(votes)
         boundaries += time.perf_counter() - began

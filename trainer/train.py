@@ -21,9 +21,9 @@ from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, replica_dir
 
 from .checkpoint.fence import Fence
 from .checkpoint.manager import Checkpoints
-from .comm import messages
 from .comm.check import check_env, check_peers
 from .comm.connect import TIMEOUT, choose_device, connect
+from .comm.control import ControlPath
 from .comm.mesh import Mesh
 from .data.batch import MicroBatch
 from .data.build import open_tokens, rate_limited
@@ -58,12 +58,12 @@ def train(
     device = choose_device(plan, env)
     if termination.received:
         raise Stopped(f"{termination.received} before the first step: nothing to save yet")
-    connect(env, device)
-    check_peers(plan, env)
+    control = connect(env, device)
+    check_peers(plan, env, control)
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
     mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
-    loader = _open_data(plan, mesh, device, termination, reporter)
-    run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, termination)
+    loader = _open_data(plan, mesh, device, termination, reporter, control)
+    run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, termination, control)
     if progress is not None:
         progress.source = run.progress
     try:
@@ -71,12 +71,17 @@ def train(
         run.loop()
     finally:
         loader.close()
-    dist.barrier()  # nobody leaves while another still reads from it
+    control.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 
 def _open_data(
-    plan: Plan, mesh: Mesh, device: torch.device, termination: TerminationSignal, reporter: Reporter
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    termination: TerminationSignal,
+    reporter: Reporter,
+    control: ControlPath,
 ) -> Loader:
     """The loader over the corpus, which must be the same on all ranks. Raises DataError."""
 
@@ -86,11 +91,16 @@ def _open_data(
             raise Stopped(f"{termination.received} while preparing data: nothing to save yet")
 
     store = open_tokens(plan.job.data, rate_limited(progress, PROGRESS_EVERY_S))
-    keys = [raw.decode() for raw in messages.all_gather_bytes(store.index.key.encode())]
-    odd = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
-    if odd is not None:
+
+    def odd_one(keys: list[bytes]) -> str:
+        odd = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
+        if odd is None:
+            return ""
         nodes = plan.ranks[odd].node, plan.ranks[0].node
-        raise DataError(f"rank {odd} on {nodes[0]} reads other text than rank 0 on {nodes[1]} (data.paths)")
+        return f"rank {odd} on {nodes[0]} reads other text than rank 0 on {nodes[1]} (data.paths)"
+
+    if problem := control.judge(store.index.key.encode(), odd_one):
+        raise DataError(problem)
     reporter.event("data_ready", tokens=store.index.tokens, documents=store.index.documents, key=store.index.key)
     return Loader(plan, mesh.coord, store, pin_memory=device.type == "cuda")
 
@@ -108,13 +118,17 @@ class Run:
         loader: Loader,
         reporter: Reporter,
         termination: TerminationSignal,
+        control: ControlPath,
     ):
+        self.control = control
         self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
         self.loader, self.reporter, self.termination = loader, reporter, termination
         torch.manual_seed(plan.job.train.seed)
         self.engine = Engine(plan, mesh, device, recipe)
         folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
-        self.checkpoints = Checkpoints(folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory)
+        self.checkpoints = Checkpoints(
+            folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory, control
+        )
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0
         self.training = False  # the loop has begun
@@ -167,7 +181,7 @@ class Run:
         mine = sum(batch.valid_tokens for batch in batches) if counts else 0
         stop = int(self.termination.received is not None)
         began = time.perf_counter()
-        valid_tokens, stop, votes = messages.sum_ints([mine, stop, self.checkpoints.vote])
+        valid_tokens, stop, votes = self.control.sum_ints([mine, stop, self.checkpoints.vote])
         self._boundary_s = time.perf_counter() - began
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.advance(votes)
@@ -219,7 +233,7 @@ class Run:
     def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
         """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the same norm."""
         mine = b"" if bool(torch.isfinite(loss_sum)) else self._sample_indices().encode()
-        reports = {rank: raw.decode() for rank, raw in enumerate(messages.all_gather_bytes(mine)) if raw}
+        reports = {rank: raw.decode() for rank, raw in enumerate(self.control.all_gather_bytes(mine)) if raw}
         self.checkpoints.settle()  # a save of good weights may be in progress
         where = "every loss is finite"
         if reports:

@@ -25,7 +25,7 @@ from tests.trainer.states import Recorder, equal, opened, resume, saved, state
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.retention import committed
-from trainer.comm import messages
+from trainer.comm.control import WORLD
 from trainer.errors import SaveError
 from trainer.verify.ranks import RankError, run_ranks
 
@@ -336,7 +336,7 @@ def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
         while manager._background.contents is not None:
             for future in filter(None, (manager._background._writing, manager._background._committing)):
                 future.exception()
-            manager.advance(messages.sum_ints([manager.vote])[0])
+            manager.advance(WORLD.sum_ints([manager.vote])[0])
 
     return lines(follow, at if rank == victim else -1)
 

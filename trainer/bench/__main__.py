@@ -24,8 +24,8 @@ _TOO_LONG_S = 2.0  # for one operation: larger messages are left out
 def bench(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
     check_env(plan, env)
     device = choose_device(plan, env)
-    connect(env, device)
-    check_peers(plan, env)
+    control = connect(env, device)
+    check_peers(plan, env, control)
     wanted = cases(plan)
     precisions = [p for p in ("fp32", "bf16") if p in plan.cluster.gpu.peak_flops]
 
@@ -46,12 +46,12 @@ def bench(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
                 if spent > _TOO_LONG_S / 4:  # the next is four times as large or more; the same verdict on every rank
                     tell("bench_skipped", level=case.level, operation=name, size=size)
                     continue
-                spent = seconds(operation(name, size, group, device) if group else None, device)
+                spent = seconds(operation(name, size, group, device) if group else None, device, control)
                 tell("bench_link", level=case.level, operation=name, ranks=case.ranks, size=size, seconds=spent)
         for created in made:
             if isinstance(created, dist.ProcessGroup):
                 dist.destroy_process_group(created)
-    dist.barrier()
+    control.barrier()
     dist.destroy_process_group()
 
 

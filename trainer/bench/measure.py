@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from trainer.comm.collectives import CommCounter, all_gather, all_reduce, all_to_all, reduce_scatter, start_rotate
+from trainer.comm.control import WORLD, ControlPath
 from trainer.precision import DTYPES
 
 _BATCHES = 5
@@ -19,20 +20,18 @@ _BATCH_S = 0.08  # operations are repeated until a batch lasts about this long
 _MOST_REPEATS = 200
 
 
-def seconds(once: Callable[[], object] | None, device: torch.device) -> float:
+def seconds(once: Callable[[], object] | None, device: torch.device, control: ControlPath = WORLD) -> float:
     """Median over batches of the slowest rank's time for one call. Collective; None: this rank only waits."""
 
     def batch(repeats: int) -> float:
-        dist.barrier()
+        control.barrier()
         start = perf_counter()
         if once is not None:
             for _ in range(repeats):
                 once()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        spent = torch.tensor([perf_counter() - start if once is not None else 0.0], dtype=torch.float64)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return float(spent) / repeats
+        return control.maximum(perf_counter() - start if once is not None else 0.0) / repeats
 
     batch(1)  # buffers, connections
     repeats = max(1, min(_MOST_REPEATS, round(_BATCH_S / max(batch(1), 1e-7))))

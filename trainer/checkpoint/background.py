@@ -19,8 +19,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer.comm import messages
-
 from .format import StatePiece
 from .save import (
     CommitOutcome,
@@ -67,7 +65,7 @@ class BackgroundSave:
         else None. Collective. Raises SaveError, Fenced on every rank; the save has then ended too.
         """
         if self._writing is not None:
-            if votes == messages.world_size():
+            if votes == self.target.control.world_size:
                 self._commit()
         elif self.contents is not None and votes:
             return self._end()
@@ -82,7 +80,7 @@ class BackgroundSave:
     def _commit(self) -> None:
         assert self._writing is not None and self.contents is not None
         mine, self._writing = self._writing.result(), None
-        outcomes = gather(mine)
+        outcomes = gather(self.target, mine)
         if self.target.rank == 0:
             last = self.target, self.contents, outcomes, self.keep_last, self._protected
             self._committing = self._thread.submit(outcome_of, lambda: commit(*last))
@@ -90,7 +88,7 @@ class BackgroundSave:
     def _end(self) -> int:
         outcome = self._committing.result() if self._committing is not None else CommitOutcome()
         self.contents = self._committing = None
-        return broadcast_outcome(outcome)
+        return broadcast_outcome(self.target, outcome)
 
 
 class Snapshots:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.comm import messages
+from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError
 
 from .files import sha256
@@ -34,7 +34,10 @@ class VerifiedCheckpoint:
 
 
 def newest(
-    folder: Path, rank: int, on_reject: Callable[[Path, str], None] = lambda path, why: None
+    folder: Path,
+    rank: int,
+    on_reject: Callable[[Path, str], None] = lambda path, why: None,
+    control: ControlPath = WORLD,
 ) -> VerifiedCheckpoint | None:
     """The newest committed checkpoint that verifies; None if there has never been one. Every rank must call it.
 
@@ -42,11 +45,11 @@ def newest(
     if there are checkpoints and none of them verifies: starting over silently would throw the run away.
     """
     names = [path.name for _, path in committed(folder)] if rank == 0 else []
-    names = msgspec.json.decode(messages.broadcast_bytes(msgspec.json.encode(names)), type=list[str])
+    names = msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(names)), type=list[str])
     rejected = []
     for name in names:
         path = folder / name
-        manifest, problem = _verify(path, rank)
+        manifest, problem = _verify(path, rank, control)
         if manifest is not None and problem is None:
             return VerifiedCheckpoint(path, manifest)
         rejected.append(f"{name}: {problem}")
@@ -56,7 +59,7 @@ def newest(
     return None
 
 
-def newest_committed(folder: Path, rank: int) -> tuple[int, int]:
+def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> tuple[int, int]:
     """(epoch, step) of the newest checkpoint whose manifest can be read, (-1, -1) if there is none; its files are not
     looked at. Every rank must call it."""
     found = (-1, -1)
@@ -67,35 +70,39 @@ def newest_committed(folder: Path, rank: int) -> tuple[int, int]:
             continue
         found = manifest.epoch, manifest.step
         break
-    return msgspec.json.decode(messages.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int])
+    return msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int])
 
 
 def at_step(folder: Path, step: int, rank: int) -> VerifiedCheckpoint:
     """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not there or not whole."""
     path = folder / step_name(step)
-    manifest, problem = _verify(path, rank)
+    manifest, problem = _verify(path, rank, WORLD)
     if manifest is None or problem is not None:
         raise CheckpointError(f"{path}: {problem}")
     return VerifiedCheckpoint(path, manifest)
 
 
-def _verify(path: Path, rank: int) -> tuple[Manifest | None, str | None]:
+def _verify(path: Path, rank: int, control: ControlPath) -> tuple[Manifest | None, str | None]:
     raw = b""
     if rank == 0:
         try:
             raw = (path / MANIFEST).read_bytes()
         except OSError as error:
             raw = f"!{MANIFEST}: {error.strerror}".encode()
-    raw = messages.broadcast_bytes(raw)
+    raw = control.broadcast_bytes(raw)
     if raw.startswith(b"!"):
         return None, raw[1:].decode()
     try:
         manifest = decode(raw)
     except CheckpointError as error:
         return None, f"{MANIFEST}: {error}"
-    mine = manifest.files[rank :: messages.world_size()]
-    problems = messages.all_gather_bytes("; ".join(filter(None, (check_file(path, one) for one in mine))).encode())
-    return manifest, "; ".join(problem.decode() for problem in problems if problem) or None
+    mine = manifest.files[rank :: control.world_size]
+    found = "; ".join(filter(None, (check_file(path, one) for one in mine)))
+    return manifest, control.judge(found.encode(), _joined) or None
+
+
+def _joined(problems: list[bytes]) -> str:
+    return "; ".join(problem.decode() for problem in problems if problem)
 
 
 def check_file(path: Path, record: FileRecord) -> str | None:

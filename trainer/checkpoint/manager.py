@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.plan import Plan
+from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError, SaveError
 from trainer.worker.reporter import Reporter
 
@@ -34,16 +35,17 @@ class Checkpoints:
         reporter: Reporter,
         data: str = "",
         memory: Path | None = None,
+        control: ControlPath = WORLD,
     ):
         """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused.
         `memory`: this node's folder for in-memory replicas, used if the plan asks for them."""
-        self.target, self.reporter = Target(folder, token, plan, rank, data), reporter
+        self.target, self.reporter = Target(folder, token, plan, rank, data, control), reporter
         self.replicas: InMemoryReplicas | None = None
         self._peers: PeerRestore | None = None
         if memory is not None and plan.job.checkpoint.memory_every_steps > 0:
             store = open_replica_store(memory, reporter)
             self.replicas = InMemoryReplicas(self.target, store, reporter)
-            self._peers = PeerRestore(plan, rank, token.run_id, store)
+            self._peers = PeerRestore(plan, rank, token.run_id, store, control)
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
@@ -56,11 +58,11 @@ class Checkpoints:
         A complete in-memory replica with a newer (epoch, step) is used instead. Newer checkpoints that fail
         verification are reported (event `checkpoint_rejected`) and renamed. Raises Fenced, CheckpointError.
         """
-        folder, token, rank = self.target.folder, self.target.token, self.target.rank
-        claim(folder, token, rank)
+        folder, rank, control = self.target.folder, self.target.rank, self.target.control
+        claim(self.target)
         start = time.perf_counter()
         replica = self._peers.newest() if self._peers is not None else None
-        if replica is not None and replica.version > newest_committed(folder, rank):
+        if replica is not None and replica.version > newest_committed(folder, rank, control):
             found = self._fetch_replica(replica, pieces)
             if found is not None:
                 return self._fill(found, pieces, start, "memory")
@@ -87,7 +89,7 @@ class Checkpoints:
             rejected.append(path)
             self._rejected(str(path), problem)
 
-        found = newest(self.target.folder, self.target.rank, reject)
+        found = newest(self.target.folder, self.target.rank, reject, self.target.control)
         if self.target.rank == 0 and found is not None:
             for path in rejected:
                 set_aside(path, self.target.token)
@@ -113,7 +115,7 @@ class Checkpoints:
         if source == "disk":
             self.saved_step = self.verified_step = found.manifest.step
         else:  # that checkpoint is not verified, but retention must not delete it either
-            self.verified_step = newest_committed(self.target.folder, rank)[1]
+            self.verified_step = newest_committed(self.target.folder, rank, self.target.control)[1]
         manifest = found.manifest
         if rank == 0:
             self.reporter.event(

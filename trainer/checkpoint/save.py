@@ -20,7 +20,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from orchestrator.plan import Exit, Plan
-from trainer.comm import messages
+from trainer.comm.control import WORLD, ControlPath
 from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced, SaveError, TrainerError
 
@@ -57,6 +57,7 @@ class Target:
     plan: Plan
     rank: int
     data: str = ""  # key of the token files
+    control: ControlPath = WORLD  # over all writers
 
     def staging(self, step: int) -> Path:
         """The staging folder of a save of `step`."""
@@ -113,8 +114,8 @@ def save(target: Target, contents: Contents, keep_last: int, protected: int | No
     SaveError if any rank could not write, Fenced if a newer epoch owns the folder.
     """
     begin(target, contents.step)
-    outcomes = gather(write(target.staging(contents.step), target.rank, contents))
-    return on_rank_zero(target.rank, lambda: commit(target, contents, outcomes, keep_last, protected))
+    outcomes = gather(target, write(target.staging(contents.step), target.rank, contents))
+    return on_rank_zero(target, lambda: commit(target, contents, outcomes, keep_last, protected))
 
 
 def begin(target: Target, step: int) -> None:
@@ -127,33 +128,34 @@ def begin(target: Target, step: int) -> None:
         staging.mkdir(mode=0o700)
         return 0
 
-    on_rank_zero(target.rank, make)
+    on_rank_zero(target, make)
 
 
-def gather(mine: RankOutcome) -> list[RankOutcome]:
+def gather(target: Target, mine: RankOutcome) -> list[RankOutcome]:
     """Every rank's outcome on rank 0, nothing on the others."""
-    return [msgspec.json.decode(raw, type=RankOutcome) for raw in messages.gather_bytes(msgspec.json.encode(mine))]
+    everyones = target.control.gather_bytes(msgspec.json.encode(mine))
+    return [msgspec.json.decode(raw, type=RankOutcome) for raw in everyones]
 
 
-def on_rank_zero(rank: int, action: Callable[[], int]) -> int:
+def on_rank_zero(target: Target, action: Callable[[], int]) -> int:
     """Run `action` on rank 0; its result, or its error raised anew, on every rank."""
-    return broadcast_outcome(outcome_of(action) if rank == 0 else CommitOutcome())
+    return broadcast_outcome(target, outcome_of(action) if target.rank == 0 else CommitOutcome())
 
 
-def broadcast_outcome(outcome: CommitOutcome) -> int:
+def broadcast_outcome(target: Target, outcome: CommitOutcome) -> int:
     """Rank 0's outcome on every rank: the bytes, or its error raised."""
-    raw = messages.broadcast_bytes(msgspec.json.encode(outcome))
+    raw = target.control.broadcast_bytes(msgspec.json.encode(outcome))
     return msgspec.json.decode(raw, type=CommitOutcome).result()
 
 
-def claim(folder: Path, token: Fence, rank: int) -> None:
+def claim(target: Target) -> None:
     """Rank 0 claims the folder for this epoch. Collective; every rank raises rank 0's error."""
 
     def claim_folder() -> int:
-        fence.claim(folder, token)
+        fence.claim(target.folder, target.token)
         return 0
 
-    on_rank_zero(rank, claim_folder)
+    on_rank_zero(target, claim_folder)
 
 
 # ---------------------------------------------------------------------------------------------- one rank's part

@@ -1,8 +1,8 @@
 """Checks before step 0 that every worker has loaded the same plan and runs on the node and GPU that the plan says.
 
 A worker on the wrong node trains correctly but slowly (its tensor-parallel group crosses the network), and a worker
-with another plan trains wrongly; neither fails by itself. So all ranks exchange their identities, each checks the whole
-table with the same pure function, and all raise the same error (exit code 65).
+with another plan trains wrongly; neither fails by itself. So rank 0 gathers the identities of all, checks the whole
+table with a pure function, and all raise the same error (exit code 65).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
 from trainer.errors import PlanMismatch
 
-from .messages import all_gather_bytes
+from .control import WORLD, ControlPath
 
 
 class WorkerIdentity(Struct, frozen=True, kw_only=True):
@@ -41,16 +41,18 @@ def check_env(plan: Plan, env: WorkerEnv) -> None:
         raise PlanMismatch(f"rank {env.rank} on {env.node!r} is outside the plan's ranks 0..{world - 1}")
 
 
-def check_peers(plan: Plan, env: WorkerEnv) -> None:
-    """Exchange identities over the default group and check them. Collective; all ranks raise PlanMismatch or none."""
-    everyone = all_gather_bytes(json.encode(identity_of(plan, env)))  # by rank
-    problem = find_mismatch(plan, [json.decode(raw, type=WorkerIdentity) for raw in everyone])
-    if problem:
+def check_peers(plan: Plan, env: WorkerEnv, control: ControlPath = WORLD) -> None:
+    """Gather all identities on rank 0 and check them there. Collective; all ranks raise PlanMismatch or none."""
+
+    def verdict(everyone: list[bytes]) -> str:
+        return find_mismatch(plan, [json.decode(raw, type=WorkerIdentity) for raw in everyone]) or ""
+
+    if problem := control.judge(json.encode(identity_of(plan, env)), verdict):
         raise PlanMismatch(problem)
 
 
 def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
-    """None, or one line naming the first rank that contradicts the plan or its peers. Pure; equal on every rank."""
+    """None, or one line naming the first rank that contradicts the plan or its peers. Pure."""
     first = workers[0]
     for index, worker in enumerate(workers):
         who = f"rank {index} on {worker.node!r}"

@@ -13,6 +13,8 @@ from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
 from trainer.errors import DeviceError
 
+from .control import ControlPath
+
 #: A peer that is silent for this long is lost. Generous: a first step may compile, a node may read a slow disk.
 TIMEOUT = timedelta(minutes=10)
 
@@ -30,26 +32,42 @@ def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
     return torch.device("cuda", env.local_rank)
 
 
-def connect(env: WorkerEnv, device: torch.device) -> None:
-    """Create the default group: gloo for CPU tensors (checks, stop flags, checkpoints) and NCCL for CUDA ones.
+def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
+    """Create the default group, and the path of control messages, which is returned.
+
+    The default group has gloo for CPU tensors (files of replicas) and NCCL for CUDA ones: bound to the device, so that
+    `Mesh` can split its groups from it. gloo connects two ranks when they first talk: at the start a rank publishes its
+    address, one operation on the store for each group, where all connections at once would be world - 1 of each.
 
     Rank 0 hosts the store. Keys are prefixed by run and epoch, so that a worker left over from an earlier epoch cannot
     join this one. Raises torch's network errors (see `trainer.errors.is_peer_loss`).
     """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it from the environment only
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if env.master_addr.startswith("127.") or env.master_addr == "localhost":
         _keep_gloo_on_loopback()
-    store = dist.TCPStore(
+    server = dist.TCPStore(
         env.master_addr, env.master_port, env.world_size, env.rank == 0, timeout=TIMEOUT, wait_for_workers=False
     )
+    store = dist.PrefixStore(f"{env.run_id}/{env.epoch}", server)
+    if device.type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_RANKS_PER_ROOT", str(ranks_per_root(env.world_size)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"{env.run_id}/{env.epoch}", store),
+        store=store,
         rank=env.rank,
         world_size=env.world_size,
         timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
     )
+    return ControlPath.join(store, env.rank, env.world_size, env.local_world_size, TIMEOUT)
+
+
+def ranks_per_root(world: int) -> int:
+    """Ranks that one root of NCCL's start serves. Every rank reads the address of every root from the store, so their
+    number is kept at 64 or fewer: torch's 128 ranks a root would make the reads grow with the square of the ranks."""
+    return max(128, -(-world // 64))
 
 
 def _keep_gloo_on_loopback() -> None:

@@ -39,11 +39,12 @@ def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None
     `env` counts nodes: rank and world size are those of the saving processes, one per node. Raises SaveError, Fenced,
     and torch's network errors when another node is lost.
     """
-    connect(env, torch.device("cpu"))
-    target = Target(checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), Fence.of(env), plan, env.rank)
+    control = connect(env, torch.device("cpu"))
+    folder = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir)
+    target = Target(folder, Fence.of(env), plan, env.rank, control=control)
     store = open_replica_store(replica_dir(env.run_dir, env.node), reporter)
     save_newest_replica(target, env.world_size, store, plan.job.checkpoint.keep_last, reporter)
-    dist.barrier()  # nobody leaves while another still reads from it
+    control.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 
@@ -57,10 +58,11 @@ def save_newest_replica(
     (some files were only on lost nodes, the disk is full), Fenced.
     """
     start = time.perf_counter()
-    claim(target.folder, target.token, target.rank)
-    inventory = ReplicaInventory({str(one): [one] for one in range(world)}, target.rank, target.token.run_id, store)
+    claim(target)
+    nodes = {str(one): [one] for one in range(world)}
+    inventory = ReplicaInventory(nodes, target.rank, target.token.run_id, store, target.control)
     replica, incomplete = inventory.survey()
-    on_disk = newest_committed(target.folder, target.rank)
+    on_disk = newest_committed(target.folder, target.rank, target.control)
     if replica is None or replica.version <= on_disk:
         if incomplete is not None and incomplete.version > on_disk:
             raise SaveError(incomplete.text)
@@ -72,13 +74,13 @@ def save_newest_replica(
     source = store.folder / replica.name if store is not None else Path()
     mine = [record for at, record in enumerate(manifest.files) if _carrier(replica, record, at) == target.rank]
     problem = _write(source, target.staging(replica.step), mine)
-    outcomes = gather(RankOutcome(record=None, error=problem))
+    outcomes = gather(target, RankOutcome(record=None, error=problem))
 
     def commit() -> int:
         failed = next((outcome.error for outcome in outcomes if outcome.error), "")
         return publish(target, manifest, failed, keep_last, read_back=True)
 
-    size = on_rank_zero(target.rank, commit)
+    size = on_rank_zero(target, commit)
     if store is not None:
         store.remove()
     if target.rank == 0:

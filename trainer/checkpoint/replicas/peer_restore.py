@@ -15,7 +15,7 @@ from trainer.checkpoint.format import MANIFEST, Manifest, StatePiece, decode, ra
 from trainer.checkpoint.load import VerifiedCheckpoint, check_file
 from trainer.checkpoint.restore import StoredState
 from trainer.checkpoint.save import layout_of
-from trainer.comm import messages
+from trainer.comm.control import WORLD, ControlPath, first_problem
 from trainer.errors import CheckpointError
 
 from . import transfer
@@ -67,8 +67,15 @@ class Survey(NamedTuple):
 class ReplicaInventory:
     """The replicas that nodes hold. `nodes`: the ranks on each, ascending. Every method is collective."""
 
-    def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, run_id: str, store: ReplicaStore | None):
-        self.nodes, self.rank, self.run_id, self.store = nodes, rank, run_id, store
+    def __init__(
+        self,
+        nodes: Mapping[str, Sequence[int]],
+        rank: int,
+        run_id: str,
+        store: ReplicaStore | None,
+        control: ControlPath = WORLD,
+    ):
+        self.nodes, self.rank, self.run_id, self.store, self.control = nodes, rank, run_id, store, control
         self.node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
         self.leader_of = {rank: nodes[node][0] for rank, node in self.node_of.items()}
 
@@ -78,7 +85,7 @@ class ReplicaInventory:
 
     def survey(self) -> Survey:
         """The newest complete replica, and the newest of all if that one has lost files."""
-        raw = messages.all_gather_bytes(msgspec.json.encode(self._held()))
+        raw = self.control.all_gather_bytes(msgspec.json.encode(self._held()))
         found: dict[tuple[int, int, str], dict[str, set[int]]] = {}
         about: dict[tuple[int, int, str], tuple[_NodeReplica, int]] = {}
         for rank, held in enumerate(msgspec.json.decode(one, type=list[_NodeReplica]) for one in raw):
@@ -121,14 +128,14 @@ class ReplicaInventory:
         raw = b""
         if self.store is not None and self.rank == replica.source:
             raw = (self.store.folder / replica.name / MANIFEST).read_bytes()
-        return decode(messages.broadcast_bytes(raw, src=replica.source))
+        return decode(self.control.broadcast_bytes(raw, src=replica.source))
 
 
 class PeerRestore(ReplicaInventory):
     """Restores the ranks of a plan from replicas that its nodes still hold. Every method is collective."""
 
-    def __init__(self, plan: Plan, rank: int, run_id: str, store: ReplicaStore | None):
-        super().__init__(nodes_of(plan), rank, run_id, store)
+    def __init__(self, plan: Plan, rank: int, run_id: str, store: ReplicaStore | None, control: ControlPath = WORLD):
+        super().__init__(nodes_of(plan), rank, run_id, store, control)
         self.plan = plan
 
     def fetch(self, replica: Replica, pieces: Iterable[StatePiece]) -> VerifiedCheckpoint:
@@ -145,7 +152,7 @@ class PeerRestore(ReplicaInventory):
         own = rank_file(self.rank)
         if manifest.layout == layout_of(self.plan) and own in replica.holders:
             needed.add(own)
-        raw = messages.all_gather_bytes(msgspec.json.encode(sorted(needed)))
+        raw = self.control.all_gather_bytes(msgspec.json.encode(sorted(needed)))
         wants = [msgspec.json.decode(one, type=list[str]) for one in raw]
         missing: dict[int, set[str]] = {}
         for rank, files in enumerate(wants):
@@ -166,9 +173,8 @@ class PeerRestore(ReplicaInventory):
         return VerifiedCheckpoint(folder, manifest)
 
     def _agree(self, replica: Replica, problems: list[str]) -> None:
-        everyones = [one.decode() for one in messages.all_gather_bytes("; ".join(problems).encode())]
-        if failed := [f"rank {rank}: {one}" for rank, one in enumerate(everyones) if one]:
-            raise CheckpointError(f"replica of step {replica.step} in memory: {failed[0]}")
+        if failed := self.control.judge("; ".join(problems).encode(), first_problem):
+            raise CheckpointError(f"replica of step {replica.step} in memory: {failed}")
 
     def _replica_folder(self, replica: Replica) -> Path:
         if self.store is None:

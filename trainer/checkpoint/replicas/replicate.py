@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.checkpoint.format import MANIFEST, Manifest, StatePiece, coverage_problem, decode, encode, rank_file
 from trainer.checkpoint.save import Contents, RankOutcome, Target, gather, manifest_of, write
-from trainer.comm import messages
+from trainer.comm.control import first_problem
 from trainer.errors import TrainerError
 from trainer.worker.reporter import Reporter
 
@@ -41,7 +41,7 @@ class InMemoryReplicas:
         self.peer_of = assign_peers(target.plan)
         node = target.plan.ranks[target.rank].node
         self.leader = nodes_of(target.plan)[node][0] == target.rank  # one rank per node writes what a node has once
-        self.possible = messages.sum_ints([int(store is None)]) == [0]
+        self.possible = target.control.sum_ints([int(store is None)]) == [0]
 
     def replicate(
         self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}
@@ -54,8 +54,7 @@ class InMemoryReplicas:
         # listed before the ranks synchronise: after that, another rank of this node may have begun the next replica
         older = [path for path in self.store.replicas() if path != folder]
         problem = self._make(folder, contents)
-        problems = [raw.decode() for raw in messages.all_gather_bytes(problem.encode())]
-        failed = next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), "")
+        failed = self.target.control.judge(problem.encode(), first_problem)
         if failed:
             shutil.rmtree(folder, ignore_errors=True)
         elif self.leader:
@@ -86,14 +85,14 @@ class InMemoryReplicas:
 
     def _manifest(self, mine: RankOutcome, contents: Contents) -> tuple[Manifest | None, str]:
         """(manifest of all ranks' files, equal on each, "") or (None, why there is none)."""
-        outcomes, raw = gather(mine), b""
+        outcomes, raw = gather(self.target, mine), b""
         if self.target.rank == 0:
             failed = [f"rank {rank} wrote nothing: {one.error}" for rank, one in enumerate(outcomes) if one.error]
             if not failed:
                 manifest = manifest_of(self.target, contents, outcomes)
                 failed = [problem for problem in [coverage_problem(manifest)] if problem]
             raw = b"!" + failed[0].encode() if failed else encode(manifest)
-        raw = messages.broadcast_bytes(raw)
+        raw = self.target.control.broadcast_bytes(raw)
         if raw.startswith(b"!"):
             return None, raw[1:].decode()
         try:

@@ -1,0 +1,80 @@
+"""Control messages reach every rank over a tree whose groups stay small."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.comm.control import FAN_OUT, WORLD, ControlPath, first_problem, levels_of
+from trainer.verify.ranks import run_ranks
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(2, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_rank_reaches_rank_0_through_leaders(world, node, fan_out):
+    levels = [levels_of(rank, world, node, fan_out) for rank in range(world)]
+    groups: dict[str, list[int]] = {}
+    for rank, mine in enumerate(levels):
+        assert all(at.index == 0 for at in mine[:-1]), "a rank leads all its groups but the last"
+        assert not mine or mine[-1].covers(world) or mine[-1].index > 0
+        assert [at.stride for at in mine] == sorted({at.stride for at in mine})
+        for at in mine:
+            assert at.first + at.index * at.stride == rank
+            assert at.size <= max(node, fan_out)
+            groups.setdefault(at.name, []).append(rank)
+    for mine in levels:
+        for at in mine:
+            assert len(groups[at.name]) == at.size, "all members know of the group"
+    for rank in range(1, world):
+        assert [at.index > 0 for at in levels[rank]].count(True) == 1 or levels[rank][-1].covers(world)
+
+
+def test_a_large_world_has_few_groups_and_levels():
+    """Connections a rank and hops, at 16,384 ranks."""
+    levels = [levels_of(rank, 16384, 8) for rank in range(16384)]
+    assert max(sum(at.size - 1 for at in mine) for mine in levels) <= 7 + 3 * (FAN_OUT - 1)
+    assert max(map(len, levels)) == 4
+    assert sum(at.index == 0 for mine in levels for at in mine) == 2048 + 128 + 8 + 1
+
+
+def join(rank, world, home, node, fan_out):
+    return ControlPath.join(dist.FileStore(f"{home}/store"), rank, world, node, timedelta(seconds=30), fan_out)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("world", "node", "fan_out"), [(7, 2, 2), (9, 8, 4), (4, 1, 3), (1, 8, 2)])
+def test_messages_over_a_tree(tmp_path, world, node, fan_out):
+    """Uneven lengths, empty ones, any source, incomplete groups; and as one group of all."""
+
+    def work(rank):
+        found = []
+        for control in (join(rank, world, tmp_path, node, fan_out), WORLD):
+            texts = [f"{rank}" * rank for rank in range(world)]
+            found.append(
+                {
+                    "size": control.world_size,
+                    "sum": control.sum_ints([rank, 2**40 + rank, -1]),
+                    "most": control.maximum(float(-rank - 1)),
+                    "gather": [raw.decode() for raw in control.gather_bytes(texts[rank].encode())],
+                    "all": [raw.decode() for raw in control.all_gather_bytes(texts[rank].encode())],
+                    "from": [control.broadcast_bytes(f"{rank}!".encode(), src).decode() for src in range(world)],
+                    "none": control.broadcast_bytes(b"" if rank == 0 else b"x").decode(),
+                    "judged": control.judge(b"bad" if rank in (2, 3) else b"", first_problem),
+                }
+            )
+            control.barrier()
+        return found
+
+    for rank, (tree, flat) in enumerate(run_ranks(work, world)):
+        assert tree == flat
+        texts = [f"{other}" * other for other in range(world)]
+        assert tree["size"] == world
+        assert tree["sum"] == [sum(range(world)), world * 2**40 + sum(range(world)), -world]
+        assert tree["most"] == -1.0
+        assert tree["gather"] == (texts if rank == 0 else []) and tree["all"] == texts
+        assert tree["from"] == [f"{src}!" for src in range(world)] and tree["none"] == ""
+        assert tree["judged"] == ("rank 2: bad" if world > 2 else "")
