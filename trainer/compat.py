@@ -6,7 +6,9 @@ Checked with torch 2.11 to 2.15. When one of these breaks, this file is where to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operato
 
 __all__ = [
     "DispatchMode",
+    "bound_to_device",
     "fake_tensors",
     "fake_world",
     "flash_backward",
@@ -24,6 +27,7 @@ __all__ = [
     "fused_adamw_",
     "has_flash",
     "real_tensors",
+    "split_group",
     "storage_key",
     "watch_resizes",
 ]
@@ -145,6 +149,41 @@ def flash_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
+
+
+# ---------------------------------------------------------------------------------------------------- process groups
+
+
+def bound_to_device() -> bool:
+    """Whether the default group is bound to a GPU, so that its communicator exists and groups can be split from it."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+
+def split_group(
+    parent: torch.distributed.ProcessGroup | None,
+    ranks: Sequence[int],
+    name: str,
+    timeout: timedelta | None,
+    urgent: bool,
+) -> torch.distributed.ProcessGroup | None:
+    """The group of the global `ranks`, split from `parent` (None: the default group), whose members all must call this
+    together; None on those that are not among `ranks`. Of several backends of the parent it keeps NCCL alone; its
+    kernels run on a stream of high priority if they are `urgent`."""
+    import torch.distributed as dist
+
+    inside = dist.get_process_group_ranks(parent)
+    options: dict[str, Any] = {}
+    if bound_to_device():
+        own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        own._timeout = timeout or own._timeout
+        options["pg_options"] = own
+        if "backend" in inspect.signature(dist.split_group).parameters:  # since torch 2.14
+            options["backend"] = "nccl"
+    positions = [inside.index(rank) for rank in ranks]
+    made = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
+    return made if isinstance(made, dist.ProcessGroup) else None
 
 
 # -------------------------------------------------------------- ranks without data and without peers (the digital twin)

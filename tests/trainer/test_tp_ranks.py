@@ -24,7 +24,7 @@ from trainer.comm.collectives import (
     start_receive,
     start_send,
 )
-from trainer.comm.mesh import Mesh
+from trainer.comm.mesh import Mesh, groups_used
 from trainer.parallel.apply import build
 from trainer.verify.ranks import RankError, run_ranks
 
@@ -108,25 +108,30 @@ run_ranks(work, 2)
 # ------------------------------------------------------------------------------------------------ mesh
 
 
-def test_every_group_reaches_exactly_its_members():
-    plan = make_plan(tp=2, pp=2, dp=2, model=small(kv_heads=1, layers=4))
+@pytest.mark.parametrize("split", [False, True], ids=["made by members", "split from a larger group"])
+@pytest.mark.parametrize(
+    "degrees", [{"tp": 2, "pp": 2, "dp": 2}, {"pp": 4, "dp": 2}, {"dp": 4, "zero_group": 2}], ids=str
+)
+def test_every_group_reaches_exactly_its_members(degrees, split):
+    plan = make_plan(**degrees, zero=1, model=small(kv_heads=1, layers=4, tied_embeddings=True))
 
     def work(rank):
-        mesh = Mesh.from_plan(plan, rank)
+        mesh = Mesh.from_plan(plan, rank, split=split)
         sums = {}
-        for name in mesh.members:
+        for name in groups_used(plan):
             value = torch.tensor([2**rank])
             sums[name] = int(all_reduce(value, mesh.group(name), name, CommCounter()))
         own = {"pp": id(mesh.group("pp")), "embedding": id(mesh.group("embedding"))}
         return {"sums": sums, "sizes": {name: mesh.size(name) for name in mesh.members}, "own": own}
 
-    for rank, result in enumerate(run_ranks(work, 8)):
+    for rank, result in enumerate(run_ranks(work, plan.parallel.world_size)):
         for name, total in result["sums"].items():
             members = Mesh.alone(plan, rank).ranks(name)
-            assert total == sum(2**member for member in members), (rank, name)
-            assert result["sizes"][name] == len(members)
+            assert total == sum(2**member for member in members or (rank,)), (rank, name)
+            assert result["sizes"][name] == max(1, len(members))
         assert result["sums"]["kv"] == result["sums"]["tp"], "one key/value head: all tp ranks share it"
-        assert result["own"]["pp"] != result["own"]["embedding"], "point-to-point has a group of its own"
+        if plan.parallel.pp > 1:
+            assert result["own"]["pp"] != result["own"]["embedding"], "point-to-point has a group of its own"
 
 
 def test_a_middle_stage_is_in_no_embedding_group():

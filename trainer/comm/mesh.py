@@ -12,10 +12,17 @@ import torch.distributed as dist
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.plan.schedules import copies_of
+from trainer.compat import bound_to_device, split_group
 
-#: Order of creation, equal on every rank. "kv": tp ranks that share one key/value head. "shard": ranks of "grad" that
-#: together hold one copy of the ZeRO-sharded state; "replica": those of "grad" with the same shard (hybrid sharding).
+#: Order of creation, equal on every rank; a group comes behind its parent. "kv": tp ranks that share one key/value
+#: head. "shard": ranks of "grad" that together hold one copy of the ZeRO-sharded state; "replica": those of "grad" with
+#: the same shard (hybrid sharding).
 GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
+
+#: Which group a group is split from, in place of the world: fewer ranks then take part.
+PARENTS = {"embedding": "pp", "kv": "tp", "shard": "grad", "replica": "grad"}
+#: Groups that compute waits for at once: their kernels go before those that only have to end with the step.
+URGENT = frozenset({"tp", "cp", "kv", "pp"})
 
 
 @dataclass(frozen=True)
@@ -28,27 +35,31 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup | None]
 
     @classmethod
-    def from_plan(cls, plan: Plan, rank: int, timeout: timedelta | None = None) -> Mesh:
-        """Create this rank's process groups. Collective over all ranks of the plan.
+    def from_plan(cls, plan: Plan, rank: int, timeout: timedelta | None = None, split: bool | None = None) -> Mesh:
+        """Create this rank's process groups, in the same order on all ranks of the plan. Collective.
 
-        Only a group's members synchronise to create it (`use_local_synchronization`), so a rank's cost does not grow
-        with the world size; the fixed order of `GROUPS` prevents a cyclic wait between overlapping groups. Groups with
-        equal members share one communicator, except "pp": its point-to-point transfers are asynchronous and must not
-        queue behind collectives.
+        With `split` (default: if the default group is bound to a device, as NCCL's is) a group is split from a larger
+        one, which all members of that one take part in: NCCL then starts once for the world, and not for each group.
+        Otherwise only a group's members synchronise to create it. Neither connects anybody: NCCL and gloo do that when
+        a group is first used.
+
+        Groups with equal members share one communicator, except "pp": its point-to-point transfers are asynchronous
+        and must not queue behind collectives.
         """
+        if split is None:
+            split = bound_to_device()
         members = {name: members_of(plan, name, rank) for name in GROUPS}
-        made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
+        made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
         groups: dict[str, dist.ProcessGroup | None] = {}
-        for name in GROUPS:
+        for name in groups_used(plan):
             ranks, key = members[name], (name == "pp", members[name])
-            if len(ranks) > 1 and key not in made:
-                created = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-                assert isinstance(created, dist.ProcessGroup)
-                made[key] = created
-            groups[name] = made[key] if len(ranks) > 1 else None
-            if name == "embedding" and not ranks and plan.parallel.pp > 2:
-                # torch names a group by the number of groups created before: all ranks must create equally many
-                dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+            outside = name == "embedding" and not ranks  # a middle stage: in no group, but there while it is made
+            if len(ranks) > 1 or outside:
+                if key not in made:
+                    parent = groups.get(PARENTS.get(name, "")) if split else None
+                    everyone = ranks if not outside else _ends(members["pp"])
+                    made[key] = _make(name, everyone, rank, parent, split, timeout)
+                groups[name] = made[key]
         return cls(rank, plan.ranks[rank].coord, MappingProxyType(members), MappingProxyType(groups))
 
     @classmethod
@@ -61,11 +72,14 @@ class Mesh:
         return max(1, len(self.members[axis]))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        return self.groups[axis]
+        """None for one member. Raises KeyError for a group that the plan does not use (`groups_used`)."""
+        if axis not in self.groups and self.size(axis) > 1 and self.groups:
+            raise KeyError(f"{axis}: not among the groups of this plan, {', '.join(self.groups)}")
+        return self.groups.get(axis)
 
     def required_group(self, axis: str) -> dist.ProcessGroup:
         """The group of an axis that is known to have several members."""
-        group = self.groups[axis]
+        group = self.group(axis)
         assert group is not None, axis
         return group
 
@@ -76,6 +90,32 @@ class Mesh:
     def index(self, axis: str) -> int:
         """This rank's position in its group."""
         return self.members[axis].index(self.rank) if self.members[axis] else 0
+
+
+def groups_used(plan: Plan) -> tuple[str, ...]:
+    """The groups that ranks of this plan communicate in, in the order in which they are made. Dense weights are summed
+    over "grad"; "ep" and "dp" alone serve experts, "embedding" serves tied embeddings."""
+    unused = set() if plan.parallel.ep > 1 else {"ep", "dp"}
+    if not plan.model.tied_embeddings:
+        unused.add("embedding")
+    return tuple(name for name in GROUPS if name not in unused)
+
+
+def _make(
+    name: str, ranks: tuple[int, ...], rank: int, parent: dist.ProcessGroup | None, split: bool,
+    timeout: timedelta | None,
+) -> dist.ProcessGroup | None:  # fmt: skip
+    """The group of `ranks`; None on a rank that is not among them but in its parent."""
+    if split:
+        return split_group(parent, ranks, name, timeout, name in URGENT)
+    if rank not in ranks:  # torch names a group by the number of groups created before: all must create equally many
+        ranks = (rank,)
+    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+    return made if isinstance(made, dist.ProcessGroup) and len(ranks) > 1 else None
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return pipeline[0], pipeline[-1]
 
 
 def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:

@@ -1,0 +1,70 @@
+"""How groups come into being on NCCL: each is split from a larger one, in which all ranks do the same in step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.beds.plans import make_plan
+from tests.trainer.samples import small
+from trainer.comm import mesh
+from trainer.comm.connect import ranks_per_root
+from trainer.comm.mesh import GROUPS, PARENTS, Mesh, groups_used
+
+PLANS = {
+    "five axes": {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "zero": 1},
+    "four stages, replicated heads": {"tp": 4, "pp": 4, "dp": 2, "zero": 1},
+    "hybrid shards": {"dp": 8, "zero": 3, "zero_group": 2},
+    "two copies": {"pp": 4, "dp": 2, "schedule": "dualpipe", "micro_batches": 4},
+}
+
+
+def splits(plan, monkeypatch):
+    """Each rank's calls: (members of the parent, the split's name, its ranks)."""
+    calls = {}
+    for rank in range(plan.parallel.world_size):
+        mine = calls[rank] = []
+
+        def split_group(parent, ranks, name, timeout, urgent, mine=mine, rank=rank):
+            inside = tuple(range(plan.parallel.world_size)) if parent is None else parent
+            assert rank in inside and set(ranks) <= set(inside), "a group is split from one that holds it"
+            mine.append((inside, name, tuple(ranks)))
+            return tuple(ranks) if rank in ranks else None
+
+        monkeypatch.setattr(mesh, "split_group", split_group)
+        Mesh.from_plan(plan, rank, split=True)
+    return calls
+
+
+@pytest.mark.parametrize("degrees", PLANS.values(), ids=PLANS)
+def test_all_members_of_a_parent_split_it_together(degrees, monkeypatch):
+    plan = make_plan(**degrees, model=small(kv_heads=2, layers=4, tied_embeddings=True))
+    calls = splits(plan, monkeypatch)
+    for rank, mine in calls.items():
+        for inside, name, ranks in mine:
+            for other in inside:
+                same = [(one, theirs) for at, one, theirs in calls[other] if at == inside]
+                here = [(one, theirs) for at, one, theirs in mine if at == inside]
+                assert [one for one, _ in same] == [one for one, _ in here], "in one order, by each of its members"
+            if rank in ranks:
+                assert all((inside, name, ranks) in calls[other] for other in ranks)
+        assert len(mine) <= len({name for _, name, _ in mine}), "no group is made twice"
+
+
+def test_only_groups_that_the_plan_uses_are_made(monkeypatch):
+    plan = make_plan(cp=2, dp=2, model=small(tied_embeddings=False))
+    names = {name for _, name, _ in splits(plan, monkeypatch)[0]}
+    assert names == {"cp", "grad"}, "dp alone sums nothing here, and equal members share a communicator"
+    with pytest.raises(KeyError, match=r"dp: not among the groups of this plan"):
+        monkeypatch.setattr(mesh, "split_group", lambda *_: object())
+        Mesh.from_plan(plan, 0, split=True).group("dp")
+    assert set(groups_used(make_plan(ep=2, dp=2))) >= {"ep", "dp"}
+
+
+def test_a_parent_is_made_before_its_children():
+    assert all(GROUPS.index(parent) < GROUPS.index(child) for child, parent in PARENTS.items())
+
+
+def test_reads_of_roots_grow_linearly():
+    """Each of n ranks reads the address of each root of NCCL's start."""
+    roots = {world: -(-world // ranks_per_root(world)) for world in (8, 1024, 16384, 131072)}
+    assert roots == {8: 1, 1024: 8, 16384: 64, 131072: 64}
