@@ -87,18 +87,21 @@ def fused_adamw_(
     grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
-    step: int,
+    step: torch.Tensor,
     *,
+    skip: torch.Tensor,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
     """Update number `step` (from 1) of all tensors, on one device and of one dtype, as `torch.optim.AdamW(fused=True)`
-    makes it; without a counter for each tensor, which that increments by a kernel of its own."""
-    steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
+    makes it; without a counter for each tensor, which that increments by a kernel of its own. Where `skip` is 1 and not
+    0, nothing changes. Both are 0-d fp32 on the device, so the host need not know them."""
+    steps = [step] * len(params)
     torch._fused_adamw_(
         *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+        found_inf=skip,
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],

@@ -50,11 +50,12 @@ class Engine:
         par = plan.parallel
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
         self.counter, self.timer = counter or CommCounter(gloo=device.type == "cpu"), PhaseTimer()
-        self.scaler = LossScale() if recipe.param == torch.float16 else None
+        self.scaler = LossScale(device) if recipe.param == torch.float16 else None
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1
         shards_weights = par.zero == 3 and mesh.size("shard") > 1
         dtype = recipe.master if shards_weights else recipe.param
+        self._one = torch.ones((), dtype=torch.float64, device=device)
         self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
@@ -96,7 +97,8 @@ class Engine:
         self.part.terms.start(self.loss_scale, valid_tokens, taken=len(batches))
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
-        scale = torch.tensor(self.loss_scale / valid_tokens, dtype=torch.float64, device=self.device)
+        scale = self.scaler.current if self.scaler is not None else self._one
+        scale = scale / valid_tokens
         cp = self.mesh.size("cp"), self.mesh.index("cp")
         batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]
         if len(batches) != self.pipeline.schedule.micro_batches:  # a batch-size ramp
@@ -105,27 +107,28 @@ class Engine:
         with self.timer.phase("comm"):
             self.buckets.finish()
         with self.timer.phase("optimizer"):
-            norm = grad_norm(self.buckets, self.device, 1.0 / self.loss_scale)
+            norm = grad_norm(self.buckets, self.device)
+            norm = norm if self.scaler is None else norm / self.scaler.current
         return loss_sum, norm
 
     def _pad_micro_batches(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """`batches`, padded with empty ones if every micro-batch is a collective and other replicas take more."""
         return [*batches, *[without_targets(batches[-1])] * self._empty] if self._empty else batches
 
-    def update(self, norm: Tensor, lr: float, finite: bool = True) -> bool:
-        """Apply the gradient. False if it was skipped: a scaled fp16 gradient overflowed or it is not `finite`."""
-        finite = finite and (self.scaler is None or bool(torch.isfinite(norm)))
+    def update(self, norm: Tensor, lr: float) -> Tensor:
+        """Apply the gradient, unless `norm` is not finite: in fp16 the scaled gradient has then overflowed, elsewhere
+        something is broken. The device decides, the host does not wait; whether it was applied, 0-d bool."""
+        finite = torch.isfinite(norm)
         with self.timer.phase("optimizer"):
-            if finite:
-                clip = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)
-                self.optimizer.step(lr, clip / self.loss_scale)
-        if self.scaler is not None:
-            self.scaler.update(finite)
+            clip = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)
+            self.optimizer.step(lr, clip if self.scaler is None else clip / self.scaler.current, finite)
+            if self.scaler is not None:
+                self.scaler.update(finite)
         return finite
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the next backward multiplies the loss."""
+        """The factor by which the next backward multiplies the loss. Waits for the device."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:

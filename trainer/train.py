@@ -221,7 +221,8 @@ class Run:
             self._broken = self._broken + 1 if broken else 0
             if self._broken > plan.job.train.skip_non_finite_steps:
                 self._explain_non_finite(number, loss_sum, grad_norm)
-            if not engine.update(norm, lr, finite):
+            engine.update(norm, lr)
+            if not finite:
                 self.reporter.event("step_skipped", number, grad_norm=str(grad_norm), loss_scale=engine.loss_scale)
         logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
         loss = engine.mean_loss(loss_sum, valid_tokens) if logged else None

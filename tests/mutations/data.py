@@ -185,7 +185,7 @@ def _(patch):
     original = ShardedAdamW._update
 
     def update(self, *args):
-        count, self.step_count = self.step_count, 1
+        count, self.step_count = self.step_count, 1  # a rank's state has the count that the update reads
         original(self, *args)
         self.step_count = count
 

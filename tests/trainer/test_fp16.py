@@ -17,25 +17,27 @@ from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import step_batches
 
+FINITE, NOT_FINITE = torch.tensor(True), torch.tensor(False)
+
 
 def test_the_scale_halves_grows_and_stops_at_the_bottom():
     scaler = LossScale(initial=8.0, growth_interval=3)
     found = []
     for finite in (True, True, False, True, True, True, True):
-        scaler.update(finite)
+        scaler.update(torch.tensor(finite))
         found.append(scaler.scale)
     assert found == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]  # an overflow starts the count anew
     for _ in range(40):
         assert not scaler.exhausted or scaler.scale == LOWEST
-        scaler.update(False)
+        scaler.update(NOT_FINITE)
     assert scaler.exhausted and scaler.scale == LOWEST
 
 
 def test_state_goes_through_a_checkpoint():
     first, second = LossScale(initial=4.0, growth_interval=3), LossScale(growth_interval=3)
-    first.update(True), first.update(True)
+    first.update(FINITE), first.update(FINITE)
     second.restore(first.state())
-    first.update(True), second.update(True)
+    first.update(FINITE), second.update(FINITE)
     assert first.scale == second.scale == 8.0
     second.restore({})
     assert second.scale == 8.0
@@ -54,7 +56,7 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
         scale = engine.loss_scale
         _, norm = engine.gradients(batches, valid)
         grads = {name: grad / scale for name, grad in engine.buckets.full_grads().items()}
-        applied = engine.update(norm, 1e-3)
+        applied = bool(engine.update(norm, 1e-3))
         engine.buckets.wait_params()
         after = {info.name: weight.clone() for info, weight in engine.buckets.full_params()}
         moved = any(not torch.equal(before[name], after[name]) for name in after)
@@ -81,6 +83,26 @@ def test_overflow_skips_until_the_scale_fits_and_gradients_are_those_of_fp32():
     assert fits["applied"] and fits["norm"] == pytest.approx(truth["norm"], rel=5e-3)
     for name, grad in truth["grads"].items():
         assert (fits["grads"][name] - grad).abs().max() <= 2e-2 * grad.abs().max(), name
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_step_that_is_not_finite_leaves_no_trace(broken, zero):
+    """Nor in the padding of a bucket, which is scaled with the gradients and which no later gradient overwrites."""
+    plan = make_plan(precision="bf16", zero=zero)
+    engine = Engine(plan, Mesh.alone(plan), torch.device("cpu"), recipe(plan.job.train))
+    batches, valid = step_batches(plan, engine.mesh.coord, 0)
+    _, usual = engine.gradients(batches, valid)
+    for bucket in engine.buckets.buckets:
+        bucket.grad_shard[0] = broken
+    before = [tensor.clone() for tensor in (*engine.optimizer.tensors(), *engine.buckets.param_tensors())]
+    assert not engine.update(torch.tensor(broken, dtype=torch.float64), 1e-3)
+    for old, new in zip(before, (*engine.optimizer.tensors(), *engine.buckets.param_tensors()), strict=True):
+        assert torch.equal(old, new)
+    assert engine.optimizer.step_count == 0
+    _, again = engine.gradients(batches, valid)
+    assert torch.equal(usual, again)
+    assert engine.update(again, 1e-3) and engine.optimizer.step_count == 1
 
 
 def test_small_gradients_survive_only_with_a_scale():

@@ -40,6 +40,7 @@ def test_more_layouts_run_on_gpus(more, name):
 def runs(ranks: list[dict]) -> None:
     for rank in ranks:
         assert rank["kernels"] > 100, "it computes on the device"
+        assert rank["waits"] == [], "the host enqueues a step without waiting for the device"
         counted = sum(rank["calls"].values())
         assert bool(counted) == bool(rank["sent"]), "what the counter counts is what NCCL is given"
 

@@ -19,6 +19,7 @@ from trainer.parallel.params import whole
 
 F64 = torch.float64
 OPTIM = make_plan().job.optim
+FINITE = torch.tensor(True)
 #: As many tensors as a model of 32 layers has.
 SHAPES = {f"layers.{at}": (5, 3) if at % 3 else (7,) for at in range(291)}
 
@@ -49,7 +50,7 @@ def test_grouped_updates_are_those_of_the_formula(factor):
     weights = {name: param.detach().clone() for name, param in params.items()}
     for _ in range(3):
         grads = filled(buckets)
-        optimizer.step(0.01, torch.tensor(factor, dtype=F64))
+        optimizer.step(0.01, torch.tensor(factor, dtype=F64), FINITE)
         weights = twin.step(weights, {name: grad * factor for name, grad in grads.items()}, 0.01)
         for name, param in params.items():
             torch.testing.assert_close(param.detach(), weights[name], rtol=1e-12, atol=1e-12)
@@ -61,7 +62,7 @@ def test_an_update_of_many_tensors_takes_a_handful_of_calls(dtype, grad):
     optimizer, _, buckets = trained(291, dtype, grad)
     filled(buckets)
     with Kernels() as kernels:
-        optimizer.step(0.01, torch.tensor(0.5, dtype=F64))
+        optimizer.step(0.01, torch.tensor(0.5, dtype=F64), FINITE)
     assert len(kernels.seen) <= 10, kernels.seen
     with Kernels() as kernels:
         squared_norm([bucket.grad_shard for bucket in buckets.buckets])

@@ -51,7 +51,18 @@ class ShardedAdamW:
         self.buckets, self.optim, self.master_dtype = buckets, optim, master_dtype
         self.states = [self._new_state(bucket) for bucket in buckets.buckets]
         self.groups = self._grouped()
-        self.step_count = 0
+        device = self.states[0].master.device if self.states else torch.device("cpu")
+        self._steps = torch.zeros((), dtype=torch.float32, device=device)  # updates made; exact to 16 million
+        self._skip = torch.zeros((), dtype=torch.float32, device=device)  # 1: not this one
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far, skipped ones not among them. Waits for the device."""
+        return int(self._steps)
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._steps.fill_(count)
 
     def _new_state(self, bucket: ShardedBucket) -> ShardState:
         shard = bucket.param_shard
@@ -73,14 +84,16 @@ class ShardedAdamW:
         return groups
 
     @torch.no_grad()
-    def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
-        """One update with the gradients times `grad_scale` (clipping, loss scale). Starts the parameter gathers in
-        forward order; `buckets.wait_params()` waits for them."""
-        self.step_count += 1
-        scaled = not (isinstance(grad_scale, float) or grad_scale.device.type == "cpu") or float(grad_scale) != 1.0
+    def step(self, lr: float, grad_scale: Tensor, finite: Tensor) -> None:
+        """One update with the gradients times `grad_scale` (clipping, loss scale), or none if not `finite`: both 0-d,
+        decided on the device. Starts the parameter gathers in forward order; `buckets.wait_params()` waits for them."""
+        if self._steps.device != finite.device:  # a rank without parameters, in its first step
+            self._steps, self._skip = self._steps.to(finite.device), self._skip.to(finite.device)
+        self._steps += finite
+        torch.logical_not(finite, out=self._skip)
         factor = None
-        if scaled and self.states:
-            factor = torch.as_tensor(grad_scale, dtype=self.master_dtype, device=self.states[0].master.device)
+        if grad_scale.is_cuda or float(grad_scale) != 1.0:
+            factor = grad_scale.to(self.master_dtype)
         for group in self.groups:
             buckets, states = [self.buckets.buckets[at] for at in group], [self.states[at] for at in group]
             grads = [bucket.grad_shard.to(self.master_dtype) for bucket in buckets]
@@ -100,7 +113,8 @@ class ShardedAdamW:
             grads,
             [state.exp_avg for state in states],
             [state.exp_avg_sq for state in states],
-            self.step_count,
+            self._steps,
+            skip=self._skip,
             lr=lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,

@@ -52,9 +52,9 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield joined[0] if len(joined) == 1 else torch.cat(joined)
 
 
-def grad_norm(buckets: Sharding, device: torch.device, scale: float = 1.0) -> Tensor:
-    """The 2-norm of the whole model's gradient after `finish`, times `scale`: 0-d float64 on `device`, the same on
-    every rank, also on one without parameters (a middle stage without layers).
+def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
+    """The 2-norm of the whole model's gradient after `finish`: 0-d float64 on `device`, the same on every rank, also on
+    one without parameters (a middle stage without layers).
 
     Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Sums
     over the shards of data-parallel ranks (ZeRO) and over the model's ranks (tp, pp). Does not synchronise the host.
@@ -64,17 +64,18 @@ def grad_norm(buckets: Sharding, device: torch.device, scale: float = 1.0) -> Te
     if buckets.zero:
         all_reduce(total, buckets.mesh.group("shard"), "norm", buckets.counter)
     all_reduce(total, buckets.mesh.group("model"), "norm", buckets.counter)
-    return total.sqrt_().mul_(scale)
+    return total.sqrt_()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that limits the gradients' norm to `max_norm` (0 = no clipping).
+    """The factor that limits the gradients' norm to `max_norm` (0 = no clipping), finite whatever the norm is: padding
+    is multiplied by it too, and no later gradient overwrites that.
 
     The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, so that torch in one process gives the same weights.
     """
     if max_norm <= 0:
         return torch.ones_like(norm)
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return (max_norm / (norm + 1e-6)).nan_to_num(1.0).clamp(max=1.0)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -171,7 +171,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]
     from trainer.verify.ranks import run_ranks as forked
 
     with tempfile.TemporaryDirectory() as folder:
-        return forked(_on_gpu, world, function, f"{folder}/store", world, *args)
+        return forked(_on_gpu, world, function, f"{folder}/store", world, *args, timeout=300.0)
 
 
 def _on_gpu(rank: int, function: Callable[..., Any], store: str, world: int, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from trainer.model.dropout import AttentionDropout
 from trainer.model.stage import Stage
 
 from .allgather import AllGatherAttention
-from .order import positions
+from .order import chunks
 from .ring import RingAttention
 from .ulysses import UlyssesAttention
 
@@ -39,5 +39,5 @@ def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroB
     """
     if size == 1:
         return batch
-    mine = torch.tensor(positions(method, batch.tokens.shape[1], size, index), device=batch.tokens.device)
-    return batch.each(lambda part: part[:, mine])
+    mine = chunks(method, batch.tokens.shape[1], size, index)  # slices: an index tensor would have to be sent there
+    return batch.each(lambda part: torch.cat([part[:, one.start : one.stop] for one in mine], dim=1))
