@@ -10,7 +10,7 @@ from orchestrator.plan.document import Train
 
 from .errors import LayoutError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def recipe(train: Train) -> Recipe:
     param, reduce = DTYPES[train.precision], DTYPES[train.grad_dtype]
     if train.precision == "fp32" and reduce != torch.float32:
         raise LayoutError(f"grad_dtype {train.grad_dtype} with precision fp32 loses digits and saves nothing; use fp32")
-    return Recipe(param, reduce, torch.float32)
+    return Recipe(param, reduce, torch.promote_types(param, torch.float32))
 
 
 #: For parity tests: everything in double, where a real bug cannot hide behind rounding.

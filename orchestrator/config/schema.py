@@ -65,7 +65,7 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 class GpuSpec(Frozen):
     name: Name
     memory_gib: Positive
-    peak_tflops: dict[Literal["fp32", "bf16", "fp16", "fp8"], Positive]  # dense; what is left out, the GPU cannot do
+    peak_tflops: dict[Literal["fp64", "fp32", "bf16", "fp16", "fp8"], Positive]  # dense; left out: it cannot do that
     hbm_gb_per_s: Positive
     source: Source
 

@@ -20,7 +20,8 @@ Axis = Literal["tp", "cp", "ep", "pp", "dp"]
 #: Default nesting from the fastest links outwards (planning.md E1, Llama 3 order).
 AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
 
-Precision = Literal["fp32", "bf16", "fp16"]
+#: fp64 trains slowly and is for verification: rounding hides no mistake (`orch verify`).
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 #: Precision of the layers' matrix products where it is narrower than the tensors', by recipe of scaling: one scale a
 #: tensor, one a row, one a block of 128 (DeepSeek-V3, arXiv 2412.19437), one a block of 32 (OCP MX); 4 bits, one a
 #: block of 16.
@@ -40,7 +41,7 @@ class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Gpu(Frozen):
     name: str
     memory_bytes: int
-    peak_flops: dict[str, float]  # dense FLOP/s by precision: fp32, bf16, fp16, fp8
+    peak_flops: dict[str, float]  # dense FLOP/s by precision: fp64, fp32, bf16, fp16, fp8
     hbm_bytes_per_s: float
     source: str
 

@@ -49,6 +49,7 @@ class Case(Struct, frozen=True, kw_only=True):
     batch_ramp: BatchRamp | None = None
     seq_len: int
     matmul: Matmul = ""
+    precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
     model: Model
     cluster: Cluster
@@ -316,7 +317,14 @@ def _matmul(case: Case) -> str | None:
 
 
 def _grad_dtype(case: Case) -> str | None:
-    return "train.grad_dtype=fp16: the trainer sums gradients in fp32 or bf16" if case.grad_dtype == "fp16" else None
+    if case.grad_dtype == "fp16":
+        return "train.grad_dtype=fp16: the trainer sums gradients in fp32 or bf16"
+    if (case.precision == "fp64") != (case.grad_dtype == "fp64"):
+        return (
+            f"train.precision={case.precision} with train.grad_dtype={case.grad_dtype}: fp64 is for verification, with"
+            " both; else grad_dtype is fp32 or bf16"
+        )
+    return None
 
 
 def _mla(case: Case) -> str | None:
@@ -375,6 +383,7 @@ def case_of(plan: Plan) -> Case:
     return Case(
         **same,
         matmul=plan.job.matmul,
+        precision=train.precision,
         grad_dtype=train.grad_dtype,
         allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
         uneven=bool(par.replica_micro_batches),

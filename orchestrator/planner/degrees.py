@@ -41,6 +41,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
         seq_len=train.seq_len,
         matmul=train.matmul,
+        precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=model,
         cluster=cluster,

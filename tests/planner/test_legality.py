@@ -91,6 +91,13 @@ def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
     assert name == rule and line in problem
 
 
+def test_fp64_is_for_weights_and_gradients_or_for_neither():
+    for precision, grads in (("fp64", "fp32"), ("fp32", "fp64"), ("fp64", "bf16")):
+        name, problem = broken(case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER)
+        assert name == "grad_dtype" and f"train.precision={precision}" in problem
+    assert broken(case(shapes.tiny(), seq_len=128, precision="fp64", grad_dtype="fp64"), TRAINER) is None
+
+
 WISHES = {name: st.integers(1, most) for name, most in (("tp", 24), ("pp", 24), ("cp", 4), ("ep", 4), ("vpp", 3))}
 
 

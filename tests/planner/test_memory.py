@@ -86,6 +86,8 @@ def test_states_of_korthikanti_figure_1(row, name, gib):
         (0, "bf16", "bf16", (2, 2, 12)),
         (1, "bf16", "bf16", (2, 2, 3)),
         (2, "bf16", "bf16", (2, 0.5, 3)),
+        (1, "fp64", "fp64", (8, 8, 4)),  # for verification: everything in double
+        (3, "fp64", "fp64", (2, 2, 4)),
         (3, "bf16", "bf16", (1, 0.5, 2)),  # mem-038 has 0.5 and 3: here the shard itself is the master copy
     ],
 )

@@ -30,8 +30,8 @@ def rank_state_bytes(
     """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding.
 
     Weights in the training precision; gradients in `grad_dtype` or as the recipe has them, unsharded with ZeRO-0 and 1;
-    AdamW's two moments in fp32, and an fp32 master copy where weights are narrower. Experts shard over cp * dp, all
-    other weights over cp * ep * dp.
+    AdamW's two moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
+    shard over cp * dp, all other weights over cp * ep * dp.
     """
     params = grads = optimizer = 0.0
     for count, replicas in (
@@ -48,11 +48,11 @@ def rank_state_bytes(
 def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> StateBytes:
     """States of one parameter that `replicas` ranks hold, on each of them."""
     weight: float = DTYPE_BYTES[train.precision]
-    gradient = gradient_bytes(train, recipe)
-    shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight == 4 else 4
+    gradient, moment = gradient_bytes(train, recipe), max(weight, 4)
+    shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight >= 4 else 4
     if parallel.zero >= 3 and shards > 1:  # the shard is the master copy; gathered weights are narrow
         narrow = weight / shards
-        weight, master = (narrow, master) if recipe.own_master else ((4 if master else weight) / shards, 0)
+        weight, master = (narrow, master) if recipe.own_master else ((master or weight) / shards, 0)
     if not recipe.trained:
         return StateBytes(weight, 0.0, 0.0)
     if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
@@ -60,7 +60,7 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
     return StateBytes(
         params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
         grads=gradient / (shards if parallel.zero >= 2 else 1),
-        optimizer=(8 + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
+        optimizer=(2 * moment + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
     )
 
 

@@ -32,7 +32,7 @@ def resolve(spec: ModelSpec) -> Model:
     return structs.replace(model, parameters=parameter_count(model))
 
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 class LayerParams(Struct, frozen=True):
