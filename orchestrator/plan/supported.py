@@ -317,14 +317,8 @@ def _matmul(case: Case) -> str | None:
 
 
 def _grad_dtype(case: Case) -> str | None:
-    if case.grad_dtype == "fp16":
-        return "train.grad_dtype=fp16: the trainer sums gradients in fp32 or bf16"
-    if (case.precision == "fp64") != (case.grad_dtype == "fp64"):
-        return (
-            f"train.precision={case.precision} with train.grad_dtype={case.grad_dtype}: fp64 is for verification, with"
-            " both; else grad_dtype is fp32 or bf16"
-        )
-    return None
+    legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
+    return None if legal else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
 
 
 def _mla(case: Case) -> str | None:
@@ -380,15 +374,12 @@ def case_of(plan: Plan) -> Case:
     names = ["tp", "cp", "ep", "pp", "dp", "vpp", "zero", "sp", "schedule", "schedule_rows", "cp_method", "zero_group"]
     names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
     same: dict[str, Any] = {name: getattr(par, name) for name in names}
+    same |= {name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")}
     return Case(
         **same,
         matmul=plan.job.matmul,
-        precision=train.precision,
-        grad_dtype=train.grad_dtype,
         allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
         uneven=bool(par.replica_micro_batches),
-        batch_ramp=train.batch_ramp,
-        seq_len=train.seq_len,
         model=plan.model,
         cluster=cut(plan.cluster, range(-(-par.world_size // plan.cluster.gpus_per_node))),  # without its spares
     )

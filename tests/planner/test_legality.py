@@ -94,7 +94,7 @@ def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
 def test_fp64_is_for_weights_and_gradients_or_for_neither():
     for precision, grads in (("fp64", "fp32"), ("fp32", "fp64"), ("fp64", "bf16")):
         name, problem = broken(case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER)
-        assert name == "grad_dtype" and f"train.precision={precision}" in problem
+        assert name == "grad_dtype" and f"train.grad_dtype={grads} with {precision}" in problem
     assert broken(case(shapes.tiny(), seq_len=128, precision="fp64", grad_dtype="fp64"), TRAINER) is None
 
 

@@ -1,0 +1,71 @@
+"""`python -m orchestrator.verify.start_ranks`: runs the ranks of whole jobs on this machine, one job after the other.
+
+Like an agent's fork server it imports `trainer` once and forks its workers, which call `trainer.__main__.main` as
+`python -m trainer` does. Reads a job a line: its plan, and for each rank its environment, log and reports. Prints the
+ranks' exit codes. Ranks that have not ended in time are killed: their code is -9.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+from orchestrator.run.processes import die_with_parent
+
+#: Seconds for all ranks of a job. Small jobs take some; machines are shared.
+TIMEOUT_S = 300.0
+
+
+def main() -> int:
+    preload, program = importlib.import_module("trainer.preload"), importlib.import_module("trainer.__main__")
+    for line in sys.stdin:
+        job = json.loads(line)
+        preload.prepare(["--plan", job["plan"]], os.environ)
+        pids = [_start(rank, preload, program, job["plan"]) for rank in job["ranks"]]
+        print(json.dumps(_wait(pids)), flush=True)
+    return 0
+
+
+def _start(rank: dict[str, Any], preload: Any, program: Any, plan: str) -> int:
+    """The pid of a new worker."""
+    parent, pid = os.getpid(), os.fork()
+    return pid or _work(rank, parent, preload, program, plan)
+
+
+def _work(rank: dict[str, Any], parent: int, preload: Any, program: Any, plan: str) -> NoReturn:
+    """In the worker."""
+    try:
+        die_with_parent(parent)
+        log, nothing = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+        for source, number in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, number)
+        report = os.open(rank["reports"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.environ.update(rank["environment"] | {"ORCH_REPORT_FD": str(report)})
+        preload.after_fork()
+        program.main(["--plan", plan])
+    finally:
+        os._exit(99)
+
+
+def _wait(pids: list[int]) -> list[int]:
+    codes, end = dict[int, int](), time.monotonic() + TIMEOUT_S
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(found[1])
+        if time.monotonic() > end:
+            for pid in pids:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+            end += TIMEOUT_S
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
