@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model, Moe
 
-from .mlp import ACTIVATIONS, MLP
+from .mlp import ACTIVATIONS, MLP, gated
 from .router import Router, Routing
 
 #: (x [n, hidden], routing, experts) -> [n, hidden]; expert parallelism puts its own there
@@ -50,11 +50,12 @@ class Experts(nn.Module):
         self.gate = GroupedLinear(*shape) if model.mlp == "gated" else None
         self.up = GroupedLinear(*shape)
         self.down = GroupedLinear(moe.experts, moe.ffn_hidden, model.hidden)
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = model.activation
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         up = self.up(x, counts)
-        inner = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
+        activation = self.activation
+        inner = ACTIVATIONS[activation](up) if self.gate is None else gated(self.gate(x, counts), up, activation)
         return self.down((inner * weights[:, None]).to(x.dtype), counts)
 
 
