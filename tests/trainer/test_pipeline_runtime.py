@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from orchestrator.plan.schedules import Kind, build, peak_in_flight, read_table, simulate
@@ -43,11 +44,11 @@ class Toy(nn.Module):
         return self.second(self.first(torch.ones(SHAPE) if x is None else x))
 
 
-def pipeline(rank, schedule, toy=Toy, **options):
+def pipeline(rank, schedule, toy=Toy, gloo=True, **options):
     mesh = Mesh.from_plan(make_plan(pp=schedule.pp), rank) if schedule.pp > 1 else Mesh.alone(make_plan())
     stages = [toy() for _ in schedule.stages_of(rank)]
     options = {"shape": SHAPE, "dtype": torch.float32} | options
-    return Pipeline(schedule, stages, lambda out, targets: out.sum(), mesh, CommCounter(), **options)
+    return Pipeline(schedule, stages, lambda out, targets: out.sum(), mesh, CommCounter(gloo=gloo), **options)
 
 
 def batches(schedule):
@@ -96,6 +97,31 @@ def test_outputs_are_let_go_when_sent():
 
     first_backward = run_ranks(rank_main, 2)[0][0]
     assert 24 <= first_backward <= 24 + MOST_SENDS + 3.5  # three gradients are on their way; with outputs 36
+
+
+# ------------------------------------------------------------------------------------------- transfers on a GPU
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2), ("dualpipe", 1)])
+def test_batches_as_on_a_gpu_give_the_same_gradients(name, vpp):
+    """All point-to-point of a moment in one call, on one group: gradients as with single messages matched by tags."""
+    schedule = build(name, 2, 6, vpp)
+
+    def rank_main(rank, gloo):
+        calls, real = [], dist.batch_isend_irecv
+        dist.batch_isend_irecv = lambda operations: [calls.append(len(operations)), real(operations)][1]
+        pipe = pipeline(rank, schedule, gloo=gloo)
+        total = pipe.run(batches(schedule))
+        grads = [param.grad for stage in pipe.stages.values() for param in stage.parameters()]
+        return {"total": total, "grads": grads, "calls": calls, "batched": max(map(len, pipe.program))}
+
+    single, batched = ([*run_ranks(rank_main, 2, gloo)] for gloo in (True, False))
+    for one, other in zip(single, batched, strict=True):
+        torch.testing.assert_close(other["grads"], one["grads"], rtol=0, atol=0)
+        assert torch.equal(one["total"], other["total"])
+        assert sum(one["calls"]) == sum(other["calls"]) and set(one["calls"]) == {1}
+        assert max(other["calls"]) == other["batched"] > 1, "transfers in both directions start together"
 
 
 # ------------------------------------------------------------------------------------------- records

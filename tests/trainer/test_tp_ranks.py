@@ -17,12 +17,12 @@ from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, batch, small
 from trainer.comm.collectives import (
     CommCounter,
+    Message,
     all_gather,
     all_reduce,
     reduce_scatter,
     start_all_reduce,
-    start_receive,
-    start_send,
+    start_messages,
 )
 from trainer.comm.mesh import Mesh, groups_used
 from trainer.parallel.apply import build
@@ -151,9 +151,8 @@ def test_collectives_are_right_and_counted_by_the_ring_formulas():
         out["gathered"] = all_gather(torch.tensor([[rank]]), group, "b", counter)
         out["mine"] = reduce_scatter(torch.arange(8.0) + rank, group, "c", counter)
         to, source = (rank + 1) % n, (rank - 1) % n
-        send = start_send(torch.tensor([rank]), to, group, "d", counter)
-        out["from"] = start_receive(torch.empty(1, dtype=torch.int64), source, group, "d", counter).wait()
-        send.wait()
+        both = Message(torch.tensor([rank]), to, False), Message(torch.empty(1, dtype=torch.int64), source, True)
+        out["from"] = [handle.wait() for handle in start_messages(both, group, "d", counter)][1]
         handle = start_all_reduce(torch.ones(2), group, "e", counter, op=dist.ReduceOp.MAX)
         out["late"] = handle.wait() + handle.wait()
         sent, seconds = counter.take()

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -214,24 +214,34 @@ def start_all_gather(
     return Handle(out, work, axis, counter)
 
 
-def start_send(
-    tensor: Tensor, to: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
-) -> Handle:
-    """Send to the global rank `to`. The tensor must not change before the wait."""
-    counter.count_sent("send", axis, tensor.nbytes, group, to=to)
-    with counter.waiting(axis, tensor):
-        work = dist.isend(tensor, dst=to, group=group, tag=tag)
-    return Handle(tensor, work, axis, counter)
+class Message(NamedTuple):
+    """A tensor to the global rank `peer`, or the memory for one from it, whose shape is known from the plan. A sent
+    tensor must not change before the wait. `tag`: equal on both sides; gloo matches messages by it, NCCL by order."""
+
+    tensor: Tensor
+    peer: int
+    receives: bool
+    tag: int = 0
 
 
-def start_receive(
-    out: Tensor, source: int, group: dist.ProcessGroup, axis: str, counter: CommCounter, tag: int = 0
-) -> Handle:
-    """Receive from the global rank `source` into `out`, whose shape both sides know from the plan."""
-    what = f"receive from rank {source}"
-    with counter.waiting(axis, out, what):
-        work = dist.irecv(out, src=source, group=group, tag=tag)
-    return Handle(out, work, axis, counter, what=what)
+def start_messages(
+    messages: Sequence[Message], group: dist.ProcessGroup, axis: str, counter: CommCounter
+) -> list[Handle]:
+    """Start all messages together, which NCCL runs as one kernel; a handle for each, in the same order."""
+    operations = [
+        dist.P2POp(dist.irecv if one.receives else dist.isend, one.tensor, one.peer, group, one.tag) for one in messages
+    ]
+    first = messages[0]
+    what = f"receive from rank {first.peer}" if first.receives else "send"
+    with counter.waiting(axis, first.tensor, what):
+        works = dist.batch_isend_irecv(operations)
+    handles = []
+    for one, work in zip(messages, works if len(works) > 1 else works * len(messages), strict=True):
+        if not one.receives:
+            counter.count_sent("send", axis, one.tensor.nbytes, group, to=one.peer)
+        what = f"receive from rank {one.peer}" if one.receives else ""
+        handles.append(Handle(one.tensor, work, axis, counter, what=what))
+    return handles
 
 
 def start_rotate(

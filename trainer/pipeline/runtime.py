@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from orchestrator.plan import Plan
-from orchestrator.plan.schedules import Action, Kind, Schedule, lower, receive_early, schedule_of
+from orchestrator.plan.schedules import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    costs_of,
+    lower,
+    lower_to_batches,
+    receive_early,
+    schedule_of,
+)
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.comm.timers import PhaseTimer
@@ -53,6 +63,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         on_grad: OnGrad | None = None,
         timer: PhaseTimer | None = None,
+        costs: Costs | None = None,
         compiled: bool = False,
         terms: LossTerms | None = None,
     ):
@@ -80,14 +91,16 @@ class Pipeline:
         self._micro_batches: Sequence[Batch] = ()
         self._total: Tensor
         self._scale: Tensor
+        self._costs = costs
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Use `schedule` from the next step on: the same stages and ranks, another number of micro-batches."""
-        program = lower(schedule)[self.rank]
-        # gloo matches messages by tag, so receives may start early; NCCL needs the same order at both ends of a pair,
-        # and its host thread runs ahead of the device anyway.
-        self.program = receive_early(program) if self.transfers.counter.gloo else program
+        if self.transfers.counter.gloo:  # it matches messages by tag, so receives may start early and alone
+            early = receive_early(lower(schedule, self._costs)[self.rank])
+            self.program: tuple[tuple[Action, ...], ...] = tuple((action,) for action in early)
+        else:  # NCCL needs the same order at both ends of a pair; its host thread runs ahead of the device anyway
+            self.program = lower_to_batches(schedule, self._costs)[self.rank]
         self.schedule = self.transfers.schedule = schedule
 
     @classmethod
@@ -124,6 +137,7 @@ class Pipeline:
             on_grad=on_grad,
             timer=timer,
             compiled=plan.job.train.compile,
+            costs=costs_of(plan),
             terms=terms,
         )
 
@@ -142,7 +156,8 @@ class Pipeline:
         self._micro_batches, self._total = micro_batches, torch.zeros((), **scalar)
         self._scale = torch.ones((), **scalar).mul_(loss_scale)  # keeps its dtype, copies nothing from the host
         self.action_times.restart()
-        for action in self.program:
+        for batch in self.program:
+            action = batch[0]
             match action.kind:
                 case Kind.F:
                     self._forward(action)
@@ -150,10 +165,8 @@ class Pipeline:
                     self._backward(action)
                 case Kind.W:
                     self._weights(action)
-                case Kind.SEND_F | Kind.SEND_B:
-                    self.transfers.send(action)
-                case Kind.RECV_F | Kind.RECV_B:
-                    self.transfers.receive(action)
+                case _:
+                    self.transfers.start(batch)
         self._micro_batches = ()
         with self._phase("pipeline_wait"):
             self.transfers.finish()

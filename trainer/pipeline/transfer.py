@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orchestrator.plan.schedules import Action, Kind, Schedule, peer_of
-from trainer.comm.collectives import CommCounter, Handle, start_receive, start_send
+from orchestrator.plan.schedules import RECEIVES, Action, Batch, Kind, Schedule, peer_of
+from trainer.comm.collectives import CommCounter, Handle, Message, start_messages
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
 
@@ -55,22 +55,24 @@ class Transfers:
         else:
             self._outbox[Action(kind, stage, micro_batch)] = tensor.contiguous()
 
-    def send(self, action: Action) -> None:
-        """Start a SEND; the tensor is freed when it has been sent."""
+    def start(self, batch: Batch) -> None:
+        """Start SENDs and RECVs together, into new buffers; a tensor is freed when it has been sent."""
         self._free_sent()
-        tensor = self._outbox.pop(action)
-        self._sending.append(
-            start_send(
-                tensor, self._peer(action), self.mesh.required_group(AXIS), AXIS, self.counter, self._tag(action)
-            )
-        )
+        messages = [self._message(action) for action in batch]
+        handles = start_messages(messages, self.mesh.required_group(AXIS), AXIS, self.counter)
+        for action, handle in zip(batch, handles, strict=True):
+            if action.kind in RECEIVES:
+                self._inbox[action] = handle
+            else:
+                self._sending.append(handle)
 
-    def receive(self, action: Action) -> None:
-        """Start a RECV into a new buffer."""
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self._inbox[action] = start_receive(
-            buffer, self._peer(action), self.mesh.required_group(AXIS), AXIS, self.counter, self._tag(action)
-        )
+    def _message(self, action: Action) -> Message:
+        receives = action.kind in RECEIVES
+        if receives:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            tensor = self._outbox.pop(action)
+        return Message(tensor, self._peer(action), receives, self._tag(action))
 
     def take(self, action: Action) -> Tensor:
         """Wait for the tensor of a RECV."""

@@ -5,9 +5,10 @@ One technique a file, each a function from (rank, pp, micro_batches, vpp) to tha
 
 from orchestrator.plan.document import TABLE
 
-from .actions import Action, Kind, ScheduleError, parse_action
-from .lower import Program, lower, peer_of, receive_early, receive_of
-from .of_plan import copies, copies_of, schedule_of
+from .actions import RECEIVES, Action, Kind, ScheduleError, parse_action
+from .device import DeviceTimes, run_on_device
+from .lower import Batch, Program, lower, lower_to_batches, peer_of, receive_early, receive_of
+from .of_plan import copies, copies_of, costs_of, schedule_of
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
 from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
@@ -15,10 +16,13 @@ from .table import read_rows, read_table, write_table
 from .validate import problem, program_problem
 
 __all__ = [
+    "RECEIVES",
     "SCHEDULES",
     "TABLE",
     "Action",
+    "Batch",
     "Costs",
+    "DeviceTimes",
     "Kind",
     "Program",
     "Schedule",
@@ -28,8 +32,10 @@ __all__ = [
     "build",
     "copies",
     "copies_of",
+    "costs_of",
     "illegal",
     "lower",
+    "lower_to_batches",
     "parse_action",
     "peak_in_flight",
     "peer_of",
@@ -39,6 +45,7 @@ __all__ = [
     "read_table",
     "receive_early",
     "receive_of",
+    "run_on_device",
     "schedule_of",
     "simulate",
     "write_table",

@@ -1,8 +1,9 @@
 """From compute orders to full programs: sends and receives in an order that cannot deadlock.
 
-Both halves of a transfer are placed at one moment of one global order: when the producer ends, in the simulation with
-unit costs. Every rank's program is a sub-sequence of that order, so the programs finish even if each send blocks until
-its receive runs (rendezvous), and any two ranks name their mutual transfers in the same order, which NCCL asks for.
+Both halves of a transfer are placed at one moment of one global order: when the producer ends, in a simulation with
+the stages' costs. Every rank's program is a sub-sequence of that order, so the programs finish even if each send blocks
+until its receive runs (rendezvous), and any two ranks name their mutual transfers in the same order, which NCCL asks
+for.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ from operator import itemgetter
 
 from .actions import COMPUTE, RECEIVES, Action, Kind
 from .schedule import Schedule
-from .simulate import simulate
+from .simulate import Costs, simulate
 
 Program = tuple[Action, ...]
+#: One compute action, or transfers that start together.
+Batch = tuple[Action, ...]
 
 
-def lower(schedule: Schedule) -> tuple[Program, ...]:
+def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]:
     """Program of every rank. Neighbouring stages on one rank hand over in memory, without SEND and RECV.
+
+    `costs`, above zero and equal on all ranks, decide where transfers stand between computations: with those of the
+    real stages a transfer does not wait behind one that comes later. Any costs give programs that end.
 
     Raises ScheduleError if the compute orders deadlock.
     """
     events: list[tuple[float, bool, int, Action, Action | None]] = []  # (time, is compute, rank, action, receive)
-    for rank, spans in enumerate(simulate(schedule).spans):
+    for rank, spans in enumerate(simulate(schedule, costs).spans):
         for action, start, end in spans:
             events.append((start, True, rank, action, None))
             if (receive := receive_of(schedule, action)) is not None:
@@ -55,6 +61,43 @@ def peer_of(schedule: Schedule, action: Action) -> int:
     """Pipeline rank on the other end of a SEND or RECV."""
     towards_next = action.kind in (Kind.SEND_F, Kind.RECV_B)
     return schedule.stage_rank[action.stage + (1 if towards_next else -1)]
+
+
+def other_half(action: Action) -> Action:
+    """SEND -> its RECV and RECV -> its SEND."""
+    kind, stage, micro_batch = action
+    if kind is Kind.SEND_F:
+        return Action(Kind.RECV_F, stage + 1, micro_batch)
+    if kind is Kind.RECV_F:
+        return Action(Kind.SEND_F, stage - 1, micro_batch)
+    if kind is Kind.SEND_B:
+        return Action(Kind.RECV_B, stage - 1, micro_batch)
+    return Action(Kind.SEND_B, stage + 1, micro_batch)
+
+
+def lower_to_batches(schedule: Schedule, costs: Costs | None = None) -> tuple[tuple[Batch, ...], ...]:
+    """Program of every rank for NCCL, which runs a batch as one kernel and batches in order: computations, and between
+    them batches of the transfers that begin at one moment of the simulation.
+
+    A batch stands behind the computations that have ended by then, and before one that is running: whatever its data
+    needs has ended too, so nothing that it waits for comes after it. Raises ScheduleError as `lower`.
+    """
+    spans = simulate(schedule, costs).spans
+    starting: list[dict[float, list[Action]]] = [{} for _ in spans]
+    for rank, mine in enumerate(spans):
+        for action, _, end in mine:
+            if (receive := receive_of(schedule, action)) is not None:
+                starting[rank].setdefault(end, []).append(other_half(receive))
+                starting[schedule.stage_rank[receive.stage]].setdefault(end, []).append(receive)
+    programs = []
+    for mine, batches in zip(spans, starting, strict=True):
+        times, program = sorted(batches, reverse=True), list[Batch]()
+        for action, _, end in mine:
+            while times and times[-1] < end:
+                program.append(tuple(batches[times.pop()]))
+            program.append((action,))
+        programs.append((*program, *(tuple(batches[time]) for time in reversed(times))))
+    return tuple(programs)
 
 
 def receive_early(program: Program, by: int = 2) -> Program:

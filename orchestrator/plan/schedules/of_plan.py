@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from orchestrator.plan.document import TABLE, Parallel
+from orchestrator.plan.document import TABLE, Parallel, Plan
+from orchestrator.plan.flops import attention_core_flops, attention_weights, mlp_weights
 
 from .actions import ScheduleError
 from .registry import SCHEDULES, build
 from .schedule import Schedule
+from .simulate import Costs
 from .table import read_rows
 
 
@@ -35,3 +37,19 @@ def copies(schedule: str, pp: int, vpp: int) -> int:
     if schedule not in SCHEDULES:
         return 1
     return len(SCHEDULES[schedule].place(pp, vpp)) // (pp * vpp)
+
+
+def costs_of(plan: Plan) -> Costs:
+    """What the plan's stages compute, in FLOPs a token: their layers, the head on the last, and what recompute repeats.
+    For the order of transfers, for which only the ratios matter."""
+    model, train = plan.model, plan.job.train
+    core = attention_core_flops(model, train.seq_len) / model.layers
+    layers = [2.0 * (attention_weights(model) + mlp_weights(model, at)) + core for at in range(model.layers)]
+    forward, first = list[float](), 0
+    for count in plan.parallel.stage_layers:
+        forward.append(sum(layers[first : first + count]) + 1.0)  # never zero
+        first += count
+    again = [one if train.recompute == "full" else 0.0 for one in forward]
+    forward[-1] += 2.0 * model.vocab * model.hidden
+    inputs = tuple(one + repeated for one, repeated in zip(forward, again, strict=True))
+    return Costs(tuple(forward), inputs, tuple(forward))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from .actions import COMPUTE, RECEIVES, Action, Kind, ScheduleError
-from .lower import Program, peer_of, receive_of
+from .lower import Program, other_half, peer_of, receive_of
 from .schedule import Schedule
 from .simulate import peak_in_flight, simulate
 
@@ -87,7 +87,7 @@ def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) ->
             elif rendezvous:
                 peer = peer_of(schedule, action)
                 other = programs[peer][heads[peer]] if heads[peer] < len(programs[peer]) else None
-                if other != _other_half(action):
+                if other != other_half(action):
                     break
                 arrived.add(action if action.kind in RECEIVES else other)
                 heads[peer] += 1
@@ -95,7 +95,7 @@ def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) ->
             elif action.kind in RECEIVES:
                 posted.add(action)
                 todo.append(peer_of(schedule, action))
-            elif (receive := _other_half(action)) in posted:
+            elif (receive := other_half(action)) in posted:
                 arrived.add(receive)
                 todo.append(peer_of(schedule, action))
             else:
@@ -116,18 +116,6 @@ def _ready(schedule: Schedule, action: Action, rank: int, done: set[Action], arr
         elif receive_of(schedule, source) not in arrived:
             return False
     return True
-
-
-def _other_half(action: Action) -> Action:
-    """SEND -> its RECV and RECV -> its SEND."""
-    kind, stage, micro_batch = action
-    if kind is Kind.SEND_F:
-        return Action(Kind.RECV_F, stage + 1, micro_batch)
-    if kind is Kind.RECV_F:
-        return Action(Kind.SEND_F, stage - 1, micro_batch)
-    if kind is Kind.SEND_B:
-        return Action(Kind.RECV_B, stage - 1, micro_batch)
-    return Action(Kind.SEND_B, stage + 1, micro_batch)
 
 
 def _at(schedule: Schedule, rank: int) -> str:
