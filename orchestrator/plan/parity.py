@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from .document import Frozen, Plan
 
-#: Largest relative error that passes, by precision of the layout. One process computes in float64 for both.
-LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
+#: In which precisions every cell is compared.
+ALWAYS = ("fp64", "fp32")
+#: What else is compared where rounding happens at the same places as in one process: that process, our engine itself.
+ALONE = ", one process"
+#: Largest relative error that passes, by precision of the layout. One process computes in float64 for all but ALONE.
+LIMITS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 4e-2, "fp16": 7e-3}
+LIMITS |= {f"{precision}{ALONE}": 2e-4 for precision in ("bf16", "fp16")}
 
 
 class Cell(Frozen):
@@ -14,6 +19,9 @@ class Cell(Frozen):
     name: str
     plan: Plan
     packed: bool = False  # every sample holds three documents that must not see each other
+    empty: bool = False  # a third of the micro-batches have no target that counts
+    precision: str = ""  # "bf16" or "fp16": compared in it too
+    note: str = ""  # what was asked for, where that was scaled down
 
 
 #: In place of infinity and nan, which JSON does not have.
@@ -41,7 +49,8 @@ class Verdict(Frozen):
     """Exactly one of `errors`, `refused` and `failed` is filled."""
 
     name: str
-    errors: dict[str, Errors] = {}  # by precision, the keys of LIMITS
+    note: str = ""  # what was asked for, where that was scaled down
+    errors: dict[str, Errors] = {}  # by precision, of the keys of LIMITS
     refused: str = ""  # why the layout is not run
     failed: str = ""  # a rank raised or hung: one line
     seconds: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -13,39 +14,63 @@ from orchestrator.config.schema import ClusterSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
+from orchestrator.plan.supported import problems
 
+from . import scale
 from .matrix import BUCKET_MIB, Entry
 
-#: Processes that a layout gets where dp is left out: as many as the cluster has, and no more than this.
-PROCESSES = 8
-#: One process holds the model in float64 with its optimizer, and every rank its part of that.
-MOST_PARAMETERS = 50_000_000
 SEQ_LEN = 32  # tokens, at least: what a batch is cut to unless the user says otherwise
-ACCUMULATION = 4
+MOST_SAMPLES = 3  # of a micro-batch
+#: Below the norm of a new model's gradient, so that clipping does something.
+CLIP = 0.1
 #: Recompute "budget" gets this share of what activations take without it, so that layers differ.
 BUDGET_SHARE = 0.6
 GIB = 1 << 30
 
 
 def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
-    """A cell for each word of `parallel=word,word,...`; the other words hold for all. The model is `tiny` unless one is
-    named. Raises OrchError."""
+    """Cells for each word of `parallel=word,word,...`, or for an experiment; other words hold for all. A layout is one
+    cell, or several small ones where the machine does not run it. The model is `tiny` unless one is named. Other words
+    say more: data.isolate_documents, model.dropout, train.precision. Raises OrchError."""
     from orchestrator.config.compose import load
 
     rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
     lists = [word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")]
-    if not lists:
+    given = {word.lstrip("+").split("=", 1)[0] for word in rest}
+    if not lists and "experiment" not in given:
         raise OrchError(
             "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or --matrix"
         )
-    given = {word.lstrip("+").split("=", 1)[0] for word in rest}
-    if not given & {"model"}:
+    if not given & {"model", "experiment"}:
         rest = ["model=tiny", *rest]
-    for name in [name.strip() for name in lists[-1].strip("[]").split(",")]:
-        config = load([*rest, f"parallel={name}"], config_dir)
+    for name in [name.strip() for name in lists[-1].strip("[]").split(",")] if lists else [""]:
+        config = load([*rest, *[f"parallel={name}"] * bool(name)], config_dir)
         if config.parallel.auto:
             raise OrchError(f"parallel={name}: verify needs degrees, not a search", Exit.USAGE)
-        yield make(name, small(config, given))
+        yield from _of_layout(name, config, given)
+
+
+def _of_layout(name: str, config: Config, given: set[str]) -> Iterator[Cell | Verdict]:
+    degrees = scale.asked(config)
+    asked = scale.layout(config.parallel, degrees)
+    words: dict[str, Any] = {
+        "packed": config.data.isolate_documents,
+        "precision": config.train.precision if "train.precision" in given else "",
+    }
+    for one in scale.smaller(config, degrees):
+        job = small(config, degrees, one, given)
+        par = job.parallel
+        count = (job.train.global_batch_samples or 0) // ((par.micro_batch_size or 1) * one["dp"] * one["ep"])
+        if job.model == config.model and one == degrees:
+            yield make(name or asked, job, **words)
+            continue
+        label, model = scale.layout(par, one), job.model
+        note = (
+            f"{asked}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label}, {scale.ranks(one)} ranks,"
+            f" {count} micro-batches; the model with {model.layers} layers, {model.heads} heads, {model.kv_heads}"
+            f" key-value heads, hidden {model.hidden}"
+        )
+        yield make(f"{name or asked} as {label}" if one != degrees else name or asked, job, note=note, **words)
 
 
 def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
@@ -53,30 +78,35 @@ def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Itera
 
     base = load(["cluster=local", "train.precision=fp32"], config_dir)
     for entry in entries:
-        yield make(entry.name, of_entry(base, entry), entry.variation.text == "packed")
+        packed, empty = entry.variation.text == "packed", entry.variation.masks == "empty"
+        yield make(entry.name, of_entry(base, entry), packed=packed, empty=empty)
 
 
-def make(name: str, config: Config, packed: bool = False) -> Cell | Verdict:
+def make(name: str, config: Config, note: str = "", **words: Any) -> Cell | Verdict:
     """The cell, or the planner's refusal. Raises OrchError for a model too large to hold whole."""
     from orchestrator.planner.build import build_plan
 
     try:
         plan = build_plan(config, build_cluster(config.cluster))
     except OrchError as error:
-        return Verdict(name=name, refused=error.message)
-    if plan.model.parameters > MOST_PARAMETERS:
+        return Verdict(name=name, note=note, refused=error.message)
+    reason = next(problems(plan), "")
+    if reason:
+        return Verdict(name=name, note=note, refused=reason)
+    if plan.model.parameters > scale.MOST_PARAMETERS:
         raise OrchError(
             f"model {plan.model.name} has {plan.model.parameters / 1e6:,.0f} million parameters, verify holds several"
-            f" whole float64 copies: at most {MOST_PARAMETERS / 1e6:.0f} million; leave out model=, or shrink it with"
-            " model.layers and model.hidden"
+            f" whole float64 copies: at most {scale.MOST_PARAMETERS / 1e6:.0f} million; leave out model=, or shrink it"
+            " with model.layers and model.hidden"
         )
-    return Cell(name=name, plan=plan, packed=packed)
+    return Cell(name=name, plan=plan, note=note, **words)
 
 
 def of_entry(base: Config, entry: Entry) -> Config:
     model = structs.replace(base.model, name=entry.variation.model, **entry.model)
     bucket = BUCKET_MIB[entry.variation.buckets]
-    parallel = structs.replace(base.parallel, **entry.degrees, micro_batch_size=1, bucket_mib=bucket)
+    parallel = structs.replace(base.parallel, **entry.degrees, bucket_mib=bucket)
+    parallel = structs.replace(parallel, micro_batch_size=entry.variation.size)
     train = structs.replace(
         base.train,
         global_batch_samples=entry.samples,
@@ -84,6 +114,7 @@ def of_entry(base: Config, entry: Entry) -> Config:
         steps=4,
         recompute=entry.recompute,
         compile=entry.compile,
+        clip_grad_norm=CLIP if entry.variation.size != 2 else 0.0,
     )
     optim = structs.replace(base.optim, warmup_steps=0)
     cluster = one_node(base.cluster, entry.processes)
@@ -99,29 +130,36 @@ def _with_budget(config: Config) -> Config:
     return structs.replace(config, train=structs.replace(config.train, recompute_budget_gib=budget))
 
 
-def small(config: Config, given: set[str]) -> Config:
-    """The job with a batch that one process computes in a second, keys that the user gave aside. Raises OrchError."""
+def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set[str]) -> Config:
+    """The job at the degrees `one`, with a batch that one process computes in a second. Keys that the user gave stay
+    where the layout does. Raises OrchError."""
+    fits = one == degrees
+    named = any(word.split(".")[0] in ("model", "experiment") for word in given)
+    own_batch = bool(given & {"train.global_batch_samples", "train.global_batch_tokens"})
+    count = scale.micro_batches(config, degrees, one, own_batch or "experiment" in given)
+    config = scale.scaled(config, degrees, one, named)
     par, train = config.parallel, config.train
-    tp, pp, cp, ep = (getattr(par, axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
-    model_ranks = tp * pp * cp * ep
-    gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    dp = par.dp or max(1, min(gpus, PROCESSES) // model_ranks)
-    if model_ranks * dp != gpus:
-        config = structs.replace(config, cluster=one_node(config.cluster, model_ranks * dp))
-    if "train.seq_len" not in given:
-        piece = 2 * cp * tp
+    config = structs.replace(config, cluster=one_node(config.cluster, scale.ranks(one)), nodes=None)
+    if not fits or "train.seq_len" not in given:
+        piece = 2 * one["cp"] * one["tp"]
         train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
-    if not given & {"train.global_batch_samples", "train.global_batch_tokens"}:
-        size = par.micro_batch_size or 1
-        par = structs.replace(par, micro_batch_size=size)
-        train = structs.replace(
-            train, global_batch_samples=max(ACCUMULATION, pp) * size * dp * ep, global_batch_tokens=None
-        )
-    # Precision is verify's own; a ramp only says how many samples a step has.
-    train = structs.replace(train, precision="fp32", grad_dtype="fp32", batch_ramp=None)
+    par = structs.replace(par, order=None if not fits else par.order, allow_tp_across_nvlink=True)
+    if not fits or not own_batch:
+        par = structs.replace(par, micro_batch_size=min(par.micro_batch_size or 1, MOST_SAMPLES))
+        replicas = one["dp"] * one["ep"]
+        count = replicas * (count - 1) + 1 if par.uneven and replicas > 1 and count > 1 else replicas * count
+        samples = count * (par.micro_batch_size or 1)
+        train = structs.replace(train, global_batch_samples=samples, global_batch_tokens=None)
+    # What is compared in fp64 and fp32 has no precision of its own; a ramp only says how many samples a step has.
+    if "train.precision" not in given:
+        train = structs.replace(train, precision="fp32", grad_dtype="fp32")
+    clip = train.clip_grad_norm if "train.clip_grad_norm" in given else CLIP
+    train = structs.replace(train, batch_ramp=None, clip_grad_norm=clip)
     # A full learning rate from the first of the two steps: weights that hardly move prove little.
     optim = structs.replace(config.optim, warmup_steps=0)
-    return structs.replace(config, parallel=structs.replace(par, dp=dp), train=train, optim=optim)
+    config = structs.replace(config, parallel=par, train=train, optim=optim)
+    budget = train.recompute == "budget" and "train.recompute_budget_gib" not in given
+    return _with_budget(config) if budget else config
 
 
 def one_node(cluster: ClusterSpec, gpus: int) -> ClusterSpec:

@@ -1,5 +1,5 @@
 """The matrix: every technique alone, every pair of techniques, a covering set of triples and products of up to eight
-processes, spread over models, bucket sizes and accumulation.
+processes, spread over models, bucket sizes, sizes and numbers of micro-batches, masks and kinds of text.
 
 A technique is a row of AXES: what it asks of a configuration. It enters the matrix here and is measured as soon as the
 trainer runs it; until then its cells say why they are refused.
@@ -106,7 +106,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "uneven": {**_SMALL, "layers": 5, "kv_heads": 1, "tied_embeddings": True},
 }
 BUCKET_MIB = {"one bucket": 25.0, "many buckets": 2.0**-10}
-ACCUMULATION = (4, 1)
+#: Micro-batches of a replica: as many as any pipeline has stages, one, and numbers that no degree divides.
+ACCUMULATION = (4, 1, 3, 5)
 
 
 class Variation(NamedTuple):
@@ -114,10 +115,19 @@ class Variation(NamedTuple):
     buckets: str
     accumulation: int
     text: str
+    size: int  # samples of a micro-batch
+    masks: str  # "uneven": every micro-batch has targets, some more than others; "empty": some have none
 
 
-VARIATIONS = tuple(Variation(*one) for one in product(MODELS, BUCKET_MIB, ACCUMULATION, ("whole", "packed")))
-PLAIN = Variation("gqa", "one bucket", 4, "whole")
+_SETTINGS: tuple[Sequence[Any], ...] = (
+    *(tuple(MODELS), tuple(BUCKET_MIB), ACCUMULATION, ("whole", "packed"), (1, 2, 3), ("uneven", "empty")),
+)
+#: Every two settings are together in one.
+VARIATIONS = tuple(
+    Variation(*(choices[(choice or at) % len(choices)] for choices, choice in zip(_SETTINGS, row, strict=True)))
+    for at, row in enumerate(cover([len(choices) for choices in _SETTINGS], 2, lambda row: True))
+)
+PLAIN = Variation("gqa", "one bucket", 4, "whole", 1, "uneven")
 
 
 class Entry(NamedTuple):
@@ -133,22 +143,24 @@ class Entry(NamedTuple):
         return f"{layout} [{', '.join(self.settings)}]"
 
     @property
-    def settings(self) -> tuple[str, str, str, str]:
-        """The variation as it is: model, buckets, accumulation, text."""
-        model, buckets, _, text = self.variation
-        return model, buckets, f"accumulation {self.accumulation}", text
+    def settings(self) -> tuple[str, ...]:
+        """The variation as it is: model, buckets, micro-batches, text, masks."""
+        model, buckets, _, text, size, masks = self.variation
+        return model, buckets, f"{self.accumulation} x {size}", text, masks
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of a replica; the most, where they take unequal numbers."""
         least = 2 if self._unequal or self._even else 1
-        return max(self.variation.accumulation, least)
+        most = max(self.variation.accumulation, least)
+        return most + most % 2 if self._even else most
 
     @property
     def samples(self) -> int:
-        """Of the global batch, with one in a micro-batch."""
+        """Of the global batch."""
         replicas = self.degrees["dp"]
-        return replicas * (self.accumulation - 1) + 1 if self._unequal else replicas * self.accumulation
+        count = replicas * (self.accumulation - 1) + 1 if self._unequal else replicas * self.accumulation
+        return count * self.variation.size
 
     @property
     def _even(self) -> bool:
@@ -197,7 +209,7 @@ PARTS = {
 
 def full() -> list[Entry]:
     """Every cell of docs/parity.md."""
-    alone = [Entry("alone", (), variation) for variation in VARIATIONS[::5]]
+    alone = [Entry("alone", (), variation) for variation in dict.fromkeys((PLAIN, *VARIATIONS))]
     techniques = [technique for axis in AXES.values() for technique in axis]
     alone += [Entry("alone", (technique,), PLAIN) for technique in techniques]
     together = [*_spread("pair", pairs()), *_spread("pair", few_pairs()), *_spread("product", triples())]
@@ -258,15 +270,15 @@ def _processes(techniques: Sequence[Technique]) -> int:
 
 def _spread(part: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
     """Give each cell the variation whose parts its techniques have met least, so that all meet all."""
-    met: Counter[tuple[str, Any]] = Counter()
+    met: Counter[tuple[str, tuple[int, Any]]] = Counter()
     for techniques in cells:
 
         def times(variation: Variation, techniques: tuple[Technique, ...] = techniques) -> tuple[int, int]:
-            counts = [met[t.name, part] for t in techniques for part in variation]
-            return sum(counts), sum(met["", part] for part in variation)
+            counts = [met[t.name, part] for t in techniques for part in enumerate(variation)]
+            return sum(counts), sum(met["", part] for part in enumerate(variation))
 
         chosen = min(VARIATIONS, key=times)
-        for what in chosen:
+        for what in enumerate(chosen):
             met["", what] += 1
             for technique in techniques:
                 met[technique.name, what] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from orchestrator.plan.parity import LIMITS, Errors, Verdict
+from orchestrator.plan.parity import ALWAYS, LIMITS, Errors, Verdict
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style
 
 from .independent import Verdict as Independent
@@ -21,12 +21,15 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
     """One verdict: a line of four numbers a precision, and the parameter that is furthest off."""
     word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     found = [f"{word} {look.paint(verdict.name, bold=True)}"]
+    if verdict.note:
+        found.append(look.paint(f"          {verdict.note}", GRAY))
     if verdict.refused or verdict.failed:
         return [*found, f"          {verdict.refused or verdict.failed}"]
     for precision, errors in verdict.errors.items():
         numbers = "  ".join(f"{name} {getattr(errors, name):7.1e}" for name in COLUMNS)
         limit = look.paint(f"<= {LIMITS[precision]:.0e}", GRAY)
-        found.append(f"  {precision}  {numbers}  {limit}")
+        name, _, alone = precision.partition(", ")
+        found.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
         found.append(look.paint(f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}", GRAY))
     return found
 
@@ -58,7 +61,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: str) -> str:
     """The published table: every cell with what was measured, or why it is refused."""
-    found = [HEAD.format(**{f"{name}_limit": f"{limit:.0e}" for name, limit in LIMITS.items()})]
+    found = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
     found += [f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)} cells.\n"]
     largest = _largest(list(verdicts.values()))
     if largest:
@@ -79,25 +82,27 @@ gradient of every parameter, the norm before clipping and every weight after eac
 the largest difference over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32
 to {fp32_limit} (how near-zero tensors are judged: `trainer/verify/compare.py`).
 
-Every sample masks another share of its targets and one in five masks all, so valid tokens are unequal over ranks and
-micro-batches. The vocabulary is 257, which no tp divides. "packed" samples hold three documents that must not see each
-other. Refused cells say which rule refuses them; `orch` refuses the same at start.
+Every sample masks another share of its targets, so valid tokens are unequal over ranks and micro-batches; where masks
+say "empty", a third of the micro-batches have no target at all, never the same in both steps. Micro-batches are given
+as their number on a replica times their samples; those of one or three samples are clipped to a norm of 0.1. The
+vocabulary is 257, which no tp divides. "packed" samples hold three documents that must not see each other. Refused
+cells say which rule refuses them; `orch` refuses the same at start.
 
 Written by `orch verify --matrix full` (`make verify`); do not edit.
 """
 
 TABLE = (
-    "| layout | ranks | model | buckets | micro-batches | text "
+    "| layout | ranks | model | buckets | micro-batches | text | masks "
     "| fp64 loss | grad | norm | weights | fp32 loss | grad | norm | weights | verdict |",
-    "|---|--:|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+    "|---|--:|---|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
 )
 
 
 def _row(entry: Entry, verdict: Verdict) -> str:
     layout = " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
-    model, buckets, _, text = entry.settings
-    cells = [layout, str(entry.processes), model, buckets.split()[0], str(entry.accumulation), text]
-    for precision in LIMITS:
+    model, buckets, *rest = entry.settings
+    cells = [layout, str(entry.processes), model, buckets.split()[0], *rest]
+    for precision in ALWAYS:
         cells += _numbers(verdict.errors.get(precision))
     reason = verdict.refused or verdict.failed
     cells.append(f"{verdict.word}: {_escape(reason)}" if reason else verdict.word)
@@ -115,8 +120,8 @@ def _escape(text: str) -> str:
 def _largest(verdicts: Sequence[Verdict]) -> str:
     equal = [verdict for verdict in verdicts if verdict.equal]
     return ", ".join(
-        f"{precision} {max(v.errors[precision].largest for v in equal):.1e} (limit {limit:.0e})"
-        for precision, limit in LIMITS.items()
+        f"{precision} {max(v.errors[precision].largest for v in equal):.1e} (limit {LIMITS[precision]:.0e})"
+        for precision in ALWAYS
         if equal and all(precision in v.errors for v in equal)
     )
 

@@ -24,14 +24,14 @@ def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in stage.named_parameters()}
 
 
-def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False) -> list[Outcome]:
+def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empty: bool = False) -> list[Outcome]:
     """`steps` optimizer steps from the plan's seed, the batches being the places 0, 1, 2, ... of the global order."""
     optim, size = plan.job.optim, plan.parallel.global_batch_samples
     weights = initial_weights(plan, dtype)
     twin = adamw.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     outcomes = []
     for step in range(1, steps + 1):
-        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed)
+        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         scores = transformer.logits(
             leaves, plan.model, batch.tokens, batch.positions, batch.documents, (batch.serial, plan.job.train.seed)

@@ -56,7 +56,7 @@ def test_infinity_survives_json():
 def test_cells_of_all_kinds_in_one_go():
     cells = [
         Cell(name="refused", plan=make_plan(model=tiny_model(causal=False))),
-        Cell(name="too many", plan=make_plan(dp=32)),
+        Cell(name="too many", plan=make_plan(dp=64)),
         Cell(name="one", plan=make_plan()),
         Cell(name="dp2", plan=make_plan(dp=2), packed=True),
         Cell(name="tp2", plan=make_plan(tp=2)),
@@ -66,7 +66,7 @@ def test_cells_of_all_kinds_in_one_go():
         **{"refused": "refused", "too many": "refused"},
         **{"one": "equal", "dp2": "equal", "tp2": "equal"},
     }
-    assert set(found["dp2"].errors) == {"fp64", "fp32"} and "32 ranks" in found["too many"].refused
+    assert set(found["dp2"].errors) == {"fp64", "fp32"} and "64 ranks" in found["too many"].refused
 
 
 @pytest.mark.process
@@ -126,7 +126,7 @@ def test_the_verb_says_equal_and_speaks_json(capsys):
 
 
 def test_the_verb_refuses_before_it_starts_anything(capsys):
-    assert orch(["verify", "parallel=tp16"]) == Exit.CONFIG
+    assert orch(["verify", "model=tiny", "parallel=tp16"]) == Exit.CONFIG
     assert "refused" in capsys.readouterr().out
     assert orch(["verify"]) == Exit.USAGE
     assert orch(["verify", "--matrix", "quick", "parallel=dp2"]) == Exit.USAGE

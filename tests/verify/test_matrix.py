@@ -74,7 +74,7 @@ def test_products_of_four_dimensions_on_eight_processes_are_there():
     assert len(whole) >= 10 and max(entry.processes for entry in matrix.full()) == matrix.MOST_PROCESSES
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(6))
 def test_every_technique_of_a_pair_meets_every_variation(part):
     met: dict[str, set] = {}
     for entry in matrix.full():

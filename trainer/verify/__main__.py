@@ -12,13 +12,13 @@ import sys
 import msgspec
 
 from orchestrator.plan import Exit
-from orchestrator.plan.parity import LIMITS, Cell
+from orchestrator.plan.parity import ALWAYS, Cell
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m trainer.verify", description="Layouts against one process.")
     parser.add_argument("cells", help="a file of cells, one JSON object a line")
-    parser.add_argument("--precisions", default=",".join(LIMITS), help=f"of {', '.join(LIMITS)}")
+    parser.add_argument("--precisions", default=",".join(ALWAYS), help=f"of {', '.join(ALWAYS)}")
     parser.add_argument("--together", type=int, default=1, help="cells of one size that share a launch of ranks")
     args = parser.parse_args(argv)
     try:

@@ -1,10 +1,11 @@
 """Compares one rank of a layout with one process, element by element of everything that the rank holds.
 
 Every rank compares all its tensors, so diverging replicas are found too. Errors are relative to the largest element of
-each tensor, with two exceptions. The gradient of a key bias is zero (softmax ignores it), so only rounding is measured
-there; such a tensor is scaled by the model's largest. And AdamW divides by sqrt(v) + eps, which multiplies the rounding
-of a gradient g by up to (g + eps) / eps: with eps = 1e-8 two correct fp32 programs differ by 1e-4 after two steps. In
-float64 that is 1e-13, and the plan's own eps is used; in fp32 eps is 1e-2, about the largest gradient.
+each tensor (in bf16 and fp16 both are root mean squares: single elements are noise there), with two exceptions. The
+gradient of a key bias is zero (softmax ignores it), so only rounding is measured there; such a tensor is scaled by the
+model's largest. And AdamW divides by sqrt(v) + eps, which multiplies the rounding of a gradient g by up to (g + eps) /
+eps: with eps = 1e-8 two correct fp32 programs differ by 1e-4 after two steps. In float64 that is 1e-13, and the plan's
+own eps is used; elsewhere eps is 1e-2, about the largest gradient.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan, seal
-from orchestrator.plan.parity import LIMITS
+from orchestrator.plan.parity import ALONE, LIMITS
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
 from trainer.optim.lr import learning_rate
-from trainer.precision import FP64, Recipe
+from trainer.precision import DTYPES, FP64, Recipe
 
 from .oracle import Outcome
 from .samples import step_batches
 
 STEPS = 2
 FP32 = Recipe(torch.float32, torch.float32, torch.float32)
-RECIPES = {"fp64": FP64, "fp32": FP32}
-LIMIT = {RECIPES[name].param: limit for name, limit in LIMITS.items()}
+LIMIT = {FP64.param: LIMITS["fp64"]} | {DTYPES[name]: LIMITS[name] for name in DTYPES}
+
+
+def recipe_for(precision: str, plan: Plan) -> Recipe:
+    """Of a key of LIMITS; in bf16 and fp16 gradients are summed in the plan's `grad_dtype`."""
+    precision = precision.removesuffix(ALONE)
+    if precision in ("fp64", "fp32"):
+        return FP64 if precision == "fp64" else FP32
+    return Recipe(DTYPES[precision], DTYPES[plan.job.train.grad_dtype], torch.float32)
 
 
 def with_eps(plan: Plan, precision: str) -> Plan:
@@ -45,27 +53,29 @@ def run_rank(
     use: Recipe,
     expected: Sequence[Outcome],
     packed: bool = False,
+    empty: bool = False,
     prepare: Callable[[Engine], None] = lambda engine: None,
 ) -> dict[str, float]:
     """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>", "grad <parameter>"
-    and "weight <parameter>" over all that this rank holds. Nan counts as infinite. `prepare` may change the engine
-    before the first step. Collective over the plan's ranks."""
+    and "weight <parameter>" over all that this rank holds and `expected` has. Nan counts as infinite. `prepare` may
+    change the engine before the first step. Collective over the plan's ranks."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
     prepare(engine)
     worst: dict[str, float] = {}
+    size = rms if use.param in (torch.bfloat16, torch.float16) else largest
 
     def compare(what: str, found: Tensor, wanted: Tensor, model: float = 0.0) -> None:
-        """`model`: the largest element of all such tensors, the scale for a tensor that is zero within the limit."""
-        scale = largest(wanted)
+        """`model`: the largest size of all such tensors, the scale for a tensor that is zero within the limit."""
+        scale = size(wanted)
         if scale < LIMIT[use.param] * model:
             scale = model
-        error = largest(found.to(wanted.dtype) - wanted) / scale if wanted.numel() else 0.0
+        error = size(found.to(wanted.dtype) - wanted) / scale if wanted.numel() else 0.0
         worst[what] = max(worst.get(what, 0.0), error if error == error else float("inf"))
 
     for step, outcome in enumerate(expected, start=1):
         consumed = (step - 1) * plan.parallel.global_batch_samples
-        batches, valid_tokens = step_batches(plan, mesh.coord, consumed, packed)
+        batches, valid_tokens = step_batches(plan, mesh.coord, consumed, packed, empty)
         loss_sum, norm = engine.gradients(batches, valid_tokens)
         loss = engine.mean_loss(loss_sum, valid_tokens)
         if loss is not None:
@@ -74,16 +84,25 @@ def run_rank(
             wanted = torch.tensor(outcome.terms[name], dtype=torch.float64)
             compare(f"term {name}", torch.tensor(value, dtype=torch.float64), wanted)
         compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
-        grads, weights = (max(map(largest, model.values())) for model in (outcome.grads, outcome.weights))
+        grads, weights = (max(map(size, model.values())) for model in (outcome.grads, outcome.weights))
         for name, grad in engine.buckets.full_grads().items():
+            if name not in outcome.grads:
+                continue
             info = engine.part.table[name]
-            compare(f"grad {name}", info.valid(grad), outcome.grads[name][info.global_slices], grads)
+            found = info.valid(grad).to(norm.dtype) / engine.loss_scale
+            compare(f"grad {name}", found, outcome.grads[name][info.global_slices], grads)
         engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
         engine.buckets.wait_params()
         for info, param in engine.buckets.full_params():
+            if info.name not in outcome.weights:
+                continue
             compare(f"weight {info.name}", info.valid(param), outcome.weights[info.name][info.global_slices], weights)
     return worst
 
 
 def largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0

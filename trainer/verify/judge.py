@@ -10,26 +10,28 @@ import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import torch
 
 from orchestrator.plan import Plan
-from orchestrator.plan.parity import HOPELESS, Cell, Errors, Verdict
+from orchestrator.plan.parity import ALONE, ALWAYS, HOPELESS, Cell, Errors, Verdict
 from orchestrator.plan.supported import problems
+from trainer.precision import DTYPES
 
-from . import oracle
-from .compare import RECIPES, STEPS, run_rank, with_eps
+from . import alone, oracle
+from .compare import STEPS, recipe_for, run_rank, with_eps
 from .ranks import RankError, run_ranks
 
 #: Seconds after which the ranks of a launch are considered hung: for its start, and per cell and precision; compiled
 #: blocks take this many times as long.
 START_S, CELL_S, COMPILED = 60.0, 15.0, 20
 #: Most ranks of a launch: a limit of the machine, not of layouts.
-MOST_RANKS = 16
+MOST_RANKS = 32
 
 #: Results of single-process training, by everything that they depend on.
 ReferenceRuns = dict[bytes, list[oracle.Outcome]]
 
 
-def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), together: int = 1) -> Iterator[Verdict]:
+def judge(cells: Sequence[Cell], precisions: Sequence[str] = ALWAYS, together: int = 1) -> Iterator[Verdict]:
     """One verdict per cell, in order of completion; `together`: cells per launch."""
     cache: ReferenceRuns = {}
     runnable: dict[int, list[Cell]] = {}
@@ -39,7 +41,7 @@ def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), tog
         if not reason and world > MOST_RANKS:
             reason = f"{world} ranks are too many to run on one machine (at most {MOST_RANKS})"
         if reason:
-            yield Verdict(name=cell.name, refused=reason)
+            yield Verdict(name=cell.name, note=cell.note, refused=reason)
         else:
             runnable.setdefault(world, []).append(cell)
     for world in sorted(runnable):
@@ -50,9 +52,9 @@ def judge(cells: Sequence[Cell], precisions: Sequence[str] = tuple(RECIPES), tog
 
 def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRuns) -> Iterator[Verdict]:
     start, world = time.monotonic(), cells[0].plan.parallel.world_size
-    ways = [(precision, with_eps(cell.plan, precision), cell.packed) for cell in cells for precision in precisions]
-    jobs = [(precision, plan, reference_run(plan, packed, cache), packed) for precision, plan, packed in ways]
-    timeout_s = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, _, _ in jobs)
+    ways = [(cell, precision) for cell in cells for precision in _precisions(cell, precisions)]
+    jobs = [_job(cell, precision, cache) for cell, precision in ways]
+    timeout_s = START_S + CELL_S * sum(COMPILED if plan.job.train.compile else 1 for _, plan, *_ in jobs)
     try:
         ranks = run_ranks(_run_jobs, world, jobs, timeout=timeout_s)
     except RankError as error:
@@ -63,14 +65,34 @@ def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRu
         yield _broken(cells[0], str(error), time.monotonic() - start)
         return
     seconds = (time.monotonic() - start) / len(cells)
-    for index, cell in enumerate(cells):
-        mine = range(index * len(precisions), (index + 1) * len(precisions))
-        errors = {jobs[job][0]: summary([rank[job] for rank in ranks], set(jobs[job][2][0].grads)) for job in mine}
-        yield Verdict(name=cell.name, errors=errors, seconds=round(seconds, 2))
+    for cell in cells:
+        mine = {precision: at for at, (one, precision) in enumerate(ways) if one is cell}
+        errors = {
+            precision: summary([rank[at] for rank in ranks], set(jobs[at][2][0].grads))
+            for precision, at in mine.items()
+        }
+        yield Verdict(name=cell.name, note=cell.note, errors=errors, seconds=round(seconds, 2))
+
+
+def _precisions(cell: Cell, precisions: Sequence[str]) -> list[str]:
+    """What one cell is compared in, keys of LIMITS."""
+    if not cell.precision:
+        return [*precisions]
+    exact = [f"{cell.precision}{ALONE}"] if alone.rounds_as_one(cell.plan) else []
+    return [*precisions, cell.precision, *exact]
+
+
+def _job(cell: Cell, precision: str, cache: ReferenceRuns) -> tuple:
+    """(precision, plan, outcomes to compare with, packed, empty)."""
+    plan = with_eps(cell.plan, precision)
+    return precision, plan, reference_run(plan, cell.packed, cell.empty, precision, cache), cell.packed, cell.empty
 
 
 def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
-    return [run_rank(rank, plan, RECIPES[precision], expected, packed) for precision, plan, expected, packed in jobs]
+    return [
+        run_rank(rank, plan, recipe_for(precision, plan), expected, packed, empty)
+        for precision, plan, expected, packed, empty in jobs
+    ]
 
 
 def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
@@ -78,8 +100,8 @@ def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
     last = text.strip().splitlines()[-1]
     kind, _, reason = last.partition(": ")
     if kind.endswith("LayoutError"):
-        return Verdict(name=cell.name, refused=reason)
-    return Verdict(name=cell.name, failed=last, seconds=round(seconds, 2))
+        return Verdict(name=cell.name, note=cell.note, refused=reason)
+    return Verdict(name=cell.name, note=cell.note, failed=last, seconds=round(seconds, 2))
 
 
 def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
@@ -97,11 +119,16 @@ def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
     return Errors(loss=loss, grad=grad, norm=norm, weight=weight, worst_grad=worst_grad, worst_weight=worst_weight)
 
 
-def reference_run(plan: Plan, packed: bool, cache: ReferenceRuns) -> list[oracle.Outcome]:
+def reference_run(plan: Plan, packed: bool, empty: bool, precision: str, cache: ReferenceRuns) -> list[oracle.Outcome]:
     """Training in one process, which does not depend on the layout; cells share results through `cache`."""
-    train, samples = plan.job.train, plan.parallel.global_batch_samples
-    same = (plan.model, plan.job.optim, train.seed, train.seq_len, train.steps, train.clip_grad_norm, samples, packed)
-    key = msgspec.json.encode(same)
-    if key not in cache:
-        cache[key] = oracle.train(plan, STEPS, packed)
+    train, par = plan.job.train, plan.parallel
+    narrow = precision if precision.removesuffix(ALONE) in ("bf16", "fp16") else ""  # of initial weights, at least
+    engine = (train.grad_dtype, par.micro_batch_size, par.bucket_bytes, par.zero == 3) if narrow.endswith(ALONE) else ()
+    same = (plan.model, plan.job.optim, train.seed, train.seq_len, train.steps, train.clip_grad_norm, narrow, engine)
+    text = (par.global_batch_samples, packed, empty and par.micro_batch_size)
+    key = msgspec.json.encode((same, text))
+    if key not in cache and engine:
+        cache[key] = alone.train(plan, STEPS, packed, empty, recipe_for(precision, plan))
+    elif key not in cache:
+        cache[key] = oracle.train(plan, STEPS, packed, empty, DTYPES[narrow] if narrow else torch.float64)
     return cache[key]

@@ -40,14 +40,17 @@ def train(
     plan: Plan,
     steps: int,
     packed: bool = False,
-    dtype: torch.dtype = torch.float64,
+    empty: bool = False,
+    start: torch.dtype = torch.float64,
     prepare: Callable[[Stage], Added | None] = lambda stage: None,
 ) -> list[Outcome]:
-    """`steps` optimizer steps from the plan's seed; on samples 0, 1, 2, ... of the global order. `prepare` may change
-    the model before the first one, and says what is added to the loss."""
+    """`steps` optimizer steps from the plan's seed, in float64; on samples 0, 1, 2, ... of the global order. `start`:
+    the precision that initial weights are rounded to. `prepare` may change the model before the first step, and says
+    what is added to the loss."""
     job, size = plan.job, plan.parallel.global_batch_samples
-    stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(dtype)
+    stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(start)
     init_stage(stage, plan.model, job.train.seed)
+    stage.double()
     seed_dropout(stage, job.train.seed)
     added = prepare(stage)
     params = dict(stage.named_parameters())
@@ -57,7 +60,7 @@ def train(
     adamw = torch.optim.AdamW([matrices, vectors], lr=0.0, betas=betas, eps=job.optim.eps, foreach=False)
     outcomes = []
     for step in range(1, steps + 1):
-        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed)
+        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         valid_tokens = batch.valid_tokens
         loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
         terms = added(valid_tokens) if added is not None else {}

@@ -1,7 +1,9 @@
 """The tokens that verify trains on: a pure function of a sample's index in the global order.
 
-Made difficult: samples have different shares of masked targets, one in five is wholly masked, so that valid tokens
-differ between ranks and micro-batches; packed samples hold three documents of varying lengths.
+Made difficult: samples have different shares of masked targets, so that valid tokens differ between ranks and
+micro-batches; packed samples hold three documents of varying lengths. Every sample has a target, unless `empty` asks
+for micro-batches without one: a third of them, never the same in two steps, so that no place in a step goes without
+weight, whatever the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -15,19 +17,26 @@ from trainer.data.batch import IGNORED, MicroBatch, with_serials
 from trainer.data.order import micro_batches_at, samples_at, samples_of_step
 
 
-def sample(plan: Plan, index: int) -> tuple[Tensor, Tensor]:
+def sample(plan: Plan, index: int, empty: bool = False) -> tuple[Tensor, Tensor]:
     """(tokens, targets), both [seq_len]."""
     generator = torch.Generator().manual_seed(977 * index + 5)
     window = torch.randint(plan.model.vocab, (plan.job.train.seq_len + 1,), generator=generator)
     targets = window[1:].clone()
-    share = 1.0 if index % 5 == 4 else (index % 3) * 0.3
-    targets[torch.rand(targets.shape, generator=generator) < share] = IGNORED
-    return window[:-1], targets
+    masked = torch.rand(targets.shape, generator=generator) < 0.7 * torch.rand((), generator=generator)
+    masked[index % len(masked)] = False
+    return window[:-1], targets.masked_fill(masked | (empty and _without_targets(plan, index)), IGNORED)
 
 
-def micro_batch(plan: Plan, indices: list[int], packed: bool = False) -> MicroBatch:
+def _without_targets(plan: Plan, index: int) -> bool:
+    """Whether the sample is of one of the micro-batches that are left empty."""
+    step, place = divmod(index, plan.parallel.global_batch_samples)
+    return place // plan.parallel.micro_batch_size % 3 == 1 + step % 2
+
+
+def micro_batch(plan: Plan, indices: list[int], packed: bool = False, empty: bool = False) -> MicroBatch:
     """The samples at these indices as one batch."""
-    tokens, targets = (torch.stack(column) for column in zip(*(sample(plan, index) for index in indices), strict=True))
+    samples = (sample(plan, index, empty) for index in indices)
+    tokens, targets = (torch.stack(column) for column in zip(*samples, strict=True))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
     if not packed:
         return with_serials(MicroBatch(tokens, targets, positions, None), indices)
@@ -38,9 +47,12 @@ def micro_batch(plan: Plan, indices: list[int], packed: bool = False) -> MicroBa
     return with_serials(MicroBatch(tokens, targets, positions - starts, documents), indices)
 
 
-def step_batches(plan: Plan, coord: Coord, consumed: int, packed: bool = False) -> tuple[list[MicroBatch], int]:
+def step_batches(
+    plan: Plan, coord: Coord, consumed: int, packed: bool = False, empty: bool = False
+) -> tuple[list[MicroBatch], int]:
     """The micro-batches of one rank in the step after `consumed` samples, and the valid tokens of all ranks' ones."""
     par, ramp = plan.parallel, plan.job.train.batch_ramp
     everything = list(range(consumed, consumed + samples_at(par, ramp, consumed)))
     mine = samples_of_step(par, coord, consumed, micro_batches_at(par, ramp, consumed))
-    return [micro_batch(plan, one, packed) for one in mine], micro_batch(plan, everything).valid_tokens
+    valid_tokens = micro_batch(plan, everything, False, empty).valid_tokens
+    return [micro_batch(plan, one, packed, empty) for one in mine], valid_tokens
