@@ -53,8 +53,8 @@ def run_rank(
     use: Recipe,
     expected: Sequence[Outcome],
     packed: bool = False,
-    empty: bool = False,
     prepare: Callable[[Engine], None] = lambda engine: None,
+    empty: bool = False,
 ) -> dict[str, float]:
     """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>", "grad <parameter>"
     and "weight <parameter>" over all that this rank holds and `expected` has. Nan counts as infinite. `prepare` may

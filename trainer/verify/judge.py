@@ -90,7 +90,7 @@ def _job(cell: Cell, precision: str, cache: ReferenceRuns) -> tuple:
 
 def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
     return [
-        run_rank(rank, plan, recipe_for(precision, plan), expected, packed, empty)
+        run_rank(rank, plan, recipe_for(precision, plan), expected, packed, empty=empty)
         for precision, plan, expected, packed, empty in jobs
     ]
 
