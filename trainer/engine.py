@@ -94,7 +94,13 @@ class Engine:
         gradient before clipping, float64 and equal on all ranks; both 0-d.
         """
         self.buckets.wait_params()
-        self.part.terms.start(self.loss_scale, valid_tokens, taken=len(batches))
+        par = self.plan.parallel
+        samples = par.global_batch_samples
+        if len(batches) != taken(par)[replica_of(par, self.mesh.coord)]:  # a batch-size ramp, on all replicas alike
+            samples = len(batches) * par.micro_batch_size * par.dp * par.ep
+        self.part.terms.start(
+            self.loss_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len
+        )
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
         scale = self.scaler.current if self.scaler is not None else self._one

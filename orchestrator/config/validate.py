@@ -45,7 +45,7 @@ def validate(config: Config, origin: Origin) -> Config:
 
 def _check_parts(model: ModelSpec, origin: Origin) -> None:
     """Raise OrchError for experts, latent attention or stretched positions that cannot be."""
-    may_be_zero = ("shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim")
+    may_be_zero = ("shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim", "balance_loss", "z_loss")
     for part in ("moe", "mla", "yarn"):
         spec = getattr(model, part)
         for name, value in msgspec.structs.asdict(spec).items() if spec else ():

@@ -107,6 +107,8 @@ class Moe(Frozen):
     routed_scale: float = 1.0  # and multiplied with this
     groups: int = 1  # of neighbouring experts, of which a token may use `top_groups`
     top_groups: int = 1
+    balance_loss: float = 0.0  # by what the balance of each sequence's choices counts in the loss
+    z_loss: float = 0.0  # the same of the square of each token's log-sum-exp of router logits
 
 
 class Yarn(Frozen):

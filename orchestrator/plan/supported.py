@@ -22,8 +22,7 @@ WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
 BALANCED = ("zigzag", "allgather")
 #: Schedules for one number of micro-batches, or for even ones only: a batch that grows has others.
 FIXED_BATCH = (TABLE, "dualpipe")
-#: How every line begins that says so.
-NOT_RUN = "the bundled trainer does not run this plan"
+NOT_RUN = "the bundled trainer does not run this plan"  # how every line begins that says so
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -306,10 +305,13 @@ LAYOUT: dict[str, Rule] = {
 # ------------------------------------------------------------------------------------------ the bundled trainer
 
 
-def _moe(case: Case) -> str | None:
-    if case.model.moe is None:
-        return None
-    return f"model {case.model.name} is a mixture of experts, which the trainer does not run yet"
+def _expert_parallel(case: Case) -> str | None:
+    return f"ep={case.ep}: the trainer does not spread experts over ranks yet" if case.ep > 1 else None
+
+
+def _biases(case: Case) -> str | None:
+    parts = "experts" if case.model.moe else "latent attention" if case.model.mla else None
+    return f"model {case.model.name}: the trainer's {parts} do not have biases" if parts and case.model.bias else None
 
 
 def _matmul(case: Case) -> str | None:
@@ -319,12 +321,6 @@ def _matmul(case: Case) -> str | None:
 def _grad_dtype(case: Case) -> str | None:
     legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
     return None if legal else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
-
-
-def _mla(case: Case) -> str | None:
-    if case.model.mla is None:
-        return None
-    return f"model {case.model.name} uses multi-head latent attention, which the trainer does not run yet"
 
 
 def _causal(case: Case) -> str | None:
@@ -337,9 +333,11 @@ def _kv_groups(case: Case) -> str | None:
 
 
 def _rotary(case: Case) -> str | None:
-    if case.model.position == "rope" and case.model.head_dim % 2:
-        return f"model.head_dim={case.model.head_dim} must be even for rotary positions"
-    return None
+    model = case.model
+    if model.mla is not None and model.position != "rope":
+        return f"model {model.name} has latent attention with position={model.position}: its positions are rotary"
+    name, width = ("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim) if model.mla else ("head_dim", model.head_dim)
+    return f"model.{name}={width} must be even for rotary positions" if model.position == "rope" and width % 2 else None
 
 
 def _batch_ramp(case: Case) -> str | None:
@@ -356,11 +354,13 @@ def _batch_ramp(case: Case) -> str | None:
     return None
 
 
-#: Models that the bundled trainer does not run in any layout, although another program might. A technique that lands
-#: leaves this list.
-MODELS: dict[str, Rule] = {"moe": _moe, "mla": _mla, "causal": _causal, "kv_groups": _kv_groups, "rotary": _rotary}
+#: Models that the bundled trainer does not run in any layout, although another program might.
+MODELS: dict[str, Rule] = {"biases": _biases, "causal": _causal, "kv_groups": _kv_groups, "rotary": _rotary}
 #: All that the bundled trainer does not run.
-TRAINER: dict[str, Rule] = {**MODELS, "batch_ramp": _batch_ramp, "matmul": _matmul, "grad_dtype": _grad_dtype}
+TRAINER: dict[str, Rule] = MODELS | {
+    **{"expert_parallel": _expert_parallel, "batch_ramp": _batch_ramp, "matmul": _matmul},
+    **{"grad_dtype": _grad_dtype},
+}
 
 
 def broken(case: Case, rules: Mapping[str, Rule] = LAYOUT) -> tuple[str, str] | None:

@@ -83,9 +83,9 @@ WRONG_LINES = [
     # what the bundled trainer does not run
     ("submit +cluster=local model=mixtral_8x7b parallel=ep2 run.allow_oom=true", C, NOT_RUN),
     ("submit +cluster=local model=mixtral_8x7b parallel=ep2,ep4 --multirun --dry-run", C, f"parallel=ep2: {NOT_RUN}"),
-    ("submit cluster=local parallel=auto model=mixtral_8x7b", C, "mixture of experts, which the trainer does not run"),
-    ("plan +cluster=h100x64 parallel=auto model=mixtral_8x7b", C, "--any searches layouts for another program"),
-    ("tune +cluster=h100x64 model=mixtral_8x7b", C, "--any searches layouts for another program"),
+    ("submit cluster=local parallel=auto model=bert_large", C, "is not causal: the trainer predicts the next token"),
+    ("plan +cluster=h100x64 parallel=auto model=bert_large", C, "--any searches layouts for another program"),
+    ("tune +cluster=h100x64 model=bert_large", C, "--any searches layouts for another program"),
     ("whatif +cluster=h100x64 parallel=auto model=bert_large", C, "--any searches layouts for another program"),
 ]
 

@@ -40,7 +40,7 @@ PARAMETERS = {
 def test_the_catalogue_is_the_one_that_is_promised():
     promised = {"local", "h100x8", "h100x64", "h100x1024", "h100x16384", "a100x64", "v100x400", "gb200_nvl72x8"}
     assert promised <= set(CLUSTERS)
-    assert {*PARAMETERS, "tiny"} == set(LIBRARY.files("model"))
+    assert {*PARAMETERS, "tiny", "tiny_moe", "tiny_mla"} == set(LIBRARY.files("model"))
     assert set(GROUPS) <= set(LIBRARY.groups())
 
 

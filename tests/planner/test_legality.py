@@ -67,11 +67,14 @@ def test_every_rule_refuses_and_names_itself(rule):
 
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 UNTRAINED = {
-    "moe": (shapes.mixtral_8x7b(), {}, "mixture of experts"),
-    "mla": (structs.replace(shapes.tiny(), mla=MLA), {}, "multi-head latent attention"),
+    "biases": (structs.replace(shapes.mixtral_8x7b(), bias=True), {}, "experts do not have biases"),
+    "expert_parallel": (shapes.mixtral_8x7b(), {"ep": 2}, "ep=2"),
     "causal": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
     "kv_groups": (structs.replace(shapes.tiny(), kv_heads=3), {}, "kv_heads=3 must divide model.heads=4"),
     "rotary": (structs.replace(shapes.tiny(), head_dim=7), {}, "head_dim=7 must be even"),
+    "rotary ": (structs.replace(shapes.tiny(), mla=structs.replace(MLA, qk_rope_head_dim=5)), {}, "dim=5 must be even"),
+    "rotary  ": (structs.replace(shapes.tiny(), mla=MLA, position="none"), {}, "its positions are rotary"),
+    "biases ": (structs.replace(shapes.tiny(), mla=MLA, bias=True), {}, "latent attention do not have"),
     "batch_ramp": (
         shapes.tiny(),
         {"batch_ramp": BatchRamp(start_samples=1, over_samples=9)},
@@ -82,13 +85,17 @@ UNTRAINED = {
 }
 
 
-@pytest.mark.parametrize("rule", TRAINER)
+@pytest.mark.parametrize("rule", UNTRAINED)
 def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
     model, degrees, line = UNTRAINED[rule]
     wanted = case(model, seq_len=128, **degrees)
     assert broken(wanted) is None
     name, problem = broken(wanted, TRAINER)
-    assert name == rule and line in problem
+    assert name == rule.strip() and line in problem
+
+
+def test_every_rule_of_the_trainer_is_tested():
+    assert {rule.strip() for rule in UNTRAINED} == set(TRAINER)
 
 
 def test_fp64_is_for_weights_and_gradients_or_for_neither():

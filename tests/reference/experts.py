@@ -24,10 +24,22 @@ def choose(scores, bias, moe):
     return [e for _, e in sorted(legal)[: moe.top_k]]
 
 
-def mixture(x, w, name, model, bias=None):
-    """x [b, s, hidden] -> the same: the sum over each token's experts of weight * expert(token), and shared experts."""
-    moe, rows = model.moe, []
-    for token in x.flatten(0, 1):
+def mixture(x, w, name, model, terms, bias=None):
+    """x [b, s, hidden] -> the same: the sum over each token's experts of weight * expert(token), and shared experts.
+
+    Adds the layer's balance of each sequence and its z-loss to `terms`, as means over sequences and over tokens.
+    """
+    rows = []
+    for sequence in x:
+        rows.append(_of_sequence(sequence, w, name, model, terms, bias, len(x)))
+    found = torch.stack(rows)
+    return found + dense.mlp(x, w, f"{name}.shared", model) if model.moe.shared_ffn_hidden else found
+
+
+def _of_sequence(x, w, name, model, terms, bias, sequences):
+    moe, rows, length = model.moe, [], len(x)
+    chosen_often, mean_score = [0] * moe.experts, 0.0
+    for token in x:
         logits = w[f"{name}.router.weight"] @ token
         raw = logits.exp() / logits.exp().sum() if moe.score == "softmax" else 1 / (1 + (-logits).exp())
         chosen = choose(raw.tolist(), bias, moe)
@@ -40,9 +52,14 @@ def mixture(x, w, name, model, bias=None):
             else:
                 inner = dense.act(up, model)
             out = out + moe.routed_scale * raw[e] / total * (w[f"{name}.experts.down.weight"][e] @ inner)
+            chosen_often[e] += 1
         rows.append(out)
-    found = torch.stack(rows).view_as(x)
-    return found + dense.mlp(x, w, f"{name}.shared", model) if moe.shared_ffn_hidden else found
+        mean_score = mean_score + raw / raw.sum() / length
+        z = moe.z_loss * logits.exp().sum().log() ** 2 / (sequences * length)
+        terms["router_z"] = terms.get("router_z", 0.0) + z
+    share = torch.tensor(chosen_often, dtype=x.dtype) * moe.experts / (moe.top_k * length)
+    terms["expert_balance"] = terms.get("expert_balance", 0.0) + moe.balance_loss * share @ mean_score / sequences
+    return torch.stack(rows)
 
 
 def turn(x, position, model):

@@ -33,13 +33,14 @@ def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empt
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-        scores = transformer.logits(
-            leaves, plan.model, batch.tokens, batch.positions, batch.documents, (batch.serial, plan.job.train.seed)
-        )
+        terms = {}
+        drop = batch.serial, plan.job.train.seed
+        scores = transformer.logits(leaves, plan.model, batch.tokens, batch.positions, batch.documents, drop, terms)
         loss = transformer.loss_sum(scores, batch.targets) / int((batch.targets != IGNORED).sum())
-        found = torch.autograd.grad(loss, list(leaves.values()))
+        found = torch.autograd.grad(sum(terms.values(), loss), list(leaves.values()))
         grads = dict(zip(leaves, found, strict=True))
         clipped = adamw.clipped(grads, plan.job.train.clip_grad_norm)
         weights = twin.step(weights, clipped, learning_rate(step, optim, plan.job.train.steps))
-        outcomes.append(Outcome(loss.item(), adamw.norm(grads), grads, weights))
+        values = {name: value.item() for name, value in terms.items()}
+        outcomes.append(Outcome(loss.item(), adamw.norm(grads), grads, weights, values))
     return outcomes

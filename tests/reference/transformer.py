@@ -87,8 +87,10 @@ def dropped(x, name, model, drop):
     return dropout.hidden(x, drop[0], drop[1], name, model.dropout) if model.dropout else x
 
 
-def logits(w, model, tokens, positions, documents=None, drop=None):
-    """Full weights by name, int64 [b, s] -> [b, s, vocab]. `drop`: (the tokens' serials, the run's seed)."""
+def logits(w, model, tokens, positions, documents=None, drop=None, terms=None):
+    """Full weights by name, int64 [b, s] -> [b, s, vocab]. `drop`: (the tokens' serials, the run's seed). What experts
+    add to the loss goes into the dict `terms`."""
+    terms = {} if terms is None else terms
     x = w["embed.weight"][tokens]
     if model.position == "learned":
         x = x + w["embed_positions.weight"][positions]
@@ -99,7 +101,8 @@ def logits(w, model, tokens, positions, documents=None, drop=None):
         x = x + dropped(own, f"layers.{i}.drop_attn", model, drop)
         own = norm(x, w, f"layers.{i}.norm2", model)
         is_moe = model.moe is not None and i >= model.moe.first_dense_layers
-        own = (experts.mixture if is_moe else mlp)(own, w, f"layers.{i}.mlp", model)
+        name = f"layers.{i}.mlp"
+        own = experts.mixture(own, w, name, model, terms) if is_moe else mlp(own, w, name, model)
         x = x + dropped(own, f"layers.{i}.drop_mlp", model, drop)
     return norm(x, w, "norm", model) @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
 

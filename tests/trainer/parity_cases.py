@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import msgspec
+from msgspec import structs
 
+from orchestrator.plan.document import Mla, Moe, Yarn
 from tests.beds.plans import tiny_model
 from tests.trainer import samples
 
@@ -276,7 +278,55 @@ DROPOUT = {
 }
 DROPOUT = {name: {"model": DROPPED, **case} for name, case in DROPOUT.items()}
 
+MIXTURE = tiny_model(
+    moe=Moe(experts=5, top_k=2, ffn_hidden=12, balance_loss=0.1, z_loss=0.01), qk_norm=True, kv_heads=1
+)
+#: A dense layer first, shared experts, experts in groups, latent attention.
+DEEPSEEK = tiny_model(
+    moe=Moe(
+        **{"experts": 6, "top_k": 2, "ffn_hidden": 8, "shared_ffn_hidden": 16, "first_dense_layers": 1},
+        **{"score": "sigmoid", "routed_scale": 2.5, "groups": 3, "top_groups": 2, "balance_loss": 0.2},
+    ),
+    mla=Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+    yarn=Yarn(factor=8.0, original_seq_len=4, beta_fast=4.0),
+)
+FULL_RANK_QUERIES = tiny_model(mla=structs.replace(DEEPSEEK.mla, q_lora_rank=0))
+
+EXPERTS = {
+    **{
+        f"{kind} {name}": dict(model=model, **case)
+        for kind, model in {"mixture": MIXTURE, "deepseek": DEEPSEEK}.items()
+        for name, case in {
+            "accumulation 3, packed": dict(micro_batches=3, packed=True),
+            "dp2 zero1": dict(dp=2, zero=1, bucket_bytes=1 << 10),
+            "dp2 zero2": dict(dp=2, zero=2),
+            "dp2 zero3": dict(dp=2, zero=3),
+            "tp2 sp": dict(tp=2, micro_batch_size=2),
+            "tp2 without sp": dict(tp=2, sp=False),
+            "tp4 sp": dict(tp=4),
+            "cp2 zigzag": dict(cp=2, packed=True),
+            "cp2 ulysses": dict(cp=2, cp_method="ulysses"),
+            "cp2 allgather tp2": dict(cp=2, tp=2, cp_method="allgather"),
+            "pp2": dict(pp=2, micro_batches=3),
+            "pp2 zb_h1 tp2": dict(pp=2, tp=2, schedule="zb_h1", micro_batches=4),
+            "pp2 zbv tp2 without sp": dict(pp=2, vpp=2, tp=2, sp=False, schedule="zbv", micro_batches=3),
+            "pp2 dualpipe dp2 zero1": dict(pp=2, dp=2, zero=1, schedule="dualpipe", micro_batches=2),
+            "pp2 tp2 dp2 zero2, selective": dict(pp=2, tp=2, dp=2, zero=2, recompute="selective"),
+            "tp2 cp2 full": dict(tp=2, cp=2, recompute="full"),
+            "dp4 zero3 hybrid, full": dict(dp=4, zero=3, zero_group=2, recompute="full"),
+        }.items()
+    },
+    **{
+        f"queries of full rank {name}": dict(model=FULL_RANK_QUERIES, **case)
+        for name, case in {
+            "tp2 sp": dict(tp=2),
+            "tp2 without sp selective": dict(tp=2, sp=False, recompute="selective"),
+        }.items()
+    },
+}
+
 TECHNIQUES = {
+    "experts": EXPERTS,
     **{"layouts": LAYOUTS, "tensor": TENSOR, "sharding": SHARDING, "recompute": RECOMPUTE, "context": CONTEXT},
     **{"schedules": SCHEDULES, "dropout": DROPOUT},
 }

@@ -134,8 +134,9 @@ REFUSED = {
     "head_dim=7 must be even": make_plan(model=tiny_model(head_dim=7)),
     "18 tokens does not cut into 4 equal parts .*sequence parallelism": make_plan(tp=4, seq_len=18),
     "train.seq_len=65, test has 64 learned positions": make_plan(seq_len=65, model=tiny_model(position="learned")),
-    "mixture of experts": make_plan(model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))),
-    "multi-head latent attention": make_plan(model=tiny_model(mla=MLA)),
+    "experts do not have biases": make_plan(model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16), bias=True)),
+    "latent attention do not have biases": make_plan(model=tiny_model(mla=MLA, bias=True)),
+    "ep=2: the trainer does not": make_plan(ep=2, model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))),
     "is not causal": make_plan(model=tiny_model(causal=False)),
 }
 

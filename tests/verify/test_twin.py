@@ -102,6 +102,8 @@ def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(cap
     assert not any(one["differs"] for rank in found["ranks"] for one in rank["compared"])
 
 
-def test_a_layout_that_the_trainer_does_not_run_is_refused(capsys):
+def test_what_it_cannot_run_is_refused(capsys):
+    assert main(["twin", "+cluster=h100x64", "model=mixtral_8x7b", "parallel=tp8_ep2_zero1"]) == 65
+    assert "ep=2: the trainer does not" in capsys.readouterr().err
     assert main(["twin", "+cluster=h100x64", "model=mixtral_8x7b", "parallel=tp8_zero1"]) == 65
-    assert "mixture of experts" in capsys.readouterr().err
+    assert "to which experts" in capsys.readouterr().err

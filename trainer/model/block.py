@@ -15,6 +15,7 @@ from orchestrator.plan.flops import layer_moe
 from .attention import Attention
 from .dropout import Dropout
 from .experts import MixtureOfExperts
+from .linear import identities
 from .mla import LatentAttention
 from .mlp import MLP
 from .norm import make_norm
@@ -42,10 +43,8 @@ class Block(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in `x`; for dropout."""
-        # No name for attention's output: it would live as long as the MLP runs.
-        x = x + self.drop_attn(
-            _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias), rows
-        )
+        attended = self.attn_out(self.attend(x, serial, documents, rope))
+        x = x + self.drop_attn(_biased(attended, self.attn.out_bias), rows)
         return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x)), self.mlp.out_bias), rows)
 
     # The two halves up to their partial sums are methods, so that recomputation can wrap each.
@@ -55,11 +54,6 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         return self.mlp(self.mlp_in(self.norm2(x)))
-
-
-def identities(count: int) -> list[nn.Module]:
-    """Modules that parallelism may replace."""
-    return [nn.Identity() for _ in range(count)]
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model, Moe
 
-from .mlp import ACTIVATIONS, MLP, gated
+from .balance import count_choices, sequence_balance, z_sum
+from .loss import LossTerms
+from .mlp import ACTIVATIONS, MLP
 from .router import Router, Routing
 
-#: (x [n, hidden], routing, experts) -> [n, hidden]; expert parallelism puts its own there
+#: (x [n, hidden], routing, experts) -> [n, hidden]
 Dispatch = Callable[[Tensor, Routing, "Experts"], Tensor]
+#: (x [b, s, hidden], routing of its tokens) -> the same of the tokens that this rank's experts shall see
+Enter = Callable[[Tensor, Routing], tuple[Tensor, Routing]]
+#: Terms of the loss.
+BALANCE, Z = "expert_balance", "router_z"
 
 
 class GroupedLinear(nn.Module):
@@ -50,36 +56,73 @@ class Experts(nn.Module):
         self.gate = GroupedLinear(*shape) if model.mlp == "gated" else None
         self.up = GroupedLinear(*shape)
         self.down = GroupedLinear(moe.experts, moe.ffn_hidden, model.hidden)
-        self.activation = model.activation
+        self.activation = ACTIVATIONS[model.activation]
+
+    @property
+    def count(self) -> int:
+        """Experts on this rank."""
+        return self.up.weight.shape[0]
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         up = self.up(x, counts)
-        activation = self.activation
-        inner = ACTIVATIONS[activation](up) if self.gate is None else gated(self.gate(x, counts), up, activation)
+        inner = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
         return self.down((inner * weights[:, None]).to(x.dtype), counts)
 
 
 class MixtureOfExperts(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden]: stands in a block where a dense layer has its MLP."""
+    """[b, s, hidden] -> [b, s, hidden]: stands in a block where a dense layer has its MLP.
+
+    `enter`, `sum_counts` and `dispatch` are replaceable: parallelism puts its communication there. `terms`, where they
+    are set, get the terms that balance the experts.
+    """
 
     def __init__(self, model: Model, moe: Moe):
         super().__init__()
         self.router, self.experts = Router(model, moe), Experts(model, moe)
         self.shared = MLP(model, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
         self.out_bias = None
+        self.enter: Enter = _enter
         self.dispatch: Dispatch = dispatch
+        self.sum_counts: Callable[[Tensor], Tensor] = _alone  # over ranks that hold parts of the same sequences
+        self.terms: LossTerms | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        out = self.dispatch(rows, self.router(rows), self.experts).view_as(x)
+        routing = self.router(x.flatten(0, -2))
+        if self.terms is not None:
+            x = self._add_terms(x, routing, self.terms)
+        x, routing = self.enter(x, routing)
+        out = self.dispatch(x.flatten(0, -2), routing, self.experts).view_as(x)
         return out if self.shared is None else out + self.shared(x)
+
+    def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
+        moe = self.router.moe
+        if moe.balance_loss:
+            counts = self.sum_counts(count_choices(routing, len(x)))
+            x = terms.add(BALANCE, x, moe.balance_loss * sequence_balance(routing, counts), divisor=terms.samples)
+        if moe.z_loss:
+            x = terms.add(Z, x, moe.z_loss * z_sum(routing), divisor=terms.tokens)
+        return x
+
+
+def term_names(model: Model) -> list[str]:
+    """The terms that a model's experts add to the loss."""
+    moe = model.moe
+    return [name for name, weight in ((BALANCE, moe.balance_loss), (Z, moe.z_loss)) if weight] if moe else []
+
+
+def _enter(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    return x, routing
+
+
+def _alone(counts: Tensor) -> Tensor:
+    return counts
 
 
 def dispatch(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """All experts on this rank."""
     chosen = routing.experts.flatten()
     order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=experts.up.weight.shape[0])
+    counts = torch.bincount(chosen, minlength=experts.count)
     top_k = routing.experts.shape[-1]
     out = experts(x[order // top_k], counts, routing.weights.flatten()[order])
     return out[order.argsort()].unflatten(0, (-1, top_k)).sum(1)

@@ -116,3 +116,8 @@ class Embedding(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         return self.op(index, self.weight)
+
+
+def identities(count: int) -> list[nn.Module]:
+    """Modules that parallelism may replace."""
+    return [nn.Identity() for _ in range(count)]

@@ -31,6 +31,7 @@ class LossTerms:
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | None] = {}  # this rank's share of each term in this step, divided; None: nothing
+        self.samples = self.tokens = 1  # of the step on all ranks, masked ones too: what else a term may divide by
         self._loss_scale, self._valid_tokens, self._taken = 1.0, 1, 0
         self._micro_batch: int | None = None  # whose forward runs now; None in recomputation
 
@@ -38,9 +39,10 @@ class LossTerms:
         """Every rank declares all terms of the model in the same order, those of other stages too."""
         self.sums |= dict.fromkeys(names)
 
-    def start(self, loss_scale: float, valid_tokens: int, taken: int) -> None:
-        """Begin a step. `valid_tokens` is the global count; micro-batches from number `taken` on are padding, whose
-        terms are zero."""
+    def start(self, loss_scale: float, valid_tokens: int, taken: int, samples: int, tokens: int) -> None:
+        """Begin a step. `valid_tokens`, `samples` and `tokens` are global counts; micro-batches from number `taken`
+        on are padding, whose terms are zero."""
+        self.samples, self.tokens = samples, tokens
         self._loss_scale, self._valid_tokens, self._taken = loss_scale, valid_tokens, taken
         self.sums = dict.fromkeys(self.sums)
 

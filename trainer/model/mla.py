@@ -36,6 +36,7 @@ class LatentAttention(nn.Module):
         self.wo = Linear(model.heads * mla.v_head_dim, model.hidden)
         self.drop = AttentionDropout(model.dropout) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
+        self.latents_in: nn.Module = nn.Identity()  # replaced: here latents meet the heads of a rank
         self.scale = attention_scale(model)
 
     def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
@@ -43,9 +44,11 @@ class LatentAttention(nn.Module):
         assert rope is not None, "latent attention has rotary positions"
         latent_q = self.q_norm(self.q_down(x)) if mla.q_lora_rank else x
         latent, shared = self.kv_down(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        parts = latent_q, self.kv_norm(latent), shared
+        latent_q, latent, shared = self.latents_in(torch.cat(parts, dim=-1)).split([y.shape[-1] for y in parts], dim=-1)
         q = self.wq(latent_q).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.qk_rope_head_dim))
         plain_q, rotary_q = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
-        kv = self.wkv(self.kv_norm(latent)).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
+        kv = self.wkv(latent).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         plain_k, v = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
         rotary_k = rotate(shared[:, :, None], rope).expand(-1, -1, kv.shape[2], -1)
         q = torch.cat((plain_q, rotate(rotary_q, rope)), dim=-1) * self.scale

@@ -64,4 +64,4 @@ class Router(nn.Module):
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Indices [..., count] of the highest scores [..., e], the lower index first where they are equal."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
 
-from .block import Block, identities
+from .block import Block
 from .dropout import Dropout
-from .linear import Embedding, Linear, apply_linears
+from .linear import Embedding, Linear, apply_linears, identities
 from .norm import make_norm
 from .rope import rope_tables
 

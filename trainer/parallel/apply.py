@@ -25,12 +25,15 @@ from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import check_supported
 from trainer.model.dropout import Seeded, seed_dropout
+from trainer.model.experts import MixtureOfExperts, term_names
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
+from trainer.model.mla import LatentAttention
 from trainer.model.stage import Stage
 
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
+from .expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
 from .params import ParamInfo, ParamTable
 from .recompute import apply_recompute, recompute_mode
 from .tensor import Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
@@ -101,6 +104,8 @@ def build(
                 for module in block.modules():  # its wrapping products look like indices to inductor
                     if isinstance(module, Seeded):
                         module.mixed_counters = torch.compiler.disable(module.mixed_counters)
+                if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
+                    block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
                 block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
@@ -109,6 +114,10 @@ def build(
         stages[-1].tie()
         table["embed.weight"] = replace(table["embed.weight"], tied=False)
     terms = LossTerms()
+    terms.declare(*term_names(plan.model))
+    for mixture in (module for stage in stages for module in stage.modules() if isinstance(module, MixtureOfExperts)):
+        mixture.terms = terms
+        mixture.sum_counts = SequenceCounts(mesh, par.sp, counter)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms)
@@ -144,12 +153,21 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
     into, out = (Gather, Scatter) if sp else (Copy, Reduce)
     splits = schedule_of(plan.parallel).splits_backward
     for layer, block in stage.blocks.items():
-        block.attn_out, block.mlp_out = Region(out, group, counter), Region(out, group, counter)
-        if splits:
-            block.attn_in, block.mlp_in = Region(into, group, counter), Region(into, group, counter)
+        columns = OverlappedColumnLinears(group, counter, sp, keep=recompute_mode(train, layer) != "none")
+        block.attn_out = Region(out, group, counter)
+        if isinstance(block.attn, LatentAttention):  # its latents are smaller than its input
+            block.attn.latents_in = Region(into, group, counter)
+        elif splits:
+            block.attn_in = Region(into, group, counter)
         else:
-            keep = recompute_mode(train, layer) != "none"
-            block.attn.apply_linears = block.mlp.apply_linears = OverlappedColumnLinears(group, counter, sp, keep)
+            block.attn.apply_linears = columns
+        block.mlp_out = Region(out, group, counter)
+        if isinstance(block.mlp, MixtureOfExperts):
+            block.mlp.enter = TokensOfAll(group, counter) if sp else TokensOfOne(group, counter)
+        elif splits:
+            block.mlp_in = Region(into, group, counter)
+        else:
+            block.mlp.apply_linears = columns
     if stage.first:
         rows = table["embed.weight"]
         stage.embed.op = ShardedLookup(rows.start, rows.stop)

@@ -22,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from orchestrator.plan.document import Train
 from trainer.model.attention import SDPA
 from trainer.model.block import Block
+from trainer.model.linear import Linear
+from trainer.model.mlp import MLP
 from trainer.model.stage import Stage
 
 aten = torch.ops.aten
@@ -47,8 +49,9 @@ def apply_recompute(stage: Stage, train: Train) -> None:
         elif mode == "selective":
             contexts = _attention_contexts(block)
             block.attend = _checkpointed(block.attend, contexts)  # type: ignore[method-assign]
-            contexts = partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
-            block.mix = _checkpointed(block.mix, contexts)  # type: ignore[method-assign]
+            if isinstance(block.mlp, MLP):  # experts keep all: what lies between their products is little
+                contexts = partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
+                block.mix = _checkpointed(block.mix, contexts)  # type: ignore[method-assign]
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
@@ -56,7 +59,8 @@ def apply_recompute(stage: Stage, train: Train) -> None:
 def _attention_contexts(block: Block) -> Callable[[], Any]:
     # A context-parallel core attends block by block: keeping each partial result would cost more than it saves.
     keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
-    return partial(_contexts, products=3, keep=keep)
+    linears = sum(isinstance(module, Linear) for module in block.attn.children())
+    return partial(_contexts, products=linears - 1, keep=keep)
 
 
 def _checkpointed(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:

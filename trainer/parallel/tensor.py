@@ -25,10 +25,19 @@ from trainer.comm.collectives import CommCounter, all_reduce, start_all_gather, 
 from .params import ParamInfo
 
 AXIS = "tp"
-COLUMN = ("attn.wq.weight", "attn.wq.bias", "mlp.gate.weight", "mlp.gate.bias", "mlp.up.weight", "mlp.up.bias")
+COLUMN = (
+    *("attn.wq.weight", "attn.wq.bias", "attn.wkv.weight"),
+    *("mlp.gate.weight", "mlp.gate.bias", "mlp.up.weight", "mlp.up.bias"),
+    *("mlp.shared.gate.weight", "mlp.shared.up.weight"),
+)
 KEY_VALUE = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
-ROW = ("attn.wo.weight", "mlp.down.weight")
+ROW = ("attn.wo.weight", "mlp.down.weight", "mlp.shared.down.weight")
 VOCABULARY = ("embed.weight", "head.weight")
+#: Of experts, [experts, out, in]: their outputs or inputs are cut.
+EXPERT_COLUMN = ("mlp.experts.gate.weight", "mlp.experts.up.weight")
+EXPERT_ROW = ("mlp.experts.down.weight",)
+#: Whole on every rank, each of which has the gradient of its own heads.
+PARTIAL = ("attn.q_norm.weight", "attn.k_norm.weight")
 
 
 # ---------------------------------------------------------------------------------------------- slices
@@ -45,8 +54,12 @@ def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, 
         share = max(1, tp // model.kv_heads)
         part, parts, dim = index // share, tp // share, 0
         replicas, partial = tuple(range(part * share, (part + 1) * share)), share > 1
-    elif name.endswith((*COLUMN, *VOCABULARY, *ROW)):
-        dim, replicas, partial = (1 if name.endswith(ROW) else 0), (index,), False
+    elif name.endswith((*COLUMN, *VOCABULARY, *ROW, *EXPERT_COLUMN, *EXPERT_ROW)):
+        cut = {ROW: 1, EXPERT_COLUMN: 1, EXPERT_ROW: 2}
+        dim = next((dim for names, dim in cut.items() if name.endswith(names)), 0)
+        replicas, partial = (index,), False
+    elif name.endswith(PARTIAL) and not (model.mla is not None and ".attn." in name):
+        partial = True
     # else norms, output biases, positions: whole everywhere. With SP each rank sees a part of the sequence, so its
     # gradient is a part too; without SP every rank computes the same full gradient.
     size = shape[dim or 0]

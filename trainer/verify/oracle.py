@@ -13,8 +13,9 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from trainer.model.dropout import seed_dropout
+from trainer.model.experts import MixtureOfExperts, term_names
 from trainer.model.init import init_stage
-from trainer.model.loss import cross_entropy_sum
+from trainer.model.loss import LossTerms, cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.optim.lr import learning_rate
 
@@ -53,6 +54,11 @@ def train(
     stage.double()
     seed_dropout(stage, job.train.seed)
     added = prepare(stage)
+    terms_of_model = LossTerms()
+    terms_of_model.declare(*term_names(plan.model))
+    for module in stage.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.terms = terms_of_model
     params = dict(stage.named_parameters())
     matrices = {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": job.optim.weight_decay}
     vectors = {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0}
@@ -62,7 +68,9 @@ def train(
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         valid_tokens = batch.valid_tokens
-        loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
+        terms_of_model.start(1.0, valid_tokens, taken=1, samples=len(batch.tokens), tokens=batch.tokens.numel())
+        with terms_of_model.forward(0):
+            loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
         terms = added(valid_tokens) if added is not None else {}
         stage.zero_grad()
         sum(terms.values(), loss).backward()
@@ -73,5 +81,6 @@ def train(
         adamw.step()
         weights = {name: param.detach().clone() for name, param in params.items()}
         values = {name: value.item() for name, value in terms.items()}
+        values |= {name: float(value) for name, value in terms_of_model.sums.items() if value is not None}
         outcomes.append(Outcome(loss.item(), norm.item(), grads, weights, values))
     return outcomes

@@ -33,6 +33,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     plan = build_plan(config, resolve(config.cluster), profile=resolve.profile(config))
     if problem := refusal(plan):
         raise OrchError(problem, Exit.CONFIG)
+    if plan.model.moe is not None:
+        text = f"orch twin has no values, so it does not know to which experts the tokens of {plan.model.name} go"
+        raise OrchError(f"{text}; models without experts can be run", Exit.CONFIG)
     whole, plan = plan.parallel.micro_batches, shortened(plan)
     ranks, runs, figures = ranks_to_run(plan), list[RankRun](), list[list[Compared]]()
     for found in run_twin(plan, ranks):

@@ -1,0 +1,118 @@
+"""Dispatch to experts on several ranks against all experts on one, and what it sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestrator.plan.document import Moe
+from tests.trainer.samples import LLAMA, small
+from trainer.comm.collectives import CommCounter
+from trainer.model.experts import Experts, dispatch
+from trainer.model.router import Routing
+from trainer.parallel.expert.dispatch import ExpertDispatch
+from trainer.verify.ranks import run_ranks
+
+MOE = Moe(experts=6, top_k=2, ffn_hidden=12)
+MODEL = small(**LLAMA, moe=MOE)
+
+
+def choices(case: str, tokens: int, seed: int) -> torch.Tensor:
+    """int64 [tokens, 2]: different experts of each token."""
+    generator = torch.Generator().manual_seed(seed)
+    if case == "spread":
+        return torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(tokens)])
+    return torch.tensor([[4, 5]] if case == "two experts take all" else [[0, 3]]).expand(tokens, 2).contiguous()
+
+
+def case_of(case: str, rank: int) -> tuple[torch.Tensor, Routing]:
+    tokens = 0 if case == "a rank without tokens" and rank == 1 else 3 + 4 * rank
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(tokens, 32, dtype=torch.float64, generator=generator)
+    weights = torch.rand(tokens, 2, dtype=torch.float64, generator=generator)
+    chosen = choices("spread" if case == "a rank without tokens" else case, tokens, rank) if tokens else None
+    chosen = torch.empty(0, 2, dtype=torch.int64) if chosen is None else chosen
+    return x.requires_grad_(), Routing(chosen, weights.requires_grad_(), weights, weights)
+
+
+def experts_of(part: slice, width: slice = slice(None)) -> Experts:
+    """The experts `part`, and of each the features `width` of its inner dimension."""
+    experts = Experts(MODEL, MOE).double()
+    torch.manual_seed(3)
+    for name, param in experts.named_parameters():
+        whole = torch.randn(param.shape, dtype=torch.float64)[part]
+        param.data = (whole[:, :, width] if name.startswith("down") else whole[:, width]).contiguous()
+    return experts
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"])
+def test_tokens_come_back_as_if_all_experts_were_here(case):
+    ranks = 3
+
+    def on(rank: int) -> dict:
+        x, routing = case_of(case, rank)
+        experts, counter = experts_of(slice(rank * 2, rank * 2 + 2)), CommCounter()
+        out = ExpertDispatch(dist.group.WORLD, None, counter)(x, routing, experts)
+        out.backward(torch.full_like(out, 2.0) * (1 + rank))
+        grads = [x.grad, routing.weights.grad, *(param.grad for param in experts.parameters())]
+        return {"out": out, "grads": grads, "bytes": counter.bytes["ep"]}
+
+    found = run_ranks(on, ranks)
+    experts = experts_of(slice(0, 6))
+    for rank in range(ranks):
+        x, routing = case_of(case, rank)
+        out = dispatch(x, routing, experts)
+        torch.testing.assert_close(found[rank]["out"], out.detach(), rtol=1e-12, atol=1e-12)
+        out.backward(torch.full_like(out, 2.0) * (1 + rank))
+        for mine, one in zip(found[rank]["grads"], (x.grad, routing.weights.grad), strict=False):
+            torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-12)
+        away = int((routing.experts // 2 != rank).sum())
+        arrived = sum(int((case_of(case, r)[1].experts // 2 == rank).sum()) for r in range(ranks) if r != rank)
+        # there and back, forward and backward: a row of 32 each; a weight there, its gradient back; the counts
+        rows, weights, counts = 2 * 8 * 32 * (away + arrived), 8 * (away + arrived), 8 * 6 * 2 // 3
+        assert found[rank]["bytes"] == rows + weights + counts
+    for index, param in enumerate(experts.parameters()):
+        mine = torch.cat([found[rank]["grads"][2 + index] for rank in range(ranks)])
+        torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["spread", "two experts take all", "a rank without tokens"])
+@pytest.mark.parametrize("expert_ranks", [1, 2])
+def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
+    """2 slices of each expert; ranks (expert, slice) number slices first."""
+
+    def on(rank: int) -> dict:
+        over_slices, over_experts = None, None
+        for first in range(expert_ranks):
+            group = dist.new_group([2 * first, 2 * first + 1])
+            over_slices = group if rank // 2 == first else over_slices
+        for first in range(2 if expert_ranks > 1 else 0):
+            group = dist.new_group([first, first + 2])
+            over_experts = group if rank % 2 == first else over_experts
+        x, routing = case_of(case, rank)
+        expert, part = divmod(rank, 2)
+        share = 6 // expert_ranks
+        experts = experts_of(slice(expert * share, (expert + 1) * share), slice(part * 6, part * 6 + 6))
+        out = ExpertDispatch(over_experts, over_slices, CommCounter())(x, routing, experts)
+        out.backward(torch.full_like(out, 2.0) * (1 + rank))
+        grads = {name: param.grad for name, param in experts.named_parameters()}
+        return {"out": out, "grads": [x.grad, routing.weights.grad], "experts": grads}
+
+    ranks = 2 * expert_ranks
+    found = run_ranks(on, ranks)
+    experts = experts_of(slice(0, 6))
+    for rank in range(ranks):
+        x, routing = case_of(case, rank)
+        out = dispatch(x, routing, experts)
+        torch.testing.assert_close(found[rank]["out"], out.detach(), rtol=1e-12, atol=1e-11)
+        out.backward(torch.full_like(out, 2.0) * (1 + rank))
+        for mine, one in zip(found[rank]["grads"], (x.grad, routing.weights.grad), strict=True):
+            torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-10)
+    for name, param in experts.named_parameters():
+        dim = 2 if name.startswith("down") else 1
+        parts = [found[rank]["experts"][name] for rank in range(ranks)]
+        whole = torch.cat([torch.cat(parts[2 * e : 2 * e + 2], dim=dim) for e in range(expert_ranks)])
+        torch.testing.assert_close(whole, param.grad, rtol=1e-12, atol=1e-10)

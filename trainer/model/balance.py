@@ -1,0 +1,37 @@
+"""What keeps the experts of a layer equally busy, as terms of the loss.
+
+Both are sums over sequences or tokens, so they do not depend on how the batch is cut: a layer adds them for its own
+tokens, divided by the step's global count.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .router import Routing
+
+
+def sequence_balance(routing: Routing, counts: Tensor) -> Tensor:
+    """Sum over sequences of sum over experts of f * P (Switch, arXiv 2101.03961, equation 4, with several choices;
+    DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), 1 where all experts are chosen equally often.
+
+    f: share of the sequence's choices that went to an expert, times experts; P: mean score. `counts` int64
+    [b, experts]: choices of whole sequences, `routing` has this rank's tokens of them, sequence after sequence.
+    """
+    choices = counts.sum(-1, keepdim=True)
+    tokens = choices / routing.experts.shape[-1]
+    share = counts * (counts.shape[-1] / choices)
+    return (share / tokens * routing.scores.unflatten(0, (len(counts), -1)).sum(1)).sum()
+
+
+def count_choices(routing: Routing, sequences: int) -> Tensor:
+    """int64 [sequences, experts]: how often each sequence's tokens on this rank chose each expert."""
+    chosen = routing.experts.reshape(sequences, -1)
+    zeros = chosen.new_zeros(sequences, routing.scores.shape[-1])
+    return zeros.scatter_add_(1, chosen, chosen.new_ones(()).expand_as(chosen))
+
+
+def z_sum(routing: Routing) -> Tensor:
+    """Sum over tokens of the squared log-sum-exp of router logits, which keeps these small (ST-MoE, arXiv 2202.08906,
+    section 3.3)."""
+    return routing.logits.logsumexp(-1).square().sum()

@@ -1,0 +1,111 @@
+"""Tokens to the ranks that hold their experts and back, by uneven all-to-all (GShard, arXiv 2006.16668, without its
+padding and dropping; MegaBlocks, arXiv 2211.15841).
+
+A rank sends each copy of a token once, sorted by expert, so a receiver gets one run a sender and expert; it sorts the
+runs by expert, computes, and sends the results back the same way. A token is then summed where it came from. Backward
+is the same with the directions swapped. Bytes are the least that any exchange without node limits can have: a row of
+hidden size for each copy that leaves its rank, there and back, and its weight (fp32).
+
+Where each expert is cut over tensor-parallel ranks, these first gather what each of them received, compute with their
+slices, and sum and scatter the partial results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.comm.collectives import CommCounter, all_gather, all_gather_uneven, all_to_all, all_to_all_uneven
+from trainer.comm.collectives import reduce_scatter_uneven as scatter_uneven
+from trainer.model.experts import Experts
+from trainer.model.router import Routing
+
+AXIS, TENSOR_AXIS = "ep", "tp"
+
+
+class Move(NamedTuple):
+    """A way of rows between ranks, and the way back: forward and backward of one autograd operation."""
+
+    there: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+
+    @property
+    def reverse(self) -> Move:
+        return Move(self.back, self.there)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return _Moved.apply(rows, self)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, move: Move) -> Tensor:
+        ctx.move = move
+        return move.there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.move.back(grad.contiguous()), None
+
+
+class ExpertDispatch:
+    """Replaces `model.experts.dispatch`.
+
+    The i-th rank of `expert_group` holds the i-th run of experts, each rank of `tensor_group` a slice of each of them;
+    None: one rank. Ranks of `tensor_group` bring different tokens (sequence parallelism).
+    """
+
+    def __init__(
+        self, expert_group: dist.ProcessGroup | None, tensor_group: dist.ProcessGroup | None, counter: CommCounter
+    ):
+        self.expert_group, self.tensor_group, self.counter = expert_group, tensor_group, counter
+
+    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        top_k, chosen = routing.experts.shape[-1], routing.experts.flatten()
+        order = chosen.argsort(stable=True)
+        rows, weights = x[order // top_k], routing.weights.flatten()[order]
+        ranks = self.expert_group.size() if self.expert_group is not None else 1
+        counts = torch.bincount(chosen, minlength=ranks * experts.count).view(ranks, experts.count)
+        moves = []
+        if self.expert_group is not None:
+            move, counts = self._to_experts(counts, self.expert_group)
+            moves.append(move)
+        if self.tensor_group is not None:
+            move, counts = self._to_slices(counts, self.tensor_group)
+            moves.append(move)
+        for move in moves:
+            rows, weights = move(rows), move(weights)
+        # `counts` [runs, experts here]: the runs lie one after another, each sorted by expert
+        expert_of = torch.arange(experts.count, device=x.device).repeat(len(counts)).repeat_interleave(counts.flatten())
+        by_expert = expert_of.argsort(stable=True)
+        out = experts(rows[by_expert], counts.sum(0), weights[by_expert])[by_expert.argsort()]
+        for move in reversed(moves):
+            out = move.reverse(out)
+        return out[order.argsort()].unflatten(0, (-1, top_k)).sum(1)
+
+    def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
+        """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""
+        arriving = all_to_all(counts, group, AXIS, self.counter)
+        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+
+        def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            return all_to_all_uneven(rows, sent, received, group, AXIS, self.counter)
+
+        return Move(lambda rows: exchange(rows, sent, received), lambda rows: exchange(rows, received, sent)), arriving
+
+    def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
+        """`counts` [runs, experts] on this rank -> those of all ranks of the group, rank after rank."""
+        everyone = all_gather(counts, group, TENSOR_AXIS, self.counter)
+        sizes = everyone.view(group.size(), -1).sum(1).tolist()
+
+        def gather(rows: Tensor) -> Tensor:
+            return all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
+
+        def scatter(rows: Tensor) -> Tensor:
+            return scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
+
+        return Move(gather, scatter), everyone
