@@ -36,12 +36,12 @@ def _registry(patch, change):
 
 @MODEL("sequence parallel: norm weights are not summed over tp", tp=2)
 def _(patch):
-    _registry(patch, lambda info: replace(info, tp_partial_grad=info.tp_partial_grad and "norm" not in info.name))
+    _registry(patch, lambda info: replace(info, sums=() if "norm" in info.name else info.sums))
 
 
 @MODEL("replicated key-value heads are not summed over tp", tp=2, model=tiny_model(kv_heads=1))
 def _(patch):
-    _registry(patch, lambda info: replace(info, tp_partial_grad=info.tp_partial_grad and ".attn.w" not in info.name))
+    _registry(patch, lambda info: replace(info, sums=() if ".attn.w" in info.name else info.sums))
 
 
 @MODEL("the norm counts a replicated weight on every tp rank", tp=2)

@@ -1,7 +1,11 @@
 """Checkpoints on disk: bit-exact round trips, alone and over ranks."""
 
+import itertools
 import json
+from dataclasses import replace
+from math import prod
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +15,11 @@ from safetensors.torch import load_file
 from tests.trainer.states import PLAN, checkpoints, equal, flip_bit, opened, resume, saved, state
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.files import sha256, write_tensors
-from trainer.checkpoint.format import MANIFEST, StatePiece, rank_file, step_name
+from trainer.checkpoint.format import MANIFEST, Slice, StatePiece, rank_file, step_name
+from trainer.checkpoint.geometry import BlockRange
 from trainer.checkpoint.retention import committed
 from trainer.errors import Fenced, SaveError
-from trainer.parallel.params import ParamInfo
+from trainer.parallel.params import ParamInfo, Shard, even_shard
 from trainer.verify.ranks import run_ranks
 
 # ---------------------------------------------------------------------------------------------- round trips
@@ -70,7 +75,7 @@ def test_own_writer_makes_what_the_library_reads(tmp_path_factory, sizes, dtype)
 def vocabulary(rank: int) -> ParamInfo:
     """Rows of rank 0 or 1 of tp=2 over 257 rows, 129 each: the last of rank 1 is padding."""
     start, stop = (0, 129) if rank == 0 else (129, 257)
-    return ParamInfo("embed.weight", (257, 4), 0, start, stop, 129, False, (rank,), True, True)
+    return ParamInfo("embed.weight", (257, 4), True, (Shard(0, start, stop, 129),), replicas=(rank,))
 
 
 def test_padding_rows_are_not_stored_and_stay_as_they_are(tmp_path):
@@ -88,7 +93,7 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
     """tp=4 over 5 rows, 2 each: ranks 0 and 1 have two, rank 2 one, rank 3 none."""
     rows = [(0, 2), (2, 4), (4, 5), (6, 5)]
     infos = [
-        ParamInfo("embed.weight", (5, 4), 0, start, stop, 2, False, (rank,), True, True)
+        ParamInfo("embed.weight", (5, 4), True, (Shard(0, start, stop, 2),), replicas=(rank,))
         for rank, (start, stop) in enumerate(rows)
     ]
     pieces = [StatePiece("master", info, 0, torch.ones(8)) for info in infos]
@@ -98,6 +103,49 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
     live = [StatePiece("master", info, 0, torch.zeros(8)) for info in infos]
     assert checkpoints(tmp_path, 1).resume(lambda: live).step == 1
     assert [int(piece.data.sum()) for piece in live] == [8, 8, 4, 0]
+
+
+def cut(shape: tuple[int, ...], *ways: tuple[int, int], ranges: int = 1) -> list[StatePiece]:
+    """All ranks' pieces of a parameter cut along (dimension, parts) each, and each part into flat ranges, as ZeRO does;
+    their elements are numbered, padding is -1."""
+    full, pieces = torch.arange(1.0, prod(shape) + 1).view(shape), []
+    for place in itertools.product(*(range(parts) for _, parts in ways)):
+        shards = [even_shard(dim, shape[dim], at, parts) for (dim, parts), at in zip(ways, place, strict=True)]
+        info = ParamInfo("experts.weight", shape, True, tuple(shards))
+        local = torch.where(info.take(full) == 0, -1.0, info.take(full)).view(-1)
+        edges = [local.numel() * at // ranges for at in range(ranges + 1)]
+        pieces += [StatePiece("master", info, low, local[low:high]) for low, high in itertools.pairwise(edges)]
+    return pieces
+
+
+SEVERAL = {
+    (4, 6, 8): [((0, 2), (2, 4)), ((0, 4), (1, 3)), ((1, 2), (2, 2)), ((0, 2), (1, 3), (2, 2)), ((1, 6),), ()],
+    (5, 6): [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((1, 2),), ((0, 4),), ()],  # rows are padded
+}
+
+
+@pytest.mark.parametrize("shape", SEVERAL)
+def test_a_parameter_cut_along_several_dimensions_is_read_in_any_other_layout(tmp_path, shape):
+    for number, (written, ranges) in enumerate(itertools.product(SEVERAL[shape], (1, 3))):
+        folder = tmp_path / str(number)
+        opened(folder).save(cut(shape, *written, ranges=ranges), step=1, samples=0)
+        for wanted, more in itertools.product(SEVERAL[shape], (1, 5)):
+            expected = cut(shape, *wanted, ranges=more)
+            live = [replace(piece, data=torch.full_like(piece.data, -1.0)) for piece in expected]
+            assert checkpoints(folder, 1).resume(lambda live=live: live).step == 1
+            assert equal(live, expected), (written, ranges, wanted, more)
+
+
+def test_a_block_that_nobody_wrote_is_named(tmp_path):
+    pieces = cut((4, 6), (0, 2), (1, 3))
+    with pytest.raises(SaveError, match="nobody holds 0 to 4 of its block 2:4, 2:4"):
+        opened(tmp_path).save(pieces[:4] + pieces[5:], step=1, samples=0)
+
+
+def test_a_manifest_of_one_cut_dimension_reads_as_it_always_did():
+    raw = b'{"key":"k","name":"n","kind":"master","dim":1,"start":2,"stop":4,"offset":5,"count":6}'
+    part = msgspec.json.decode(raw, type=Slice)
+    assert part.block_range == BlockRange(((1, 2, 4),), 5, 6) and msgspec.json.encode(part) == raw
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.parallel import vocab
 from trainer.parallel.apply import build
-from trainer.parallel.params import whole
+from trainer.parallel.params import Shard, whole
 from trainer.parallel.tensor import shard
 from trainer.parallel.vocab import ShardedLookup, VocabParallelLoss
 
@@ -51,16 +51,15 @@ def test_owners_hold_every_element_once_and_replicas_agree(tp, kv, vocabulary, s
             # A gradient is partial exactly where ranks see other queries (shared heads) or other tokens (SP).
             shared_head = ".wk." in name or ".wv." in name
             expected = len(info.replicas) > 1 and (sp or shared_head)
-            assert info.tp_partial_grad == expected
-            assert info.grad_sum_group == (("kv" if shared_head else "tp") if expected else None)
+            assert info.sums == (("kv" if shared_head else "tp",) if expected else ())
         assert bool((covered == 1).all()), name
 
 
 def test_registry_helpers():
     info = whole("norm.weight", (8,))
-    assert (info.local_shape, info.owner, info.decay, info.grad_sum_group) == ((8,), True, False, None)
+    assert (info.local_shape, info.owner, info.decay, info.sums) == ((8,), True, False, ())
     assert whole("head.weight", (8, 4)).decay
-    empty = dataclasses.replace(info, shard_dim=0, start=8, stop=8, padded=3)
+    empty = dataclasses.replace(info, shards=(Shard(0, 8, 8, 3),))
     assert empty.take(torch.ones(8)).tolist() == [0, 0, 0] and empty.valid(torch.ones(3)).numel() == 0
 
 
@@ -118,7 +117,7 @@ def test_lookups_of_all_shards_sum_to_the_lookup(tp, vocabulary):
     total = torch.zeros(1, vocabulary, 4)
     for index in range(tp):
         info = shard("embed.weight", (vocabulary, 4), model, tp, index, False)
-        total += ShardedLookup(info.start, info.stop)(tokens, info.take(table))
+        total += ShardedLookup(*info.along(0))(tokens, info.take(table))
     assert torch.equal(total[0], table)
 
 
@@ -165,7 +164,7 @@ def test_uneven_stages_and_the_tied_copy():
     plan = make_plan(pp=2, stage_layers=[3, 1], model=tiny_model(tied_embeddings=True))
     first, last = parts(plan, 0), parts(plan, 1)
     assert [list(part.stages[0].layers) for part in (first, last)] == [["0", "1", "2"], ["3"]]
-    assert first.table["embed.weight"].tied and last.table["embed.weight"].tied
+    assert first.table["embed.weight"].sums == last.table["embed.weight"].sums == ("embedding",)
     assert (first.table["embed.weight"].owner, last.table["embed.weight"].owner) == (True, False)
     with pytest.raises(AssertionError):
         first.loss(torch.zeros(1), torch.zeros(1))
@@ -179,7 +178,7 @@ def test_looped_and_chosen_stages_of_a_rank():
     names = [name for name, _, _ in both_ends.parameters()]
     assert names.count("embed.weight") == 1 and len(names) == len(set(names)) == len(both_ends.table)
     info = both_ends.table["embed.weight"]
-    assert info.owner and not info.tied, "no copy, so no gradient to exchange"
+    assert info.owner and not info.sums, "no copy, so no gradient to exchange"
 
 
 @given(

@@ -26,7 +26,7 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.parallel.params import ParamInfo, StateKind
 
-from .geometry import BlockRange, tiling_problem
+from .geometry import BlockRange, Cut, tiling_problem
 
 SCHEMA = "orch.checkpoint/2"
 MANIFEST = "manifest.json"
@@ -62,26 +62,26 @@ class StatePiece:
         Only dimension 0 is ever padded (vocabulary rows), so the valid elements are a prefix of the flat tensor.
         """
         info = self.info
-        if info.shard_dim is None:
+        padded = [shard.dim for shard in info.shards if shard.stop - shard.start != shard.padded]
+        if not padded:
             return self
-        size = max(0, info.stop - info.start)
-        if size == info.padded:
-            return self
-        if info.shard_dim != 0:
-            raise CheckpointError(f"{info.name}: padding of dimension {info.shard_dim} cannot be stored")
-        valid = size * prod(info.global_shape[1:]) - self.offset
+        if padded != [0]:
+            raise CheckpointError(f"{info.name}: padding of dimension {padded[-1]} cannot be stored")
+        valid = prod(part.stop - part.start for part in info.global_slices) - self.offset
         return StatePiece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
 
     @property
     def block_range(self) -> BlockRange:
         """Position of the elements of `data` in the global parameter."""
-        return BlockRange(*block(self.info), self.offset, self.data.numel())
+        cuts = tuple((shard.dim, shard.start, shard.stop) for shard in self.info.shards)
+        return BlockRange(cuts, self.offset, self.data.numel())
 
 
-class Slice(Struct, frozen=True, forbid_unknown_fields=True):
+class Slice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Position of the flat elements [offset, offset + count) of a file's tensor in the global parameter.
 
-    They are consecutive elements of the block [start, stop) of dimension `dim` (None: of the whole parameter).
+    They are consecutive elements of the block [start, stop) of dimension `dim` (None: of the whole parameter), of which
+    `more` cuts further dimensions.
     """
 
     key: str  # tensor in the file
@@ -92,15 +92,18 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True):
     stop: int
     offset: int
     count: int
+    more: list[Cut] = []
+
+    @classmethod
+    def of(cls, key: str, piece: StatePiece) -> Slice:
+        cuts, offset, count = piece.block_range
+        dim, start, stop = cuts[0] if cuts else (None, 0, 0)
+        return cls(key, piece.info.name, piece.kind, dim, start, stop, offset, count, list(cuts[1:]))
 
     @property
     def block_range(self) -> BlockRange:
-        return BlockRange(self.dim, self.start, self.stop, self.offset, self.count)
-
-
-def block(info: ParamInfo) -> tuple[int | None, int, int]:
-    """(dim, start, stop) of `Slice` for a rank's share of a parameter."""
-    return (None, 0, 0) if info.shard_dim is None else (info.shard_dim, info.start, max(info.start, info.stop))
+        cuts = () if self.dim is None else ((self.dim, self.start, self.stop), *self.more)
+        return BlockRange(cuts, self.offset, self.count)
 
 
 class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):

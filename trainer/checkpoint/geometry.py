@@ -1,25 +1,28 @@
 """Overlap of two slices of one parameter: pure arithmetic, no tensors.
 
-A slice is a flat range of a block `start..stop` of one dimension (`format.Slice`, `format.StatePiece`). View the
-parameter as a matrix whose rows are all dimensions before that one: the block is a range of columns, and a flat range
-of the block is at most three rectangles (the rest of its first row, whole rows, the beginning of its last row). Two
-slices overlap where their rectangles do. A range of a block of dimension 0, or of the whole parameter, is a run of
-elements: it becomes rectangles in whichever matrix the other slice needs.
+A slice is a flat range of a block, which some dimensions of the parameter are cut to (`format.Slice`,
+`format.StatePiece`). Neighbouring dimensions that neither of two slices cuts are one dimension. A flat range of a block
+of n dimensions is at most 2n - 1 boxes: the rest of its first row, whole rows, the beginning of its last row, and the
+same again inside of the two rests. Two slices overlap where their boxes do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+#: (dimension, start, stop): one dimension of a block
+Cut = tuple[int, int, int]
+#: half-open, for each dimension
+Box = tuple[tuple[int, int], ...]
+
 
 class BlockRange(NamedTuple):
-    """Elements `[offset, offset + length)` of the flattened block `start..stop` of dimension `dim` (None: of all)."""
+    """Elements `[offset, offset + length)` of the flattened block that `cuts` leave of the parameter."""
 
-    dim: int | None
-    start: int
-    stop: int
+    cuts: tuple[Cut, ...]
     offset: int
     length: int
 
@@ -36,76 +39,89 @@ class Overlap(NamedTuple):
     right_step: int
 
 
-class _Rows(NamedTuple):
-    """A block range as the flat range `[first, first + length)` of `width` columns, from `column` on, of a matrix."""
-
-    width: int
-    column: int
-    first: int
-    length: int
-
-    def rectangles(self) -> list[tuple[int, int, int, int]]:
-        """(row from, row to, column from, column to), in order; at most three."""
-        (top, x), (bottom, y) = divmod(self.first, self.width), divmod(self.first + self.length, self.width)
-        if top == bottom:
-            cuts = [(top, top + 1, x, y)]
-        else:
-            cuts = [(top, top + 1, x, self.width)] if x else []
-            cuts += [(top + bool(x), bottom, 0, self.width), (bottom, bottom + 1, 0, y)]
-        return [(a, b, c + self.column, d + self.column) for a, b, c, d in cuts if a < b and c < d]
-
-    def number_of(self, row: int, column: int) -> int:
-        return row * self.width + column - self.column - self.first
-
-
 def overlaps(left: BlockRange, right: BlockRange, shape: Sequence[int]) -> list[Overlap]:
-    """The rectangles that two ranges of one parameter of `shape` share, in element order.
-
-    Raises ValueError if they cut it along two different dimensions behind the first, which no layout does.
-    """
-    inner = {part.dim for part in (left, right) if part.dim}
-    if len(inner) > 1:
-        raise ValueError(f"slices along dimensions {left.dim} and {right.dim} of one parameter")
-    pitch = prod(shape[min(inner, default=0) :])
-    one, other = _rows(left, shape, pitch), _rows(right, shape, pitch)
+    """The rectangles that two ranges of one parameter of `shape` share, in element order."""
+    cut = {dim for part in (left, right) for dim, _, _ in part.cuts}
+    one, other = _merged(left.cuts, shape, cut), _merged(right.cuts, shape, cut)
     found = []
-    for top, bottom, x, y in one.rectangles():
-        for other_top, other_bottom, other_x, other_y in other.rectangles():
-            row, rows = max(top, other_top), min(bottom, other_bottom) - max(top, other_top)
-            column, columns = max(x, other_x), min(y, other_y) - max(x, other_x)
-            if rows > 0 and columns > 0:
-                places = one.number_of(row, column), one.width, other.number_of(row, column), other.width
-                found.append(Overlap(rows, columns, *places))
+    for box in _boxes(one, left.offset, left.offset + left.length):
+        for other_box in _boxes(other, right.offset, right.offset + right.length):
+            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other_box, strict=True)]
+            if any(low >= high for low, high in shared):
+                continue
+            (top, bottom), (x, y) = shared[-2:]
+            for before in itertools.product(*(range(*span) for span in shared[:-2])):
+                first = (*before, top, x)
+                places = [
+                    (_number(block, first) - part.offset, block[-1][1] - block[-1][0])
+                    for block, part in ((one, left), (other, right))
+                ]
+                found.append(Overlap(bottom - top, y - x, *places[0], *places[1]))
     return found
 
 
-def _rows(part: BlockRange, shape: Sequence[int], pitch: int) -> _Rows:
-    if part.dim:
-        unit = prod(shape[part.dim + 1 :])
-        return _Rows((part.stop - part.start) * unit, part.start * unit, part.offset, part.length)
-    before = part.start * prod(shape[1:]) if part.dim == 0 else 0
-    return _Rows(pitch, 0, before + part.offset, part.length)
+def _merged(cuts: Sequence[Cut], shape: Sequence[int], dims: set[int]) -> Box:
+    """The block that `cuts` leave, with every dimension not in `dims` joined to the one before; two at least."""
+    of = {dim: (start, stop) for dim, start, stop in cuts}
+    block = list[tuple[int, int]]()
+    for dim, size in enumerate(shape):
+        if block and dim not in dims:
+            low, high = block[-1]
+            block[-1] = low * size, high * size
+        else:
+            block.append(of.get(dim, (0, size)))
+    return (*((0, 1),) * (2 - len(block)), *block)
+
+
+def _boxes(block: Box, first: int, stop: int) -> Iterator[Box]:
+    """The elements number `first` to `stop` of a flattened block as boxes of the parameter, in order."""
+    if first >= stop:
+        return
+    (low, _), rest = block[0], block[1:]
+    if not rest:
+        yield ((low + first, low + stop),)
+        return
+    inner = prod(b - a for a, b in rest)
+    (top, x), (bottom, y) = divmod(first, inner), divmod(stop, inner)
+    if top == bottom:
+        yield from (((low + top, low + top + 1), *box) for box in _boxes(rest, x, y))
+        return
+    if x:
+        yield from (((low + top, low + top + 1), *box) for box in _boxes(rest, x, inner))
+        top += 1
+    if top < bottom:
+        yield ((low + top, low + bottom), *rest)
+    yield from (((low + bottom, low + bottom + 1), *box) for box in _boxes(rest, 0, y))
+
+
+def _number(block: Box, place: Sequence[int]) -> int:
+    """Number of an element of the parameter in the flattened block."""
+    number = 0
+    for (low, high), at in zip(block, place, strict=True):
+        number = number * (high - low) + at - low
+    return number
 
 
 def tiling_problem(parts: Sequence[BlockRange], shape: Sequence[int]) -> str | None:
     """None if the ranges hold every element of a parameter of `shape` exactly once, else what is wrong.
 
-    Expects the cuts that layouts make: consecutive blocks of one dimension, each cut into consecutive ranges.
+    Expects the cuts that layouts make: each dimension in consecutive runs, a block for each combination of them, and
+    each block in consecutive ranges.
     """
-    blocks: dict[tuple[int | None, int, int], list[BlockRange]] = {}
+    if not parts:
+        return "nobody holds it"
+    blocks: dict[Box, list[BlockRange]] = {}
     for part in parts:
-        blocks.setdefault((part.dim, part.start, part.stop), []).append(part)
-    if len({dim for dim, _, _ in blocks}) != 1:
-        return "it is cut along several dimensions" if blocks else "nobody holds it"
-    (dim,) = {dim for dim, _, _ in blocks}
-    size, around = (shape[dim], prod(shape) // max(shape[dim], 1)) if dim is not None else (1, prod(shape))
-    spans = [(start, stop) if dim is not None else (0, 1) for _, start, stop in blocks]
-    if problem := _run_problem(sorted(spans), size, f"of dimension {dim}"):
-        return problem
-    for (_, start, stop), ranges in blocks.items():
-        wanted = (stop - start) * around if dim is not None else around
-        spans = sorted((part.offset, part.offset + part.length) for part in ranges)
-        if problem := _run_problem(spans, wanted, f"of its block {start}:{stop}" if dim is not None else ""):
+        of = {dim: (start, stop) for dim, start, stop in part.cuts}
+        blocks.setdefault(tuple(of.get(dim, (0, size)) for dim, size in enumerate(shape)), []).append(part)
+    runs = [sorted({block[dim] for block in blocks}) for dim in range(len(shape))]
+    for dim, spans in enumerate(runs):
+        if problem := _run_problem(spans, shape[dim], f"of dimension {dim}"):
+            return problem
+    for place in itertools.product(*runs):
+        spans = sorted((part.offset, part.offset + part.length) for part in blocks.get(place, ()))
+        block = ", ".join(f"{low}:{high}" for low, high in place) if len(blocks) > 1 else ""
+        if problem := _run_problem(spans, prod(b - a for a, b in place), f"of its block {block}" if block else ""):
             return problem
     return None
 

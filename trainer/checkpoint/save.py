@@ -35,7 +35,6 @@ from .format import (
     Manifest,
     Slice,
     StatePiece,
-    block,
     coverage_problem,
     decode,
     encode,
@@ -170,13 +169,12 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         stored = piece.unpadded()
         if stored is None or not stored.data.numel():
             continue
-        dim, start, stop = block(stored.info)
-        part = "" if dim is None else f"[{dim}:{start}:{stop}]"
+        part = "".join(f"[{dim}:{start}:{stop}]" for dim, start, stop in stored.block_range.cuts)
         key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
         tensors[key] = stored.data
         dtypes[stored.kind] = DTYPES[stored.data.dtype]
         shapes[stored.info.name] = list(stored.info.global_shape)
-        slices.append(Slice(key, stored.info.name, stored.kind, dim, start, stop, stored.offset, stored.data.numel()))
+        slices.append(Slice.of(key, stored))
     name = rank_file(rank)
     path = staging / name
     try:

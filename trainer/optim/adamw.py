@@ -127,10 +127,10 @@ class ShardedAdamW:
         """All optimizer state of this rank. Over all ranks, the slices with `writes` cover each element of each
         parameter once, including tp padding, which `ParamInfo.valid` removes."""
         parallel = self.buckets
-        first_replica = parallel.mesh.index("replica" if parallel.zero else "grad") == 0
         for bucket, state in zip(parallel.buckets, self.states, strict=True):
-            low, _ = bucket.range
-            for position, (slot, start, stop) in enumerate_pieces(bucket, parallel.shard_index, parallel.shards):
+            (low, _), groups = bucket.range, bucket.kind.groups
+            first_replica = parallel.mesh.index(groups.replica if parallel.zero else groups.grad) == 0
+            for position, (slot, start, stop) in enumerate_pieces(bucket):
                 info, offset = bucket.infos[position], slot.start + start - low
                 for kind in KINDS:
                     view = getattr(state, kind)[offset : offset + stop - start]
@@ -154,8 +154,8 @@ class ShardedAdamW:
         return result
 
 
-def enumerate_pieces(bucket: ShardedBucket, index: int, shards: int) -> Iterator[tuple[int, tuple]]:
-    """(position in the bucket, piece) of every parameter piece in a shard."""
+def enumerate_pieces(bucket: ShardedBucket) -> Iterator[tuple[int, tuple]]:
+    """(position in the bucket, piece) of every parameter piece in this rank's shard."""
     position_of = {slot.index: position for position, slot in enumerate(bucket.layout.slots)}
-    for piece in bucket.layout.pieces(index, shards):
+    for piece in bucket.layout.pieces(bucket.shard_index, bucket.shards):
         yield position_of[piece[0].index], piece

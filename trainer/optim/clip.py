@@ -57,13 +57,16 @@ def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
     one without parameters (a middle stage without layers).
 
     Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Sums
-    over the shards of data-parallel ranks (ZeRO) and over the model's ranks (tp, pp). Does not synchronise the host.
+    over the shards of data-parallel ranks (ZeRO) and over the model's ranks (tp, pp), for each class of parameters over
+    its own. Does not synchronise the host.
     """
-    owned = [bucket.grad_shard for bucket in buckets.buckets if bucket.owner]
-    total = squared_norm(owned) if owned else torch.zeros((), dtype=torch.float64, device=device)
-    if buckets.zero:
-        all_reduce(total, buckets.mesh.group("shard"), "norm", buckets.counter)
-    all_reduce(total, buckets.mesh.group("model"), "norm", buckets.counter)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for groups in buckets.classes:
+        owned = [bucket.grad_shard for bucket in buckets.buckets if bucket.owner and bucket.kind.groups == groups]
+        squares = squared_norm(owned) if owned else torch.zeros_like(total)
+        if buckets.zero:
+            all_reduce(squares, buckets.mesh.group(groups.shard), "norm", buckets.counter)
+        total += all_reduce(squares, buckets.mesh.group(groups.model), "norm", buckets.counter)
     return total.sqrt_()
 
 

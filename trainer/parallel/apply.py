@@ -112,7 +112,8 @@ def build(
     if len(stages) > 1 and plan.model.tied_embeddings and stages[0].first and stages[-1].last:
         stages[-1].embed.weight = stages[0].embed.weight  # both ends on one rank: one parameter, no copy
         stages[-1].tie()
-        table["embed.weight"] = replace(table["embed.weight"], tied=False)
+        info = table["embed.weight"]
+        table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
     terms = LossTerms()
     terms.declare(*term_names(plan.model))
     for mixture in (module for stage in stages for module in stage.modules() if isinstance(module, MixtureOfExperts)):
@@ -130,7 +131,8 @@ def registry(plan: Plan, stage: Stage, tp_index: int) -> ParamTable:
     for name, param in stage.named_parameters():
         info = shard(name, tuple(param.shape), model, par.tp, tp_index, par.sp)
         if name == "embed.weight" and model.tied_embeddings and par.pp > 1:
-            info = replace(info, tied=True, owner=info.owner and stage.first)
+            # first and last stage hold copies
+            info = replace(info, sums=(*info.sums, "embedding"), owner=info.owner and stage.first)
         table[name] = info
     return table
 
@@ -169,8 +171,7 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
         else:
             block.mlp.apply_linears = columns
     if stage.first:
-        rows = table["embed.weight"]
-        stage.embed.op = ShardedLookup(rows.start, rows.stop)
+        stage.embed.op = ShardedLookup(*table["embed.weight"].along(0))
         stage.embed_out = Region(out, group, counter)
         if sp:
             stage.positions_out = SequenceShard(mesh.size("tp"), mesh.index("tp"))
@@ -196,8 +197,8 @@ def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
 def make_loss(plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter) -> Loss:
     if not stage.last:
         return _no_loss
-    columns = table["embed.weight" if plan.model.tied_embeddings else "head.weight"]
-    return VocabParallelLoss(columns.start, columns.stop - columns.start, mesh.group("tp"), counter)
+    start, stop = table["embed.weight" if plan.model.tied_embeddings else "head.weight"].along(0)
+    return VocabParallelLoss(start, stop - start, mesh.group("tp"), counter)
 
 
 def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -16,39 +16,58 @@ StateKind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
 
 
 @dataclass(frozen=True)
+class Shard:
+    """One dimension of a parameter, cut over the ranks of a mesh axis. Indices count its elements."""
+
+    dim: int
+    start: int  # this rank holds [start, stop) without padding; empty for padding only
+    stop: int
+    padded: int  # local size, padding at its end included
+    axis: str = "tp"
+
+
+@dataclass(frozen=True)
+class GradGroups:
+    """A class of parameters: the mesh groups of all its gradients. Experts, of which ranks of one dense group hold
+    different ones, are a class of their own."""
+
+    name: str
+    grad: str  # ranks that hold the same parameters and see other tokens: gradients are summed over it
+    shard: str  # those of `grad` that together hold one copy of what ZeRO shards
+    replica: str  # those of `grad` with the same shard (hybrid sharding)
+    model: str  # ranks that together hold every parameter of the class once: the norm's squares are summed over it
+
+
+DENSE = GradGroups("dense", grad="grad", shard="shard", replica="replica", model="model")
+
+
+@dataclass(frozen=True)
 class ParamInfo:
-    """One parameter as one rank sees it. Indices count elements along `shard_dim` of the global tensor."""
+    """One parameter as one rank sees it."""
 
     name: str
     global_shape: tuple[int, ...]
-    shard_dim: int | None  # dimension cut by tensor parallelism; None: every tp rank holds the whole tensor
-    start: int  # this rank holds [start, stop) of the unpadded `shard_dim`; empty for a shard of padding only
-    stop: int
-    padded: int  # local size of `shard_dim`, padding at its end included
-    tp_partial_grad: bool  # held by several tp ranks, each with a partial gradient: sum over `grad_sum_group`
-    replicas: tuple[int, ...]  # tp coordinates that hold this same slice
-    owner: bool  # this rank counts it in norms and writes it to checkpoints
     decay: bool  # weight decay applies: to matrices, not to norms and biases
-    tied: bool = False  # first and last stage hold copies: sum the gradient over the group "embedding"
+    shards: tuple[Shard, ...] = ()  # at most one for a dimension; none: every rank holds the whole tensor
+    sums: tuple[str, ...] = ()  # mesh groups whose ranks hold parts of the gradient, summed after `groups.grad`
+    replicas: tuple[int, ...] = (0,)  # tp coordinates that hold this same slice
+    owner: bool = True  # this rank counts it in norms and writes it to checkpoints
+    groups: GradGroups = DENSE
 
-    @property
-    def grad_sum_group(self) -> str | None:
-        """Mesh axis over which the gradient is summed before data parallelism: "tp", "kv" or None."""
-        if not self.tp_partial_grad:
-            return None
-        return "tp" if self.shard_dim is None else "kv"
+    def along(self, dim: int) -> tuple[int, int]:
+        """This rank's [start, stop) of a dimension, without padding."""
+        found = next((shard for shard in self.shards if shard.dim == dim), None)
+        return (found.start, found.stop) if found is not None else (0, self.global_shape[dim])
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return tuple(self.padded if dim == self.shard_dim else size for dim, size in enumerate(self.global_shape))
+        padded = {shard.dim: shard.padded for shard in self.shards}
+        return tuple(padded.get(dim, size) for dim, size in enumerate(self.global_shape))
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
         """Position of the local tensor without padding in the global one."""
-        ranges = [slice(0, size) for size in self.global_shape]
-        if self.shard_dim is not None:
-            ranges[self.shard_dim] = slice(self.start, max(self.start, self.stop))
-        return tuple(ranges)
+        return tuple(slice(*self.along(dim)) for dim in range(len(self.global_shape)))
 
     @property
     def numel(self) -> int:
@@ -57,9 +76,9 @@ class ParamInfo:
 
     def valid(self, local: Tensor) -> Tensor:
         """The local tensor without its padding (a view)."""
-        if self.shard_dim is None:
-            return local
-        return local.narrow(self.shard_dim, 0, max(0, self.stop - self.start))
+        for shard in self.shards:
+            local = local.narrow(shard.dim, 0, shard.stop - shard.start)
+        return local
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's slice of a global tensor, as a new tensor with zeros for padding."""
@@ -72,5 +91,11 @@ ParamTable = dict[str, ParamInfo]
 
 
 def whole(name: str, shape: tuple[int, ...]) -> ParamInfo:
-    """ParamInfo of a parameter that is not sharded by tensor parallelism."""
-    return ParamInfo(name, tuple(shape), None, 0, shape[0], shape[0], False, (0,), owner=True, decay=len(shape) > 1)
+    """ParamInfo of a parameter that every rank holds whole."""
+    return ParamInfo(name, tuple(shape), decay=len(shape) > 1)
+
+
+def even_shard(dim: int, size: int, part: int, parts: int, axis: str = "tp") -> Shard:
+    """Part number `part` of a dimension of `size` cut into `parts` of ceil(size / parts), the last ones padded."""
+    padded = -(-size // parts)
+    return Shard(dim, min(part * padded, size), min((part + 1) * padded, size), padded, axis)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model
 from trainer.comm.collectives import CommCounter, all_reduce, start_all_gather, start_reduce_scatter
 
-from .params import ParamInfo
+from .params import ParamInfo, even_shard
 
 AXIS = "tp"
 COLUMN = (
@@ -45,37 +45,24 @@ PARTIAL = ("attn.q_norm.weight", "attn.k_norm.weight")
 
 def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool) -> ParamInfo:
     """The slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported` has checked the degrees."""
-    dim, replicas, partial = None, tuple(range(tp)), sp and tp > 1
-    part, parts = index, tp
-    if tp == 1:
-        pass
-    elif name.endswith(KEY_VALUE):
+    decay = len(shape) > 1
+    if tp > 1 and name.endswith(KEY_VALUE):
         # Fewer heads than ranks: neighbours hold the same head, and each has the gradient of its own queries only.
         share = max(1, tp // model.kv_heads)
-        part, parts, dim = index // share, tp // share, 0
-        replicas, partial = tuple(range(part * share, (part + 1) * share)), share > 1
-    elif name.endswith((*COLUMN, *VOCABULARY, *ROW, *EXPERT_COLUMN, *EXPERT_ROW)):
-        cut = {ROW: 1, EXPERT_COLUMN: 1, EXPERT_ROW: 2}
-        dim = next((dim for names, dim in cut.items() if name.endswith(names)), 0)
-        replicas, partial = (index,), False
-    elif name.endswith(PARTIAL) and not (model.mla is not None and ".attn." in name):
-        partial = True
-    # else norms, output biases, positions: whole everywhere. With SP each rank sees a part of the sequence, so its
-    # gradient is a part too; without SP every rank computes the same full gradient.
-    size = shape[dim or 0]
-    padded = -(-size // parts) if dim is not None else size  # only the vocabulary may not divide
-    return ParamInfo(
-        name=name,
-        global_shape=tuple(shape),
-        shard_dim=dim,
-        start=min(part * padded, size) if dim is not None else 0,
-        stop=min((part + 1) * padded, size) if dim is not None else size,
-        padded=padded,
-        tp_partial_grad=partial,
-        replicas=replicas,
-        owner=index == replicas[0],
-        decay=len(shape) > 1,
-    )
+        first = index // share * share
+        cut = even_shard(0, shape[0], index // share, tp // share, AXIS)
+        replicas, sums = tuple(range(first, first + share)), ("kv",) if share > 1 else ()
+        return ParamInfo(name, tuple(shape), decay, (cut,), sums, replicas, owner=index == first)
+    if tp > 1 and name.endswith((*COLUMN, *VOCABULARY, *ROW, *EXPERT_COLUMN, *EXPERT_ROW)):
+        dims = {ROW: 1, EXPERT_COLUMN: 1, EXPERT_ROW: 2}
+        dim = next((dim for names, dim in dims.items() if name.endswith(names)), 0)
+        cut = even_shard(dim, shape[dim], index, tp, AXIS)  # only the vocabulary may not divide
+        return ParamInfo(name, tuple(shape), decay, (cut,), replicas=(index,))
+    # Norms, output biases, positions: whole everywhere. With SP each rank sees a part of the sequence, so its gradient
+    # is a part too; without SP every rank computes the same full gradient.
+    own_heads = name.endswith(PARTIAL) and not (model.mla is not None and ".attn." in name)
+    sums = ("tp",) if tp > 1 and (sp or own_heads) else ()
+    return ParamInfo(name, tuple(shape), decay, sums=sums, replicas=tuple(range(tp)), owner=index == 0)
 
 
 # ---------------------------------------------------------------------------------------------- regions

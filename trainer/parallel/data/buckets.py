@@ -19,7 +19,7 @@ sum and moves only the shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -38,7 +38,7 @@ from trainer.comm.collectives import (
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
 from trainer.parallel.data.layout import Bucket, Item, Slot, make_layout
-from trainer.parallel.params import ParamInfo
+from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
 #: Axis under which the bytes of a composite group are counted.
 AXIS_OF_GROUP = {"kv": "tp", "embedding": "pp"}
@@ -51,6 +51,7 @@ class Kind(NamedTuple):
     decay: bool
     replicated: bool  # over tp: only the owner counts it in norms and writes it
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
+    groups: GradGroups = DENSE  # its class: the data-parallel groups
 
 
 class ShardLayout(Protocol):
@@ -68,6 +69,8 @@ class ShardedBucket(Protocol):
     infos: list[ParamInfo]
     kind: Kind
     owner: bool
+    shards: int  # over which the bucket is spread
+    shard_index: int
     range: tuple[int, int]  # of the shard, in elements of the bucket
     param_shard: Tensor
     grad_shard: Tensor
@@ -82,8 +85,7 @@ class Sharding(Protocol):
     mesh: Mesh
     counter: CommCounter
     zero: int
-    shards: int
-    shard_index: int
+    classes: Sequence[GradGroups]  # of all ranks' parameters, in the same order everywhere
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]: ...
@@ -99,10 +101,11 @@ class Sharding(Protocol):
 class FlatBucket:
     """The buffers of one bucket, and this rank's shard of each as a view."""
 
-    def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shard: tuple[int, int],
+    def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shards: int, shard_index: int,
                  reduce_dtype: torch.dtype, allocate_grads: bool):  # fmt: skip
         device = params[0].device
-        self.layout, self.infos, self.range = layout, infos, shard
+        self.shards, self.shard_index = shards, shard_index
+        self.layout, self.infos, self.range = layout, infos, layout.shard(shard_index, shards)
         self.kind = cast(Kind, layout.key)
         self.owner = infos[0].owner
         self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
@@ -112,12 +115,12 @@ class FlatBucket:
             view = self.params[slot.start : slot.stop].view(param.shape)
             view.copy_(param.detach())
             param.data = view
-        self.param_shard = self.params[slice(*shard)]
+        self.param_shard = self.params[slice(*self.range)]
         self.grads: Tensor | None = None
         self.grad_views: list[Tensor] = []
         if allocate_grads:
             self.open()
-            self.grad_shard = self.whole_grads[slice(*shard)]
+            self.grad_shard = self.whole_grads[slice(*self.range)]
         else:
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
         self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
@@ -166,20 +169,21 @@ class GradBuckets:
         reduce_dtype: torch.dtype,
         bucket_bytes: int,
         counter: CommCounter,
+        classes: Sequence[GradGroups] = (DENSE,),
     ):
-        """`params` in forward order, each once. Their storage moves into the buckets. Raises LayoutError for a `zero`
-        that this class is not, ValueError for a parameter that appears twice."""
+        """`params` in forward order, each once. Their storage moves into the buckets. `classes`: all that any rank has
+        parameters of. Raises LayoutError for a `zero` that this class is not, ValueError for a parameter that appears
+        twice or whose class is not listed."""
         if zero not in ((0, 1) if self.keeps_whole_grads else (2,)):
             raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         if len({id(param) for _, param, _ in params}) != len(params):
             raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
-        self.mesh, self.zero, self.counter = mesh, zero, counter
-        self.shards = mesh.size("shard") if zero else 1
-        self.shard_index = mesh.index("shard") if zero else 0
+        check_classes([info for _, _, info in params], classes)
+        self.mesh, self.zero, self.counter, self.classes = mesh, zero, counter, classes
         self.passes = 0
         self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
         items = [Item(i, param.numel(), kind_of(param.dtype, info)) for i, (_, param, info) in enumerate(params)]
-        layouts = make_layout(items, self.shards, max(1, bucket_bytes // reduce_dtype.itemsize))
+        layouts = make_layout(items, self._shards_of, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
         self._slot_of: dict[Tensor, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._received: list[list[int]] = []  # gradients of this step, by bucket and slot
@@ -189,13 +193,16 @@ class GradBuckets:
             infos = [info for _, _, info in members]
             if len({info.owner for info in infos}) != 1:
                 raise ValueError(f"parameters {[i.name for i in infos]} share a bucket but not an owner")
-            shard = layout.shard(self.shard_index, self.shards)
             tensors = [param for _, param, _ in members]
-            self.buckets.append(FlatBucket(layout, tensors, infos, shard, reduce_dtype, self.keeps_whole_grads))
+            place = self._shards_of(layout.key), mesh.index(infos[0].groups.shard) if zero else 0
+            self.buckets.append(FlatBucket(layout, tensors, infos, *place, reduce_dtype, self.keeps_whole_grads))
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._slot_of[param] = number, position
                 param.register_post_accumulate_grad_hook(partial(self._take, number, position))
+
+    def _shards_of(self, kind: Hashable) -> int:
+        return self.mesh.size(cast(Kind, kind).groups.shard) if self.zero else 1
 
     # ------------------------------------------------------------------------------------------- gradients
 
@@ -253,12 +260,13 @@ class GradBuckets:
             param.grad = None
             if not count:  # not used in this step: zero, for the sum with ranks that use it
                 view.zero_()
+        groups = bucket.kind.groups
         if self.zero:
-            group = self.mesh.group("shard")
+            group = self.mesh.group(groups.shard)
             out = None if group is None else bucket.grad_shard
             bucket.reduction = start_reduce_scatter(bucket.whole_grads, group, "dp", self.counter, out=out)
         else:
-            bucket.reduction = start_all_reduce(bucket.whole_grads, self.mesh.group("grad"), "dp", self.counter)
+            bucket.reduction = start_all_reduce(bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter)
         self.counter.subject = ""
         self.launched += 1
 
@@ -275,9 +283,10 @@ class GradBuckets:
 
     def _sum_parts(self) -> None:
         """The sums that follow the first one, on the shards only."""
-        if self.zero and self.mesh.group("replica") is not None:
-            for bucket in self.buckets:
-                bucket.reduction = start_all_reduce(bucket.grad_shard, self.mesh.group("replica"), "dp", self.counter)
+        for bucket in self.buckets if self.zero else ():
+            replicas = self.mesh.group(bucket.kind.groups.replica)
+            if replicas is not None:
+                bucket.reduction = start_all_reduce(bucket.grad_shard, replicas, "dp", self.counter)
         for bucket in self.buckets:
             bucket.wait_reduction()
             for name in bucket.kind.sums:
@@ -292,11 +301,11 @@ class GradBuckets:
     @property
     def gathers(self) -> bool:
         """Whether ranks hold shards of the parameters, which are gathered after an update."""
-        return self._shard_group() is not None
+        return any(self._shard_group(bucket) is not None for bucket in self.buckets)
 
     def gather(self, bucket: FlatBucket) -> None:
         """Start to gather a bucket's parameters from every rank's `param_shard`."""
-        group = self._shard_group()
+        group = self._shard_group(bucket)
         if group is not None:
             bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
 
@@ -319,7 +328,7 @@ class GradBuckets:
         result = {}
         for bucket in self.buckets:
             uncounted = CommCounter(gloo=self.counter.gloo)
-            whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(), "dp", uncounted).wait()
+            whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(bucket), "dp", uncounted).wait()
             for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
                 result[info.name] = whole[slot.start : slot.stop].view(shape).clone()
         return result
@@ -330,8 +339,8 @@ class GradBuckets:
             for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
                 yield info, bucket.params[slot.start : slot.stop].view(shape)
 
-    def _shard_group(self) -> torch.distributed.ProcessGroup | None:
-        return self.mesh.group("shard") if self.zero else None
+    def _shard_group(self, bucket: FlatBucket) -> torch.distributed.ProcessGroup | None:
+        return self.mesh.group(bucket.kind.groups.shard) if self.zero else None
 
     def param_tensors(self) -> list[Tensor]:
         """The parameters' storage, for memory metrics."""
@@ -343,5 +352,11 @@ class GradBuckets:
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
-    sums = [name for name in (info.grad_sum_group, "embedding" if info.tied else None) if name]
-    return Kind(dtype, info.decay, len(info.replicas) > 1, tuple(sums))
+    return Kind(dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups)
+
+
+def check_classes(infos: Sequence[ParamInfo], classes: Sequence[GradGroups]) -> None:
+    """Raises ValueError for a parameter of another class: ranks without such parameters would not sum its norm."""
+    for info in infos:
+        if info.groups not in classes:
+            raise ValueError(f"{info.name} is of the class {info.groups.name!r}, not among those of this model")

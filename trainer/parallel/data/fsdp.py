@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,11 +30,12 @@ from torch.distributed.tensor import DTensor
 from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, start_all_gather
 from trainer.comm.mesh import Mesh
 from trainer.compat import real_tensors
+from trainer.errors import LayoutError
 from trainer.model.stage import Stage
-from trainer.parallel.params import ParamInfo, ParamTable
+from trainer.parallel.params import DENSE, GradGroups, ParamInfo, ParamTable
 from trainer.precision import Recipe
 
-from .buckets import AXIS_OF_GROUP, Kind, kind_of
+from .buckets import AXIS_OF_GROUP, Kind, check_classes, kind_of
 from .layout import Slot
 
 
@@ -61,10 +62,11 @@ class Rows:
 class ShardedParameter:
     """One parameter as the optimizer sees it: this rank's rows and their gradient, flat."""
 
-    def __init__(self, param: Tensor, info: ParamInfo, index: int, shards: int):
+    def __init__(self, param: Tensor, info: ParamInfo, mesh: Mesh):
         self.param, self.infos, self.owner = param, [info], info.owner
+        self.shards, self.shard_index = mesh.size(info.groups.shard), mesh.index(info.groups.shard)
         self.layout = Rows(info.local_shape)
-        self.range = self.layout.shard(index, shards)
+        self.range = self.layout.shard(self.shard_index, self.shards)
         self.kind: Kind = kind_of(param.dtype, info)
         self.param_shard = _local(param)
         self.grad_shard = self.param_shard[:0]  # the gradient from `finish` to the next step, else empty
@@ -85,23 +87,29 @@ class FullyShardedParameters:
         counter: CommCounter,
         device: torch.device,
         interleaved: bool,
+        classes: Sequence[GradGroups] = (DENSE,),
     ):
-        """`stages`, in the master dtype, are sharded in place over the group "shard" of at least two ranks.
-        `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline)."""
-        self.mesh, self.counter = mesh, counter
-        self.shards, self.shard_index = mesh.size("shard"), mesh.index("shard")
-        with real_tensors():
-            ranks = DeviceMesh.from_group(mesh.required_group("shard"), device.type)
+        """`stages`, in the master dtype, are sharded in place over the shard group of each parameter's class, which has
+        at least two ranks. `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline).
+        Raises LayoutError for a class that is sharded over no ranks, or that shares a module with another."""
+        check_classes(list(table.values()), classes)
+        self.mesh, self.counter, self.classes = mesh, counter, classes
+        ranks = {groups: _device_mesh(mesh, groups, device) for groups in classes}
         policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
         self.modules: list[FSDPModule] = []
         for stage in stages:
-            blocks: list[FSDPModule] = [
-                fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=not interleaved)
-                for block in stage.blocks.values()
-            ]
-            whole = fully_shard(stage, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+            of = {id(param): table[name].groups for name, param in stage.named_parameters()}
+            blocks = list[FSDPModule]()
+            for block in stage.blocks.values():
+                units: list[tuple[nn.Module, GradGroups]] = [*_others(block, of), (block, DENSE)]
+                self.modules += [
+                    fully_shard(unit, mesh=ranks[groups], mp_policy=policy, reshard_after_forward=not interleaved)
+                    for unit, groups in units
+                ]
+                blocks.append(self.modules[-1])
+            whole = fully_shard(stage, mesh=ranks[DENSE], mp_policy=policy, reshard_after_forward=False)
             _prefetch(whole, blocks)
-            self.modules += [*blocks, whole]
+            self.modules.append(whole)
         for module in self.modules:
             module.set_custom_all_gather(_AllGather(counter))  # type: ignore[arg-type]  # its base class is private
             module.set_custom_reduce_scatter(_ReduceScatter(counter))  # type: ignore[arg-type]
@@ -111,9 +119,7 @@ class FullyShardedParameters:
             module.unshard()  # allocates the shards, which torch would otherwise do in the first forward
             module.reshard()
         self.buckets = [
-            ShardedParameter(param, table[name], self.shard_index, self.shards)
-            for stage in stages
-            for name, param in stage.named_parameters()
+            ShardedParameter(param, table[name], mesh) for stage in stages for name, param in stage.named_parameters()
         ]
 
     # ------------------------------------------------------------------------------------------- gradients
@@ -138,7 +144,8 @@ class FullyShardedParameters:
             if grad is None:
                 bucket.param.grad = grad = torch.zeros_like(bucket.param)
             bucket.grad_shard = _local(grad)
-        self._sum(self.buckets, "replica")
+        for groups in self.classes:
+            self._sum([bucket for bucket in self.buckets if bucket.kind.groups == groups], groups.replica)
         for name in ("tp", "kv", "embedding"):
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
 
@@ -178,6 +185,28 @@ class FullyShardedParameters:
     def grad_tensors(self) -> list[Tensor]:
         """The gradient shards' storage, for memory metrics."""
         return [_local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None]
+
+
+def _device_mesh(mesh: Mesh, groups: GradGroups, device: torch.device) -> DeviceMesh:
+    group = mesh.group(groups.shard)
+    if group is None:
+        raise LayoutError(f"ZeRO-3 has no ranks to shard parameters of the class {groups.name!r} over")
+    with real_tensors():
+        return DeviceMesh.from_group(group, device.type)
+
+
+def _others(block: nn.Module, groups_of: dict[int, GradGroups]) -> Iterator[tuple[nn.Module, GradGroups]]:
+    """The outermost modules of a block whose parameters are all of one class other than DENSE."""
+    found = {groups_of[id(param)] for param in block.parameters()}
+    if not found or found == {DENSE}:
+        return
+    if len(found) == 1:
+        yield block, found.pop()
+        return
+    if {groups_of[id(param)] for param in block.parameters(recurse=False)} - {DENSE}:
+        raise LayoutError(f"a {type(block).__name__} holds parameters of several classes: ZeRO-3 shards modules")
+    for child in block.children():
+        yield from _others(child, groups_of)
 
 
 def _prefetch(stage: FSDPModule, blocks: list[FSDPModule]) -> None:

@@ -13,7 +13,7 @@ optimizer: `mc/optimizer/param_layout.py`; ZeRO, arXiv 1910.02054, section 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 ALIGN = 64  # elements; a parameter starts on a multiple of this
@@ -64,20 +64,21 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def make_layout(items: Sequence[Item], shards: int, bucket_numel: int) -> list[Bucket]:
+def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], bucket_numel: int) -> list[Bucket]:
     """Buckets of at least `bucket_numel` elements (the last of each kind may be smaller), in the order in which
-    backward completes them when it visits `items` last to first.
+    backward completes them when it visits `items` last to first. `shards`: of all kinds, or of the kind that it is
+    called with.
 
     Raises ValueError for an empty parameter, `shards` < 1 or `bucket_numel` < 1.
     """
-    if shards < 1 or bucket_numel < 1:
+    if bucket_numel < 1 or (isinstance(shards, int) and shards < 1):
         raise ValueError(f"shards ({shards}) and bucket_numel ({bucket_numel}) must be at least 1")
-    multiple = math.lcm(ALIGN, shards * SHARD_ALIGN)
     open_slots: dict[Hashable, list[Slot]] = {}
     done: list[tuple[int, Bucket]] = []  # (position at which backward completes it, bucket)
 
     def close(key: Hashable, position: int) -> None:
         slots = open_slots.pop(key)
+        multiple = math.lcm(ALIGN, (shards if isinstance(shards, int) else shards(key)) * SHARD_ALIGN)
         done.append((position, Bucket(key, tuple(slots), _round_up(slots[-1].stop, multiple))))
 
     last_of_kind: dict[Hashable, int] = {}

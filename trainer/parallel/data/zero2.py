@@ -62,7 +62,7 @@ class ShardedGradBuckets(GradBuckets):
         self._received[number] = [0] * len(bucket.infos)
         whole = bucket.close()
         self.counter.subject = f"bucket {number}"
-        handle = start_reduce_scatter(whole, self.mesh.group("shard"), "dp", self.counter)
+        handle = start_reduce_scatter(whole, self._shard_group(bucket), "dp", self.counter)
         self.counter.subject = ""
         self._under_way.append((bucket, handle, whole))
         while len(self._under_way) > MOST_IN_FLIGHT:
