@@ -169,10 +169,14 @@ class Engine:
         return seconds
 
     def pieces(self, own: bool) -> Iterator[StatePiece]:
-        """Optimizer state as checkpoint pieces: all that this rank holds, or (`own`) only those that it writes."""
+        """Training state as checkpoint pieces, the optimizer's and what modules keep without gradient: all that this
+        rank holds, or (`own`) only those that it writes."""
         for part in self.optimizer.slices():
             if part.writes or not own:
                 yield StatePiece(part.kind, part.info, part.start, part.tensor)
+        for info, tensor in self.part.states():
+            if (info.owner and self.mesh.index("grad") == 0) or not own:
+                yield StatePiece("state", info, 0, tensor.view(-1))
 
     def scalars(self) -> dict[str, float]:
         """The scalar state of a checkpoint, equal on all ranks."""

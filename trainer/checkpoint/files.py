@@ -25,6 +25,8 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
     torch.uint8: "U8",
 }
 

@@ -106,11 +106,16 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
         return BlockRange(cuts, self.offset, self.count)
 
 
+def dtype_key(kind: StateKind, name: str) -> str:
+    """All parameters have one dtype for a kind; state without gradient has its own for each."""
+    return f"state/{name}" if kind == "state" else kind
+
+
 class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     bytes: int
     sha256: str
-    dtypes: dict[str, str]  # kind -> safetensors dtype
+    dtypes: dict[str, str]  # `dtype_key` -> safetensors dtype
     slices: list[Slice]
 
 
@@ -144,6 +149,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     data: str = ""  # key of the token files that the samples came from
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
+    states: dict[str, list[int]] = {}  # the same of state without gradient
     files: list[FileRecord]
 
     def slices(self) -> Iterator[tuple[FileRecord, Slice]]:
@@ -156,11 +162,12 @@ def coverage_problem(manifest: Manifest) -> str | None:
     parts: dict[tuple[str, StateKind], list[BlockRange]] = {}
     for _, one in manifest.slices():
         parts.setdefault((one.name, one.kind), []).append(one.block_range)
-    kinds = sorted({kind for _, kind in parts})
-    for name, shape in manifest.parameters.items():
-        for kind in kinds:
-            if problem := tiling_problem(parts.get((name, kind), []), shape):
-                return f"{kind} of {name}: {problem}"
+    kinds = sorted({kind for _, kind in parts} - {"state"})
+    wanted = [(name, shape, kind) for name, shape in manifest.parameters.items() for kind in kinds]
+    wanted += [(name, shape, "state") for name, shape in manifest.states.items()]
+    for name, shape, kind in wanted:
+        if problem := tiling_problem(parts.get((name, kind), []), shape):
+            return f"{kind} of {name}: {problem}"
     return None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 
 from .files import DTYPES, TensorFile
-from .format import RNG_KEY, FileRecord, Layout, Slice, StatePiece, rank_file
+from .format import RNG_KEY, FileRecord, Layout, Slice, StatePiece, dtype_key, rank_file
 from .geometry import Overlap, overlaps
 from .load import VerifiedCheckpoint
 
@@ -123,9 +123,11 @@ def _copy(file: TensorFile, key: str, data: Tensor, shared: Overlap) -> None:
 
 
 def _check_shape(found: VerifiedCheckpoint, piece: StatePiece) -> None:
-    shape = found.manifest.parameters.get(piece.info.name)
+    manifest = found.manifest
+    shape = (manifest.states if piece.kind == "state" else manifest.parameters).get(piece.info.name)
     if shape is None:
-        raise CheckpointError(f"{found.path.name} has no parameter {piece.info.name}: it is of another model")
+        what = "state" if piece.kind == "state" else "parameter"
+        raise CheckpointError(f"{found.path.name} has no {what} {piece.info.name}: it is of another model")
     if tuple(shape) != piece.info.global_shape:
         raise CheckpointError(
             f"{found.path.name} has {piece.info.name} with shape {tuple(shape)},"
@@ -134,7 +136,7 @@ def _check_shape(found: VerifiedCheckpoint, piece: StatePiece) -> None:
 
 
 def _check_dtype(found: VerifiedCheckpoint, record: FileRecord, piece: StatePiece) -> None:
-    stored, wanted = record.dtypes.get(piece.kind), DTYPES[piece.data.dtype]
+    stored, wanted = record.dtypes.get(dtype_key(piece.kind, piece.info.name)), DTYPES[piece.data.dtype]
     if stored != wanted:
         raise CheckpointError(
             f"{found.path.name}: {record.file} holds {piece.kind} state as {stored}, this plan trains with {wanted}"

@@ -37,6 +37,7 @@ from .format import (
     StatePiece,
     coverage_problem,
     decode,
+    dtype_key,
     encode,
     rank_file,
     step_name,
@@ -80,7 +81,8 @@ class RankOutcome(Struct):
     """One rank's outcome of its part of a save."""
 
     record: FileRecord | None
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}  # of parameters
+    states: dict[str, list[int]] = {}  # of state without gradient
     error: str = ""
 
 
@@ -163,7 +165,7 @@ def claim(target: Target) -> None:
 def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
     """Write this rank's file into `staging`: durable on return, and read back if `contents.read_back`."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
-    slices, shapes = list[Slice](), dict[str, list[int]]()
+    slices, shapes, states = list[Slice](), dict[str, list[int]](), dict[str, list[int]]()
     dtypes: dict[str, str] = {}
     for piece in contents.pieces:
         stored = piece.unpadded()
@@ -172,8 +174,8 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         part = "".join(f"[{dim}:{start}:{stop}]" for dim, start, stop in stored.block_range.cuts)
         key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
         tensors[key] = stored.data
-        dtypes[stored.kind] = DTYPES[stored.data.dtype]
-        shapes[stored.info.name] = list(stored.info.global_shape)
+        dtypes[dtype_key(stored.kind, stored.info.name)] = DTYPES[stored.data.dtype]
+        (states if stored.kind == "state" else shapes)[stored.info.name] = list(stored.info.global_shape)
         slices.append(Slice.of(key, stored))
     name = rank_file(rank)
     path = staging / name
@@ -183,7 +185,7 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
             return RankOutcome(record=None, error=f"{name}: does not read back as it was written")
     except OSError as error:
         return RankOutcome(record=None, error=f"{name}: {error.strerror or error}")
-    return RankOutcome(record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes)
+    return RankOutcome(record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes, states=states)
 
 
 # ---------------------------------------------------------------------------------------------- rank 0's part
@@ -242,6 +244,7 @@ def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutco
         scalars=contents.scalars,
         data=target.data,
         parameters={name: shape for outcome in outcomes for name, shape in outcome.shapes.items()},
+        states={name: shape for outcome in outcomes for name, shape in outcome.states.items()},
         files=[outcome.record for outcome in outcomes if outcome.record is not None],
     )
 

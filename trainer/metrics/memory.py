@@ -269,7 +269,11 @@ class StepMemory:
     @classmethod
     def of_engine(cls, engine: Engine) -> StepMemory:
         """Measures the steps of an engine. Gradients that wait for a later W are kept for backward too."""
-        lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, engine.optimizer.tensors)
+
+        def optimizer() -> list[Tensor]:
+            return [*engine.optimizer.tensors(), *(tensor for _, tensor in engine.part.states())]
+
+        lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, optimizer)
         registered = dict(zip(("params", "grads", "optimizer"), lists, strict=True))
         running, opaque = engine.pipeline.action_times.running, engine.plan.job.train.compile
         found = cls(engine.device, registered, running, opaque)

@@ -23,18 +23,19 @@ from orchestrator.plan import Plan
 from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
-from trainer.errors import check_supported
+from trainer.errors import LayoutError, check_supported
 from trainer.model.dropout import Seeded, seed_dropout
 from trainer.model.experts import MixtureOfExperts, term_names
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
 from trainer.model.mla import LatentAttention
 from trainer.model.stage import Stage
+from trainer.model.state import states
 
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
-from .params import ParamInfo, ParamTable
+from .params import ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
 from .tensor import Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
 from .vocab import ShardedLookup, VocabParallelLoss
@@ -52,6 +53,7 @@ class ModelPart:
     loss: Loss
     table: ParamTable
     terms: LossTerms
+    state_table: ParamTable  # of what modules keep without gradient
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Every parameter once, in order of execution."""
@@ -61,6 +63,12 @@ class ModelPart:
                 if id(param) not in seen:
                     seen.add(id(param))
                     yield name, param, self.table[name]
+
+    def states(self) -> Iterator[tuple[ParamInfo, Tensor]]:
+        """All state without gradient, as it is now."""
+        for stage in self.stages:
+            for name, module, key, _ in states(stage):
+                yield self.state_table[name], getattr(module, key)
 
 
 def build(
@@ -80,7 +88,7 @@ def build(
     count = par.pp * par.vpp
     if indices is None:
         indices = range(mesh.coord.pp, count, par.pp)
-    stages, table = list[Stage](), ParamTable()
+    stages, table, state_table = list[Stage](), ParamTable(), ParamTable()
     for index in sorted(indices):
         first = sum(par.stage_layers[:index])
         layers = range(first, first + par.stage_layers[index])
@@ -90,6 +98,7 @@ def build(
         materialise(stage, infos, torch.device(device), dtype)
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         seed_dropout(stage, plan.job.train.seed, device)
+        state_table |= allocate_states(stage, mesh, torch.device(device))
         if mesh.group("tp") is not None:
             apply_tensor_parallel(stage, infos, mesh, plan, counter)
         if mesh.group("cp") is not None:
@@ -121,7 +130,7 @@ def build(
         mixture.sum_counts = SequenceCounts(mesh, par.sp, counter)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
-    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms)
+    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms, state_table)
 
 
 def registry(plan: Plan, stage: Stage, tp_index: int) -> ParamTable:
@@ -145,6 +154,22 @@ def materialise(stage: Stage, table: ParamTable, device: torch.device, dtype: to
             if name in table:  # the tied head is not: it follows the embedding
                 setattr(module, key, nn.Parameter(torch.empty(table[name].local_shape, device=device, dtype=dtype)))
     stage.tie()
+
+
+def allocate_states(stage: Stage, mesh: Mesh, device: torch.device) -> ParamTable:
+    """Replace the state without gradient by this rank's part of it, and describe that. Raises LayoutError for a
+    dimension that tensor parallelism does not divide."""
+    table, tp = ParamTable(), mesh.size("tp")
+    for name, module, key, state in states(stage):
+        info = ParamInfo(name, state.shape, decay=False, replicas=tuple(range(tp)), owner=mesh.coord.tp == 0)
+        if state.tp_dim is not None and tp > 1:
+            cut = even_shard(state.tp_dim, state.shape[state.tp_dim], mesh.coord.tp, tp)
+            if state.shape[state.tp_dim] % tp:
+                raise LayoutError(f"tp={tp} does not divide dimension {cut.dim} of {name}, {list(state.shape)}")
+            info = replace(info, shards=(cut,), replicas=(mesh.coord.tp,), owner=True)
+        setattr(module, key, torch.full(info.local_shape, state.start, dtype=state.dtype, device=device))
+        table[name] = info
+    return table
 
 
 def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter) -> None:

@@ -11,8 +11,9 @@ from typing import Literal
 
 from torch import Tensor
 
-#: What is stored of a parameter: its weights, the optimizer's master copy of them, and its moments.
-StateKind = Literal["param", "master", "exp_avg", "exp_avg_sq"]
+#: What is stored of a parameter: its weights, the optimizer's master copy of them, and its moments. "state" is what
+#: modules keep without gradient, under names of its own.
+StateKind = Literal["param", "master", "exp_avg", "exp_avg_sq", "state"]
 
 
 @dataclass(frozen=True)
