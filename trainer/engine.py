@@ -1,6 +1,6 @@
 """One rank's part of an optimizer step, for every layout:
 
-    micro-batches -> pipeline (forward, backward) -> buckets (reduce) -> norm, clip -> AdamW on the shard -> gather
+    micro-batches -> pipeline (forward, backward) -> buckets (reduce) -> norm, clip -> optimizer on the shard -> gather
 
 This module only connects the parts. Data files, checkpoints, signals and reports are the business of `trainer.train`,
 so parity tests run exactly the code that trains.
@@ -9,6 +9,7 @@ so parity tests run exactly the code that trains.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,9 @@ from .comm.collectives import CommCounter, all_reduce
 from .comm.mesh import Mesh
 from .comm.timers import PhaseTimer
 from .data.batch import MicroBatch, without_targets
-from .optim.adamw import ShardedAdamW
 from .optim.clip import clip_coefficient, grad_norm
 from .optim.loss_scale import LossScale
+from .optim.sharded import ShardedOptimizer, rules_of
 from .parallel import apply
 from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
@@ -57,8 +58,10 @@ class Engine:
         dtype = recipe.master if shards_weights else recipe.param
         self._one = torch.ones((), dtype=torch.float64, device=device)
         self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
+        rules, table = rules_of(plan.job.optim), self.part.table
+        table |= {name: replace(info, whole=True) for name, info in table.items() if rules.owns(info)}
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
-        self.optimizer = ShardedAdamW(self.buckets, plan.job.optim, recipe.master)
+        self.optimizer = ShardedOptimizer(self.buckets, rules, recipe.master)
         replica = replica_of(par, mesh.coord)
         self._empty = computed(par, replica) - taken(par)[replica]  # empty micro-batches per step, if others take more
         self.pipeline = Pipeline.from_plan(

@@ -17,7 +17,7 @@ import trainer.parallel.recompute as recompute
 import trainer.verify.samples as samples
 from trainer.comm.collectives import Handle
 from trainer.data.batch import IGNORED, MicroBatch
-from trainer.optim.adamw import ShardedAdamW
+from trainer.optim.sharded import ShardedOptimizer
 from trainer.parallel.vocab import VocabParallelLoss
 from trainer.pipeline.runtime import Pipeline
 
@@ -182,14 +182,14 @@ def _(patch):
 
 @DATA("AdamW's bias correction stands still")
 def _(patch):
-    original = ShardedAdamW._update
+    original = ShardedOptimizer._update
 
     def update(self, *args):
         count, self.step_count = self.step_count, 1  # a rank's state has the count that the update reads
         original(self, *args)
         self.step_count = count
 
-    patch.setattr(ShardedAdamW, "_update", update)
+    patch.setattr(ShardedOptimizer, "_update", update)
 
 
 @DATA("weight decay on norms")

@@ -74,3 +74,22 @@ def test_one_bucket_and_many():
 def test_nonsense_is_refused(shards, numel, size):
     with pytest.raises(ValueError):
         make_layout([Item(0, size)], shards, numel)
+
+
+@given(SIZES, SHARDS, BUCKET)
+def test_what_is_whole_lies_in_one_shard_and_shards_are_balanced(sizes, shards, bucket_numel):
+    items = [Item(index, numel, key, whole=True) for index, (numel, key) in enumerate(sizes)]
+    held = []
+    for bucket in make_layout(items, shards, bucket_numel):
+        loads, end = [], 0
+        for index in range(shards):
+            parts = bucket.pieces(index, shards)
+            assert all((start, stop) == (0, slot.numel) for slot, start, stop in parts)
+            held += [slot.index for slot, _, _ in parts]
+            loads.append(sum(slot.numel for slot, _, _ in parts))
+        for slot in bucket.slots:
+            assert slot.start % ALIGN == 0 and slot.start >= end
+            end = slot.stop
+        assert max(loads) <= sum(loads) / shards + max(slot.numel for slot in bucket.slots) + ALIGN * len(bucket.slots)
+        assert bucket.numel % (shards * SHARD_ALIGN) == 0
+    assert sorted(held) == list(range(len(sizes)))

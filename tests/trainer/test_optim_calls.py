@@ -12,8 +12,8 @@ from tests.trainer.operations import Kernels
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.compat import foreach_norms
-from trainer.optim.adamw import ShardedAdamW
 from trainer.optim.clip import SMALL, TOGETHER, squared_norm
+from trainer.optim.sharded import ShardedOptimizer, rules_of
 from trainer.parallel.data.buckets import GradBuckets
 from trainer.parallel.params import whole
 
@@ -26,14 +26,14 @@ SHAPES = {f"layers.{at}": (5, 3) if at % 3 else (7,) for at in range(291)}
 
 def trained(
     many: int, dtype: torch.dtype = F64, grad: torch.dtype | None = None
-) -> tuple[ShardedAdamW, dict[str, Parameter], GradBuckets]:
+) -> tuple[ShardedOptimizer, dict[str, Parameter], GradBuckets]:
     """Every parameter is a bucket of its own."""
     shapes = dict(list(SHAPES.items())[:many])
     params = {name: Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
     triples = [(name, param, whole(name, tuple(param.shape))) for name, param in params.items()]
     buckets = GradBuckets(triples, Mesh.alone(make_plan()), 0, grad or dtype, 1, CommCounter())
     assert len(buckets.buckets) == many
-    return ShardedAdamW(buckets, OPTIM, F64 if dtype == F64 else torch.float32), params, buckets
+    return ShardedOptimizer(buckets, rules_of(OPTIM), F64 if dtype == F64 else torch.float32), params, buckets
 
 
 def filled(buckets: GradBuckets) -> dict[str, torch.Tensor]:

@@ -150,6 +150,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
     states: dict[str, list[int]] = {}  # the same of state without gradient
+    whole: list[str] = []  # parameters that the optimizer updates as whole matrices, with other kinds of state
     files: list[FileRecord]
 
     def slices(self) -> Iterator[tuple[FileRecord, Slice]]:
@@ -162,8 +163,10 @@ def coverage_problem(manifest: Manifest) -> str | None:
     parts: dict[tuple[str, StateKind], list[BlockRange]] = {}
     for _, one in manifest.slices():
         parts.setdefault((one.name, one.kind), []).append(one.block_range)
-    kinds = sorted({kind for _, kind in parts} - {"state"})
-    wanted = [(name, shape, kind) for name, shape in manifest.parameters.items() for kind in kinds]
+    owned = set(manifest.whole)
+    rule = {name: name in owned for name in manifest.parameters}
+    kinds = {which: sorted({kind for name, kind in parts if rule.get(name) is which}) for which in (False, True)}
+    wanted = [(name, shape, kind) for name, shape in manifest.parameters.items() for kind in kinds[rule[name]]]
     wanted += [(name, shape, "state") for name, shape in manifest.states.items()]
     for name, shape, kind in wanted:
         if problem := tiling_problem(parts.get((name, kind), []), shape):

@@ -83,6 +83,7 @@ class RankOutcome(Struct):
     record: FileRecord | None
     shapes: dict[str, list[int]] = {}  # of parameters
     states: dict[str, list[int]] = {}  # of state without gradient
+    whole: list[str] = []  # parameters that are updated as whole matrices
     error: str = ""
 
 
@@ -166,7 +167,7 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
     """Write this rank's file into `staging`: durable on return, and read back if `contents.read_back`."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
     slices, shapes, states = list[Slice](), dict[str, list[int]](), dict[str, list[int]]()
-    dtypes: dict[str, str] = {}
+    dtypes, whole = dict[str, str](), set[str]()
     for piece in contents.pieces:
         stored = piece.unpadded()
         if stored is None or not stored.data.numel():
@@ -175,6 +176,7 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
         tensors[key] = stored.data
         dtypes[dtype_key(stored.kind, stored.info.name)] = DTYPES[stored.data.dtype]
+        whole |= {stored.info.name} if stored.info.whole else set()
         (states if stored.kind == "state" else shapes)[stored.info.name] = list(stored.info.global_shape)
         slices.append(Slice.of(key, stored))
     name = rank_file(rank)
@@ -185,7 +187,9 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
             return RankOutcome(record=None, error=f"{name}: does not read back as it was written")
     except OSError as error:
         return RankOutcome(record=None, error=f"{name}: {error.strerror or error}")
-    return RankOutcome(record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes, states=states)
+    return RankOutcome(
+        record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes, states=states, whole=sorted(whole)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- rank 0's part
@@ -244,6 +248,7 @@ def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutco
         scalars=contents.scalars,
         data=target.data,
         parameters={name: shape for outcome in outcomes for name, shape in outcome.shapes.items()},
+        whole=sorted({name for outcome in outcomes for name in outcome.whole}),
         states={name: shape for outcome in outcomes for name, shape in outcome.states.items()},
         files=[outcome.record for outcome in outcomes if outcome.record is not None],
     )

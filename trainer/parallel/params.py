@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from torch import Tensor
 
-#: What is stored of a parameter: its weights, the optimizer's master copy of them, and its moments. "state" is what
-#: modules keep without gradient, under names of its own.
-StateKind = Literal["param", "master", "exp_avg", "exp_avg_sq", "state"]
+#: What is stored of a parameter: "master", its weights in the optimizer's precision, and what the optimizer's rule
+#: keeps ("exp_avg", "exp_avg_sq"). "state" is what modules keep without gradient, under names of its own.
+StateKind = str
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class ParamInfo:
     replicas: tuple[int, ...] = (0,)  # tp coordinates that hold this same slice
     owner: bool = True  # this rank counts it in norms and writes it to checkpoints
     groups: GradGroups = DENSE
+    whole: bool = False  # the optimizer needs the whole matrix: ZeRO gives it to one rank of `groups.shard`
 
     def along(self, dim: int) -> tuple[int, int]:
         """This rank's [start, stop) of a dimension, without padding."""

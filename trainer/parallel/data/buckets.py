@@ -52,6 +52,7 @@ class Kind(NamedTuple):
     replicated: bool  # over tp: only the owner counts it in norms and writes it
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
     groups: GradGroups = DENSE  # its class: the data-parallel groups
+    whole: bool = False  # each parameter lies in one shard
 
 
 class ShardLayout(Protocol):
@@ -182,7 +183,10 @@ class GradBuckets:
         self.mesh, self.zero, self.counter, self.classes = mesh, zero, counter, classes
         self.passes = 0
         self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
-        items = [Item(i, param.numel(), kind_of(param.dtype, info)) for i, (_, param, info) in enumerate(params)]
+        items = [
+            Item(at, param.numel(), kind_of(param.dtype, info), info.whole)
+            for at, (_, param, info) in enumerate(params)
+        ]
         layouts = make_layout(items, self._shards_of, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
         self._slot_of: dict[Tensor, tuple[int, int]] = {}  # parameter -> (bucket, slot)
@@ -352,7 +356,7 @@ class GradBuckets:
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
-    return Kind(dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups)
+    return Kind(dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups, info.whole)
 
 
 def check_classes(infos: Sequence[ParamInfo], classes: Sequence[GradGroups]) -> None:

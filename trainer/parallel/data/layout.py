@@ -22,11 +22,13 @@ SHARD_ALIGN = 16  # elements; a shard's length is a multiple of this
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter to place: `index` in the caller's list, its size in elements, and its kind."""
+    """A parameter to place: `index` in the caller's list, its size in elements, its kind, and
+    whether shards may cut it."""
 
     index: int
     numel: int
     key: Hashable = None
+    whole: bool = False  # it must lie in one shard; equal for all items of a kind
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,20 @@ def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], 
     open_slots: dict[Hashable, list[Slot]] = {}
     done: list[tuple[int, Bucket]] = []  # (position at which backward completes it, bucket)
 
+    def shards_of(key: Hashable) -> int:
+        return shards if isinstance(shards, int) else shards(key)
+
     def close(key: Hashable, position: int) -> None:
-        slots = open_slots.pop(key)
-        multiple = math.lcm(ALIGN, (shards if isinstance(shards, int) else shards(key)) * SHARD_ALIGN)
-        done.append((position, Bucket(key, tuple(slots), _round_up(slots[-1].stop, multiple))))
+        slots, count = open_slots.pop(key), shards_of(key)
+        if key in whole:
+            done.append((position, _balanced(key, slots, count)))
+            return
+        done.append(
+            (position, Bucket(key, tuple(slots), _round_up(slots[-1].stop, math.lcm(ALIGN, count * SHARD_ALIGN))))
+        )
 
     last_of_kind: dict[Hashable, int] = {}
+    whole = set[Hashable]()
     for position, item in enumerate(reversed(items)):
         if item.numel < 1:
             raise ValueError(f"parameter {item.index} is empty")
@@ -89,8 +99,25 @@ def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], 
         start = _round_up(slots[-1].stop, ALIGN) if slots else 0
         slots.append(Slot(item.index, start, item.numel))
         last_of_kind[item.key] = position
-        if slots[-1].stop >= bucket_numel:
+        least = bucket_numel
+        if item.whole:  # enough for every shard
+            whole.add(item.key)
+            least = max(least, shards_of(item.key) * max(slot.numel for slot in slots))
+        if slots[-1].stop >= least:
             close(item.key, position)
     for key in list(open_slots):
         close(key, last_of_kind[key])
     return [bucket for _, bucket in sorted(done, key=lambda pair: pair[0])]
+
+
+def _balanced(key: Hashable, slots: Sequence[Slot], shards: int) -> Bucket:
+    """A bucket in which every parameter lies in one of equal shards: the largest first, each into the emptiest shard
+    (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the best)."""
+    filled, placed = [0] * shards, list[tuple[int, int, Slot]]()
+    for slot in sorted(slots, key=lambda slot: (-slot.numel, slot.index)):
+        shard = filled.index(min(filled))
+        placed.append((shard, filled[shard], slot))
+        filled[shard] = _round_up(filled[shard] + slot.numel, ALIGN)
+    size = max(filled)
+    moved = [Slot(slot.index, shard * size + start, slot.numel) for shard, start, slot in placed]
+    return Bucket(key, tuple(sorted(moved, key=lambda slot: slot.start)), shards * size)

@@ -1,0 +1,177 @@
+"""An optimizer that needs whole matrices equals one process: each is updated by its owner and published."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.samples import GPT, engine_of
+from tests.trainer.states import checkpoints, opened
+from tests.trainer.together import run_together, told
+from trainer.errors import LayoutError
+from trainer.model.init import init_stage
+from trainer.model.loss import cross_entropy_sum
+from trainer.model.stage import Stage
+from trainer.optim.adamw import AdamW
+from trainer.optim.lr import learning_rate
+from trainer.optim.rule import Rules
+from trainer.precision import FP64
+from trainer.verify.compare import LIMIT, STEPS, run_rank
+from trainer.verify.oracle import Outcome
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch, step_batches
+
+
+class Normalised:
+    """Weights move by lr times their momentum over its Frobenius norm: no element can be updated alone."""
+
+    kinds = ("momentum",)
+
+    def step(self, matrices, update):
+        for matrix in matrices:
+            momentum = 0.9 * matrix.state["momentum"] + matrix.grad
+            whole = matrix.whole(momentum)
+            assert whole.shape == matrix.info.global_shape
+            update.set(matrix.state["momentum"], momentum)
+            update.set(matrix.master, matrix.master - update.lr * matrix.part(whole / whole.norm()))
+
+
+@pytest.fixture(autouse=True)
+def whole_matrices(monkeypatch):
+    monkeypatch.setattr("trainer.engine.rules_of", lambda optim: Rules(AdamW(optim), Normalised()))
+
+
+def is_normalised(name, param):
+    return param.dim() == 2 and name.split(".")[0] == "layers"
+
+
+def one_process(plan, steps=STEPS):
+    """The rule from its formula, AdamW by torch."""
+    stage = Stage(plan.model, range(plan.model.layers), True, True).double()
+    init_stage(stage, plan.model, plan.job.train.seed)
+    params, optim, size = dict(stage.named_parameters()), plan.job.optim, plan.parallel.global_batch_samples
+    momenta = {name: torch.zeros_like(param) for name, param in params.items() if is_normalised(name, param)}
+    rest = [(param, optim.weight_decay * (param.dim() > 1)) for name, param in params.items() if name not in momenta]
+    adamw = torch.optim.AdamW(
+        [{"params": [param], "weight_decay": decay} for param, decay in rest],
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+    )
+    outcomes = []
+    for step in range(1, steps + 1):
+        batch = micro_batch(plan, list(range((step - 1) * size, step * size)))
+        loss = cross_entropy_sum(stage(None, batch), batch.targets) / batch.valid_tokens
+        stage.zero_grad()
+        loss.backward()
+        grads = {name: param.grad.clone() for name, param in params.items()}
+        norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), plan.job.train.clip_grad_norm)
+        lr = learning_rate(step, optim, plan.job.train.steps)
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        with torch.no_grad():
+            for name, momentum in momenta.items():
+                momentum.mul_(0.9).add_(params[name].grad)
+                params[name].sub_(lr * momentum / momentum.norm())
+        weights = {name: param.detach().clone() for name, param in params.items()}
+        outcomes.append(Outcome(loss.item(), norm.item(), grads, weights))
+    return outcomes
+
+
+TIED = tiny_model(**GPT, tied_embeddings=True)
+CASES = {
+    "one process": {},
+    "dp2 zero0": dict(dp=2),
+    "dp2 zero1 many buckets": dict(dp=2, zero=1, bucket_bytes=1 << 10),
+    "dp4 zero1": dict(dp=4, zero=1, model=TIED),
+    "dp2 zero2": dict(dp=2, zero=2, micro_batches=3),
+    "dp4 zero1 hybrid": dict(dp=4, zero=1, zero_group=2),
+    "tp2": dict(tp=2, sp=False, model=TIED),
+    "tp2 dp2 zero1": dict(tp=2, dp=2, zero=1),
+    "tp4 one kv head": dict(tp=4, model=tiny_model(kv_heads=1)),
+    "pp2 zero1 dp2": dict(pp=2, dp=2, zero=1, schedule="zb_h1", model=TIED),
+}
+
+
+def world(case):
+    return case.get("tp", 1) * case.get("pp", 1) * case.get("dp", 1)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_owners_update_whole_matrices_in_every_layout(ranks):
+    made = {}
+    for name, case in CASES.items():
+        if world(case) == ranks:
+            plan = make_plan(**case)
+            made[name] = (plan, FP64, one_process(plan))
+    for case, answers in run_together(run_rank, ranks, made).items():
+        with told(case):
+            for worst in answers:
+                assert {what: error for what, error in worst.items() if not error <= LIMIT[torch.float64]} == {}
+
+
+def test_a_skipped_update_changes_nothing():
+    engine = engine_of(make_plan(), 0, FP64)
+    for nan in (False, True):
+        _, norm = engine.gradients(*step_batches(engine.plan, engine.mesh.coord, 0))
+        if nan:
+            for bucket in engine.buckets.buckets:
+                bucket.grad_shard.fill_(torch.nan)
+            norm = torch.tensor(torch.nan, dtype=torch.float64)
+        before = [one.tensor.clone() for one in engine.optimizer.slices()]
+        engine.update(norm, 1e-2)
+        same = [torch.equal(one.tensor, old) for one, old in zip(engine.optimizer.slices(), before, strict=True)]
+        assert all(same) if nan else not any(same)
+
+
+def test_each_matrix_has_one_owner_and_owners_have_alike(monkeypatch):
+    """Under ZeRO-1 over four ranks the largest share is near a quarter."""
+
+    def work(rank):
+        engine = engine_of(make_plan(dp=4, zero=1, bucket_bytes=1), rank)
+        return {s.info.name: s.stop for s in engine.optimizer.slices() if s.kind == "momentum" and s.writes}
+
+    shares = run_ranks(work, 4)
+    names = [name for share in shares for name in share]
+    assert len(names) == len(set(names)) == 4 * 7
+    assert max(sum(share.values()) for share in shares) <= 1.2 * sum(sum(share.values()) for share in shares) / 4
+
+
+@pytest.mark.process
+def test_saved_by_owners_and_resumed_by_others(tmp_path):
+    """Momenta follow their matrices to another owner, and parameters of the other rule have no momenta."""
+    first, second = make_plan(dp=4, zero=1, micro_batches=1), make_plan(tp=2, dp=2, zero=1, micro_batches=2)
+    expected = one_process(first)
+
+    def save(rank):
+        engine = engine_of(first, rank, FP64)
+        _, norm = engine.gradients(*step_batches(first, engine.mesh.coord, 0))
+        engine.update(norm, learning_rate(1, first.job.optim, first.job.train.steps))
+        engine.buckets.wait_params()
+        opened(tmp_path, 0, rank, first).save(list(engine.pieces(own=True)), 1, 4, engine.scalars())
+
+    def resume(rank):
+        engine = engine_of(second, rank, FP64)
+        found = checkpoints(tmp_path, 1, rank, second).resume(lambda: list(engine.pieces(own=False)))
+        engine.resumed(found.step, found.scalars)
+        _, norm = engine.gradients(*step_batches(second, engine.mesh.coord, 4))
+        engine.update(norm, learning_rate(2, second.job.optim, second.job.train.steps))
+        engine.buckets.wait_params()
+        for info, param in engine.buckets.full_params():
+            wanted = expected[1].weights[info.name][info.global_slices]
+            torch.testing.assert_close(info.valid(param), wanted, rtol=1e-10, atol=1e-12)
+
+    run_ranks(save, 4)
+    run_ranks(resume, 4)
+
+
+@pytest.mark.process
+def test_zero3_is_refused():
+    def work(rank):
+        with pytest.raises(LayoutError, match="ZeRO-3 cuts every matrix into rows"):
+            engine_of(make_plan(dp=2, zero=3), rank)
+        return True
+
+    assert run_ranks(work, 2) == [True, True]

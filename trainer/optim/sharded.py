@@ -1,0 +1,180 @@
+"""Updates the shard that this rank owns of every bucket by the rules of an optimizer, with a master copy where
+parameters are narrower.
+
+One call of a rule for a group of buckets: those whose parameters are gathered after the update are a group each, so
+that the gathers start early; others share a call, since ZeRO-3 has a bucket for every parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan.document import Optim
+from trainer.compat import foreach_copy_, foreach_mul_
+from trainer.errors import LayoutError
+from trainer.parallel.data.buckets import ShardedBucket, Sharding
+from trainer.parallel.params import ParamInfo, StateKind
+
+from .adamw import AdamW
+from .rule import ElementRule, Matrix, MatrixRule, Rules, Shard, Update
+
+
+def rules_of(optim: Optim) -> Rules:
+    """What the plan asks for."""
+    return Rules(AdamW(optim))
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """Elements `[start, stop)` of one parameter's local tensor, flattened, as this rank holds them for one kind of
+    state. `tensor` is the live 1-D view: a save reads it, a load writes it."""
+
+    info: ParamInfo
+    kind: StateKind
+    start: int
+    stop: int
+    tensor: Tensor
+    writes: bool  # of all holders, this rank writes it to checkpoints
+
+
+@dataclass
+class BucketState:
+    """The optimizer's tensors for one bucket, all 1-D of the shard's length in the master dtype."""
+
+    master: Tensor  # the parameter shard itself where its dtype is the master dtype
+    state: dict[StateKind, Tensor]
+
+
+class ShardedOptimizer:
+    """Updates the shard that this rank owns of every bucket, then gathers the parameters."""
+
+    def __init__(self, buckets: Sharding, rules: Rules, master_dtype: torch.dtype):
+        """Raises LayoutError for whole matrices under ZeRO-3, which cuts each one into rows."""
+        if buckets.zero == 3 and any(bucket.kind.whole for bucket in buckets.buckets):
+            raise LayoutError("ZeRO-3 cuts every matrix into rows: an optimizer of whole matrices needs zero 0, 1 or 2")
+        self.buckets, self.rules, self.master_dtype = buckets, rules, master_dtype
+        self.states = [self._new_state(bucket) for bucket in buckets.buckets]
+        self.groups = self._grouped()
+        device = self.states[0].master.device if self.states else torch.device("cpu")
+        self._steps = torch.zeros((), dtype=torch.float32, device=device)  # updates made; exact to 16 million
+        self._skip = torch.zeros((), dtype=torch.float32, device=device)  # 1: not this one
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far, skipped ones not among them. Waits for the device."""
+        return int(self._steps)
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._steps.fill_(count)
+
+    def _rule(self, bucket: ShardedBucket) -> ElementRule | MatrixRule:
+        if not bucket.kind.whole:
+            return self.rules.elements
+        assert self.rules.matrices is not None
+        return self.rules.matrices
+
+    def _new_state(self, bucket: ShardedBucket) -> BucketState:
+        shard = bucket.param_shard
+        master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
+        return BucketState(master, {kind: torch.zeros_like(master) for kind in self._rule(bucket).kinds})
+
+    def _grouped(self) -> list[list[int]]:
+        """Indices of the buckets that one call updates, groups in forward order."""
+        groups, at = list[list[int]](), dict[tuple[bool, bool], list[int]]()
+        for index, bucket in reversed(list(enumerate(self.buckets.buckets))):
+            # a narrow gradient is widened for the update: not those of the whole model at once
+            alone = self.buckets.gathers or bucket.grad_shard.dtype != self.master_dtype
+            kind = bucket.kind.decay, bucket.kind.whole
+            if alone or kind not in at:
+                groups.append([index])
+            else:
+                at[kind].append(index)
+            if not alone:
+                at.setdefault(kind, groups[-1])
+        return groups
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_scale: Tensor, finite: Tensor) -> None:
+        """One update with the gradients times `grad_scale` (clipping, loss scale), or none if not `finite`: both 0-d,
+        decided on the device. Starts the parameter gathers in forward order; `buckets.wait_params()` waits for them."""
+        if self._steps.device != finite.device:  # a rank without parameters, in its first step
+            self._steps, self._skip = self._steps.to(finite.device), self._skip.to(finite.device)
+        self._steps += finite
+        torch.logical_not(finite, out=self._skip)
+        factor = None
+        if grad_scale.is_cuda or float(grad_scale) != 1.0:
+            factor = grad_scale.to(self.master_dtype)
+        for group in self.groups:
+            buckets, states = [self.buckets.buckets[at] for at in group], [self.states[at] for at in group]
+            grads = [bucket.grad_shard.to(self.master_dtype) for bucket in buckets]
+            if factor is not None:
+                foreach_mul_(grads, factor)
+            self._update(buckets, states, grads, Update(lr, self._steps, self._skip))
+            copies = [pair for pair in zip(buckets, states, strict=True) if pair[1].master is not pair[0].param_shard]
+            if copies:
+                foreach_copy_([bucket.param_shard for bucket, _ in copies], [state.master for _, state in copies])
+            for bucket in buckets:
+                self.buckets.gather(bucket)
+
+    def _update(
+        self, buckets: list[ShardedBucket], states: list[BucketState], grads: list[Tensor], update: Update
+    ) -> None:
+        shards = [Shard(state.master, grad, state.state) for state, grad in zip(states, grads, strict=True)]
+        kind = buckets[0].kind
+        if not kind.whole:
+            self.rules.elements.step(shards, update, kind.decay)
+            return
+        assert self.rules.matrices is not None
+        matrices = [one for pair in zip(buckets, shards, strict=True) for one in self._matrices(*pair)]
+        self.rules.matrices.step(matrices, update)
+
+    def _matrices(self, bucket: ShardedBucket, shard: Shard) -> Iterator[Matrix]:
+        for info, start, stop, at in pieces(bucket):
+            assert (start, stop) == (0, info.numel), f"{info.name} is cut over the shard group"
+            span, shape = slice(at, at + stop), info.local_shape
+            state = {kind: tensor[span].view(shape) for kind, tensor in shard.state.items()}
+            master, grad = shard.master[span].view(shape), shard.grad[span].view(shape)
+            yield Matrix(info, master, grad, state, self.buckets.mesh, self.buckets.counter)
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def slices(self) -> Iterator[StateSlice]:
+        """All optimizer state of this rank. Over all ranks, the slices with `writes` cover each element of each
+        parameter once, including tp padding, which `ParamInfo.valid` removes."""
+        parallel = self.buckets
+        for bucket, state in zip(parallel.buckets, self.states, strict=True):
+            groups = bucket.kind.groups
+            first_replica = parallel.mesh.index(groups.replica if parallel.zero else groups.grad) == 0
+            for info, start, stop, at in pieces(bucket):
+                for kind, tensor in {"master": state.master, **state.state}.items():
+                    view = tensor[at : at + stop - start]
+                    yield StateSlice(info, kind, start, stop, view, first_replica and info.owner)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After a load into `slices`: copy the master weights to the parameters, on every rank."""
+        for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
+            if state.master is not bucket.param_shard:
+                bucket.param_shard.copy_(state.master)
+            self.buckets.gather(bucket)
+        self.buckets.wait_params()
+
+    def tensors(self) -> list[Tensor]:
+        """State held in addition to the parameters, for memory metrics."""
+        result = []
+        for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
+            result += [] if state.master is bucket.param_shard else [state.master]
+            result += state.state.values()
+        return result
+
+
+def pieces(bucket: ShardedBucket) -> Iterator[tuple[ParamInfo, int, int, int]]:
+    """(parameter, start and stop in its flat elements, position in the shard) of all that this rank's shard holds."""
+    position_of = {slot.index: position for position, slot in enumerate(bucket.layout.slots)}
+    for slot, start, stop in bucket.layout.pieces(bucket.shard_index, bucket.shards):
+        yield bucket.infos[position_of[slot.index]], start, stop, slot.start + start - bucket.range[0]
