@@ -101,12 +101,10 @@ class Engine:
         samples = par.global_batch_samples
         if len(batches) != taken(par)[replica_of(par, self.mesh.coord)]:  # a batch-size ramp, on all replicas alike
             samples = len(batches) * par.micro_batch_size * par.dp * par.ep
-        self.part.terms.start(
-            self.loss_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len
-        )
+        scale = self.scaler.current if self.scaler is not None else self._one
+        self.part.terms.start(scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len)
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
-        scale = self.scaler.current if self.scaler is not None else self._one
         scale = scale / valid_tokens
         cp = self.mesh.size("cp"), self.mesh.index("cp")
         batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]

@@ -11,6 +11,7 @@ from tests.trainer import samples
 from tests.trainer.samples import engine_of
 from tests.trainer.together import run_together, told
 from trainer.model.loss import LossTerms
+from trainer.optim.loss_scale import LossScale
 from trainer.precision import FP64
 from trainer.verify import oracle
 from trainer.verify.compare import LIMIT, STEPS, run_rank
@@ -129,12 +130,12 @@ def test_terms_of_every_stage_equal_one_process_in_every_layout(ranks):
                 assert {what: error for what, error in worst.items() if not error <= LIMIT[torch.float64]} == {}
 
 
-def test_a_scaled_loss_scales_its_terms(monkeypatch):
+def test_a_scaled_loss_scales_its_terms():
     """fp16: gradients of terms are multiplied by the loss scale like all others, and divided with them."""
     plan, grads = make_plan(micro_batches=2), {}
     for scale in (1.0, 1024.0):
-        monkeypatch.setattr("trainer.engine.Engine.loss_scale", scale)
         engine = engine_of(plan, 0, FP64)
+        engine.scaler = LossScale(initial=scale)
         on_a_rank(engine)
         engine.gradients(*step_batches(plan, engine.mesh.coord, 0))
         grads[scale] = engine.buckets.full_grads(), engine.loss_terms()

@@ -32,16 +32,16 @@ class LossTerms:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | None] = {}  # this rank's share of each term in this step, divided; None: nothing
         self.samples = self.tokens = 1  # of the step on all ranks, masked ones too: what else a term may divide by
-        self._loss_scale, self._valid_tokens, self._taken = 1.0, 1, 0
+        self._loss_scale, self._valid_tokens, self._taken = torch.ones(()), 1, 0
         self._micro_batch: int | None = None  # whose forward runs now; None in recomputation
 
     def declare(self, *names: str) -> None:
         """Every rank declares all terms of the model in the same order, those of other stages too."""
         self.sums |= dict.fromkeys(names)
 
-    def start(self, loss_scale: float, valid_tokens: int, taken: int, samples: int, tokens: int) -> None:
-        """Begin a step. `valid_tokens`, `samples` and `tokens` are global counts; micro-batches from number `taken`
-        on are padding, whose terms are zero."""
+    def start(self, loss_scale: Tensor, valid_tokens: int, taken: int, samples: int, tokens: int) -> None:
+        """Begin a step. `loss_scale` is 0-d on the device; `valid_tokens`, `samples` and `tokens` are global counts;
+        micro-batches from number `taken` on are padding, whose terms are zero."""
         self.samples, self.tokens = samples, tokens
         self._loss_scale, self._valid_tokens, self._taken = loss_scale, valid_tokens, taken
         self.sums = dict.fromkeys(self.sums)
@@ -66,22 +66,21 @@ class LossTerms:
         if name not in self.sums:
             raise ValueError(f"loss term {name!r} is not declared; declared: {', '.join(self.sums) or 'none'}")
         if self._micro_batch is None:
-            return _Attached.apply(x, value, 0.0)
+            return _Attached.apply(x, value, self._loss_scale, 0.0)
         if self._micro_batch >= self._taken:
             return x
         share = 1.0 / (self._valid_tokens if divisor is None else divisor)
         part, before = value.detach().double() * share, self.sums[name]
         self.sums[name] = part if before is None else before + part
-        return _Attached.apply(x, value, self._loss_scale * share)
+        return _Attached.apply(x, value, self._loss_scale, share)
 
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.of_value = scale, (value.dtype, value.device)
+    def forward(ctx: Any, x: Tensor, value: Tensor, loss_scale: Tensor, share: float) -> Tensor:
+        ctx.loss_scale, ctx.share, ctx.dtype = loss_scale, share, value.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.of_value
-        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return grad, (ctx.loss_scale * ctx.share).to(ctx.dtype), None, None
