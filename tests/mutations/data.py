@@ -107,6 +107,28 @@ def _(patch):
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0))
 
 
+@DATA("ZeRO-3 sums in bf16 what the plan sums in fp32", dp=2, zero=3, cell_precision="bf16")
+def _(patch):
+    import trainer.parallel.data.fsdp as fsdp
+
+    original = fsdp.MixedPrecisionPolicy
+
+    def narrow(**options):
+        return original(**options | {"reduce_dtype": options["param_dtype"]})
+
+    patch.setattr(fsdp, "MixedPrecisionPolicy", narrow)
+
+
+@DATA("a schedule drops its last micro-batch, of five", micro_batches=5)
+def _(patch):
+    original = Pipeline.run
+
+    def run(self, batches, scale):
+        return original(self, [*batches[:-1], engine.without_targets(batches[-1])], scale)
+
+    patch.setattr(Pipeline, "run", run)
+
+
 UNEQUAL = {"dp": 3, "replica_micro_batches": [2, 1, 1]}
 
 

@@ -8,15 +8,24 @@ from orchestrator.plan.parity import Cell, Verdict
 from tests.beds.plans import make_plan
 from tests.mutations.data import DATA
 from tests.mutations.model import MODEL
+from tests.mutations.pieces import PIECES
 from tests.mutations.pipeline import PIPELINE
 from trainer.verify.judge import judge
+from trainer.verify.ranks import RankError
 
 MUTATIONS = [*DATA, *MODEL, *PIPELINE]
 
 
 def cell_of(layout: dict, name: str = "cell") -> Cell:
     options = dict(layout)
-    return Cell(name=name, packed=options.pop("packed", False), plan=make_plan(**options))
+    words = {key: options.pop(key) for key in ("packed", "empty", "cell_precision") if key in options}
+    return Cell(
+        name=name,
+        packed=words.get("packed", False),
+        empty=words.get("empty", False),
+        precision=words.get("cell_precision", ""),
+        plan=make_plan(**options),
+    )
 
 
 def verdicts(cells: list[Cell], together: int = 1) -> list[Verdict]:
@@ -50,6 +59,16 @@ def test_the_same_layouts_are_equal_without_a_bug():
     cells = [cell_of(mutation.layout, mutation.name) for mutation in layouts.values()]
     wrong = [verdict for verdict in verdicts(cells, together=len(cells)) if not verdict.equal]
     assert wrong == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("piece", PIECES, ids=[piece.name for piece in PIECES])
+def test_a_check_catches(piece, monkeypatch, tmp_path):
+    """It passes without the bug, and fails with it."""
+    piece.check(tmp_path)
+    piece.patch(monkeypatch)
+    with pytest.raises((AssertionError, RankError)):
+        piece.check(tmp_path)
 
 
 def test_there_are_enough_of_them():

@@ -15,6 +15,7 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.parity import ALONE, ALWAYS, HOPELESS, Cell, Errors, Verdict
 from orchestrator.plan.supported import problems
+from trainer.parallel import vocab
 from trainer.precision import DTYPES
 
 from . import alone, oracle
@@ -24,6 +25,8 @@ from .ranks import RankError, run_ranks
 #: Seconds after which the ranks of a launch are considered hung: for its start, and per cell and precision; compiled
 #: blocks take this many times as long.
 START_S, CELL_S, COMPILED = 60.0, 15.0, 20
+#: Logits that the loss takes at a time: so few that a small model has several chunks, as a large one does.
+CHUNK = 1 << 11
 #: Most ranks of a launch: a limit of the machine, not of layouts.
 MOST_RANKS = 32
 
@@ -89,6 +92,7 @@ def _job(cell: Cell, precision: str, cache: ReferenceRuns) -> tuple:
 
 
 def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
+    vocab.CHUNK = CHUNK  # in this forked rank alone
     return [
         run_rank(rank, plan, recipe_for(precision, plan), expected, packed, empty=empty)
         for precision, plan, expected, packed, empty in jobs
