@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
-from orchestrator.plan.schedules import Kind, schedule_of
+from orchestrator.plan.schedules import schedule_of
 
 from .checkpoint.format import StatePiece
 from .comm.collectives import CommCounter, all_reduce
@@ -101,11 +101,12 @@ class Engine:
         samples = par.global_batch_samples
         if len(batches) != taken(par)[replica_of(par, self.mesh.coord)]:  # a batch-size ramp, on all replicas alike
             samples = len(batches) * par.micro_batch_size * par.dp * par.ep
-        scale = self.scaler.current if self.scaler is not None else self._one
-        self.part.terms.start(scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len)
+        self.part.terms.start(
+            self.current_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len
+        )
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
-        scale = scale / valid_tokens
+        scale = self.current_scale / valid_tokens
         cp = self.mesh.size("cp"), self.mesh.index("cp")
         batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]
         if len(batches) != self.pipeline.schedule.micro_batches:  # a batch-size ramp
@@ -134,20 +135,30 @@ class Engine:
         return finite
 
     @property
+    def current_scale(self) -> Tensor:
+        """`loss_scale` on the device, 0-d float64; later steps do not change it."""
+        return self._one if self.scaler is None else self.scaler.current
+
+    @property
     def loss_scale(self) -> float:
         """The factor by which the next backward multiplies the loss. Waits for the device."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:
-        """Mean over the step's global valid tokens; None on ranks that do not hold the last stage. Collective."""
+    def loss_total(self, loss_sum: Tensor) -> Tensor | None:
+        """The loss summed over the global batch, 0-d float64; None on ranks without the last stage. Collective."""
         if not self.has_loss:
             return None
-        total = all_reduce(loss_sum.double(), self.mesh.group("grad"), "dp", self.counter)
-        return float(total) / valid_tokens
+        return all_reduce(loss_sum.double(), self.mesh.group("grad"), "dp", self.counter)
 
-    def loss_terms(self) -> dict[str, float]:
-        """What modules have added to the loss of this step, by name, over all ranks. Collective; nothing is sent for a
-        model without such terms."""
+    def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:
+        """Mean over the step's global valid tokens; None on ranks that do not hold the last stage. Waits for the
+        device. Collective."""
+        total = self.loss_total(loss_sum)
+        return None if total is None else float(total) / valid_tokens
+
+    def loss_term_totals(self) -> dict[str, Tensor]:
+        """What modules have added to the loss of this step, by name, over all ranks, each 0-d float64. Collective;
+        nothing is sent for a model without such terms."""
         sums = self.part.terms.sums
         if not sums:
             return {}
@@ -157,17 +168,16 @@ class Engine:
             total.zero_()  # tp ranks hold the same tokens
         all_reduce(total, self.mesh.group("grad"), "dp", self.counter)
         all_reduce(total, self.mesh.group("model"), "norm", self.counter)
-        return dict(zip(sums, total.tolist(), strict=True))
+        return dict(zip(sums, total.unbind(), strict=True))
 
-    def take_phases(self) -> dict[str, float]:
-        """Seconds by phase since the last call. On CUDA, where the host runs ahead of the device, forward and backward
-        are device times from the pipeline's events."""
-        seconds = self.timer.take()
-        if self.device.type == "cuda":
-            seconds |= {"forward": 0.0, "backward": 0.0}
-            for span in self.pipeline.action_times.spans():
-                seconds["forward" if span.action.kind is Kind.F else "backward"] += span.end - span.start
-        return seconds
+    def loss_terms(self) -> dict[str, float]:
+        """`loss_term_totals` as numbers. Waits for the device. Collective."""
+        return {name: float(total) for name, total in self.loss_term_totals().items()}
+
+    def measure(self, on: bool) -> None:
+        """Whether times are measured from now on. On a GPU that takes two events an action and a collective; on a CPU
+        they are always measured."""
+        self.counter.measuring = self.pipeline.action_times.measuring = on
 
     def pieces(self, own: bool) -> Iterator[StatePiece]:
         """Training state as checkpoint pieces, the optimizer's and what modules keep without gradient: all that this

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -32,12 +34,16 @@ from .data.order import micro_batches_at, samples_of_step
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped, check_supported
 from .metrics.profile import Profile
+from .metrics.step_result import StepResult
+from .optim.loss_scale import LOWEST
 from .optim.lr import learning_rate
 from .precision import Recipe, recipe
 from .worker.progress import Progress, ProgressReporter
 from .worker.reporter import Reporter
 from .worker.termination import TerminationSignal
 
+#: Steps that the host enqueues before it reads what an earlier one gave. On a CPU nothing runs ahead.
+LAG = {"cpu": 0, "cuda": 1}
 #: Seconds between progress reports of tokenising, at least.
 PROGRESS_EVERY_S = 1.0
 
@@ -105,6 +111,22 @@ def _open_data(
     return Loader(plan, mesh.coord, store, pin_memory=device.type == "cuda")
 
 
+@dataclass(frozen=True)
+class EnqueuedStep:
+    """A step that is enqueued and not yet reported."""
+
+    number: int
+    samples: int  # consumed before it
+    taken: int  # samples of the step, globally
+    valid_tokens: int
+    lr: float
+    start: float  # perf_counter
+    boundary_s: float  # spent waiting at its boundary
+    memory_bytes: dict[str, int]
+    terms: tuple[str, ...]  # names of the loss terms in the result
+    result: StepResult
+
+
 class Run:
     """A run in progress on one rank. `step` counts optimizer steps completed, `samples` those consumed globally."""
 
@@ -134,6 +156,8 @@ class Run:
         self.training = False  # the loop has begun
         self._broken = 0  # consecutive steps whose gradient was not finite
         self._boundary_s = 0.0  # of this step, spent waiting at its boundary
+        self._enqueued: deque[EnqueuedStep] = deque()
+        self._reported = 0.0  # perf_counter at the end of the latest report
 
     def progress(self) -> Progress:
         """The current progress; read by the reporting thread at any time."""
@@ -186,6 +210,7 @@ class Run:
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.advance(votes)
         if not valid_tokens and not stop:
+            self._settle()
             raise DataError(f"step {self.step + 1}: no token of the global batch is a target")
         return valid_tokens, stop > 0
 
@@ -198,7 +223,9 @@ class Run:
         raise Stopped(f"{reason}: saved at step {self.step}")
 
     def _keep(self, write: Callable[..., object], *options: bool) -> None:
-        """Pass this rank's state to `write`; counted as time for checkpoints."""
+        """Pass this rank's state to `write`, after the steps up to now have been found good; counted as time for
+        checkpoints."""
+        self._settle()
         with self.engine.timer.phase("checkpoint"):
             write(list(self.engine.pieces(own=True)), self.step, self.samples, self.engine.scalars(), *options)
 
@@ -209,31 +236,50 @@ class Run:
             self.checkpoints.replicas.remove()
 
     def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
-        plan, engine, number = self.plan, self.engine, self.step + 1
-        lr = learning_rate(number, plan.job.optim, plan.job.train.steps)
+        """Enqueue a step, then finish those that the host is `LAG` steps ahead of."""
+        engine, train, number = self.engine, self.plan.job.train, self.step + 1
+        lr = learning_rate(number, self.plan.job.optim, train.steps)
+        logged = number % train.log_every_steps == 0 or number == train.steps
+        measured = logged or self.device.type == "cpu" or self.profile.traces(number)
+        engine.measure(measured)
         on_device = [batch.to(self.device) for batch in batches]
         with self.profile.step(number) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
-            with engine.counter.syncing():
-                grad_norm = float(norm)
-            finite = math.isfinite(grad_norm)
-            broken = not finite and (engine.scaler is None or engine.scaler.exhausted)
-            self._broken = self._broken + 1 if broken else 0
-            if self._broken > plan.job.train.skip_non_finite_steps:
-                self._explain_non_finite(number, loss_sum, grad_norm)
+            scale = engine.current_scale
             engine.update(norm, lr)
-            if not finite:
-                self.reporter.event("step_skipped", number, grad_norm=str(grad_norm), loss_scale=engine.loss_scale)
-        logged = number % plan.job.train.log_every_steps == 0 or number == plan.job.train.steps
-        loss = engine.mean_loss(loss_sum, valid_tokens) if logged else None
-        terms = engine.loss_terms() if logged else {}
+        total, terms = (engine.loss_total(loss_sum), engine.loss_term_totals()) if logged else (None, {})
+        values = [norm, loss_sum, scale, engine.current_scale, *terms.values(), *([] if total is None else [total])]
         taken = self.loader.samples_at(self.samples)
+        result = StepResult(engine, values, measured)
+        counted = number, self.samples, taken, valid_tokens, lr, start, self._boundary_s
+        self._enqueued.append(EnqueuedStep(*counted, memory_bytes, tuple(terms), result))
         self.step, self.samples = number, self.samples + taken
-        self._report(start, taken, loss, terms, grad_norm, lr, memory_bytes)
+        while len(self._enqueued) > LAG[self.device.type]:
+            self._finish(self._enqueued.popleft())
 
-    def _explain_non_finite(self, number: int, loss_sum: torch.Tensor, norm: float) -> None:
+    def _settle(self) -> None:
+        """Finish every step that is enqueued."""
+        while self._enqueued:
+            self._finish(self._enqueued.popleft())
+
+    def _finish(self, step: EnqueuedStep) -> None:
+        """Read what a step gave and report it. Raises NonFinite if too many in a row could not be applied; the device
+        has left the weights as they were."""
+        with self.engine.counter.syncing():
+            norm, loss_sum, before, after, *more = step.result.wait()
+        finite = math.isfinite(norm)
+        broken = not finite and (self.engine.scaler is None or before <= LOWEST)
+        self._broken = self._broken + 1 if broken else 0
+        if self._broken > self.plan.job.train.skip_non_finite_steps:
+            self._explain_non_finite(step, loss_sum, norm)
+        if not finite:
+            self.reporter.event("step_skipped", step.number, grad_norm=str(norm), loss_scale=after)
+        terms, total = dict(zip(step.terms, more, strict=False)), more[len(step.terms) :]
+        self._report(step, total[0] / step.valid_tokens if total else None, terms, norm)
+
+    def _explain_non_finite(self, step: EnqueuedStep, loss_sum: float, norm: float) -> None:
         """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the same norm."""
-        mine = b"" if bool(torch.isfinite(loss_sum)) else self._sample_indices().encode()
+        mine = b"" if math.isfinite(loss_sum) else self._sample_indices(step.samples).encode()
         reports = {rank: raw.decode() for rank, raw in enumerate(self.control.all_gather_bytes(mine)) if raw}
         self.checkpoints.settle()  # a save of good weights may be in progress
         where = "every loss is finite"
@@ -241,47 +287,41 @@ class Run:
             ranks, samples = ", ".join(map(str, reports)), "; ".join(dict.fromkeys(reports.values()))
             where = f"the loss is not finite on rank {ranks}, whose samples are {samples} in the run's order"
         before = f"; {self._broken - 1} in a row before it had been skipped" if self._broken > 1 else ""
-        raise NonFinite(f"step {number}: the gradient norm is {norm}; {where} (samples from {self.samples}){before}")
+        raise NonFinite(
+            f"step {step.number}: the gradient norm is {norm}; {where} (samples from {step.samples}){before}"
+        )
 
-    def _sample_indices(self) -> str:
-        """This rank's samples of the current step, by their index in the run's order."""
-        many = micro_batches_at(self.plan.parallel, self.plan.job.train.batch_ramp, self.samples)
-        rows = samples_of_step(self.plan.parallel, self.mesh.coord, self.samples, many)
+    def _sample_indices(self, consumed: int) -> str:
+        """This rank's samples of the step after `consumed`, by their index in the run's order."""
+        many = micro_batches_at(self.plan.parallel, self.plan.job.train.batch_ramp, consumed)
+        rows = samples_of_step(self.plan.parallel, self.mesh.coord, consumed, many)
         return ", ".join(str(index) for row in rows for index in row)
 
-    def _report(
-        self,
-        start: float,
-        taken: int,
-        loss: float | None,
-        terms: dict[str, float],
-        norm: float,
-        lr: float,
-        memory_bytes: dict[str, int],
-    ) -> None:
-        plan, seconds = self.plan, time.perf_counter() - start
-        train, tokens = plan.job.train, taken * plan.job.train.seq_len
+    def _report(self, step: EnqueuedStep, loss: float | None, terms: dict[str, float], norm: float) -> None:
+        """Report a finished step. Its seconds begin where those of the step before it ended, if that was later."""
+        plan, now, times = self.plan, time.perf_counter(), step.result.times()
+        seconds, self._reported = now - max(step.start, self._reported), now
+        train, tokens = plan.job.train, step.taken * plan.job.train.seq_len
         shape = plan.model, train.seq_len
         peak = plan.cluster.gpu.peak_flops.get(train.precision)
         per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
-        comm_bytes, comm_s = self.engine.counter.take()
-        phase_s = self.engine.take_phases()
-        waited_s = self._boundary_s + sum(comm_s.values()) + phase_s.get("checkpoint", 0.0)
+        waited_s = step.boundary_s + sum(times.comm_s.values()) + times.phase_s.get("checkpoint", 0.0)
+        piped = times.measured and plan.parallel.pp > 1
         self.reporter.step(
-            step=self.step,
-            samples=self.samples,
+            step=step.number,
+            samples=step.samples + step.taken,
             tokens=tokens,
             step_s=seconds,
             loss=loss,
             loss_terms=terms,
             grad_norm=norm if math.isfinite(norm) else None,
-            lr=lr,
-            phase_s=phase_s,
-            own_s=max(0.0, seconds - waited_s),
-            bubble_ratio=self.engine.pipeline.action_times.idle_seconds() / seconds if plan.parallel.pp > 1 else None,
-            comm_bytes=comm_bytes,
-            comm_s=comm_s,
-            memory_bytes=memory_bytes,
+            lr=step.lr,
+            phase_s=times.phase_s,
+            own_s=max(0.0, seconds - waited_s) if times.measured else None,
+            bubble_ratio=times.idle_s / seconds if piped else None,
+            comm_bytes=step.result.comm_bytes,
+            comm_s=times.comm_s,
+            memory_bytes=step.memory_bytes,
             mfu=per_flop and per_flop * model_flops_per_token(*shape),
             hfu=per_flop and per_flop * hardware_flops_per_token(*shape, train.recompute, train.recompute_layers),
         )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +13,14 @@ from msgspec import structs
 
 from orchestrator.plan import Plan, seal
 from tests.beds import fakegpu
+from tests.trainer.test_loop import changed, finish, job
 from tests.trainer.test_planned_memory import plan_of
 from trainer import compat
 from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.precision import recipe
+from trainer.train import Run
 from trainer.verify.samples import micro_batch
 
 LR, TOKENS = 1e-3, 64
@@ -74,3 +80,54 @@ def attention_blocks(dtype: str, sizes: list[list[int]]) -> list[list[Any]]:
         except (AssertionError, RuntimeError) as error:
             wrong.append([list(q.shape), str(error).splitlines()[0]])
     return wrong
+
+
+FROM, UNTIL = 4, 8  # steps that are recorded: their numbers less one
+
+
+def loops(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What each worker of each layout does in steps 5 to 8 of a run, and what it has reported."""
+    Run._agree = _recorded(Run._agree)
+    return {name: _loop(Path(folder) / str(at), layout) for at, (name, layout) in enumerate(layouts.items())}
+
+
+def _loop(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
+    plan = changed(job(str(folder / "tokens"), UNTIL + 2, **{"precision": "bf16"} | layout), "train", log_every_steps=2)
+    plan = changed(plan, "train", skip_non_finite_steps=100)  # the numbers of a device without arithmetic mean nothing
+    plan = seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
+    codes, workers = finish(plan, folder)
+    assert set(codes) == {0}, workers.log(codes.index(max(codes)))
+    answers = []
+    for rank in range(plan.parallel.world_size):
+        found = json.loads((folder / f"recorded-{rank}.json").read_text())
+        found["steps"] = [structs.asdict(step) for step in workers.steps(rank)]
+        answers.append(found)
+    return answers
+
+
+def _recorded(agree: Callable[..., Any]) -> Callable[..., Any]:
+    """Records from the boundary before step 5 to that after step 8."""
+    inside = contextlib.ExitStack()
+
+    def wrapped(run: Run, batches: Any) -> Any:
+        if run.step == FROM:
+            run.recorded = inside.enter_context(fakegpu.recording())
+        if run.step == UNTIL:
+            inside.close()
+            path = Path(run.env.run_dir) / f"recorded-{run.env.rank}.json"
+            path.write_text(json.dumps({"waits": run.recorded.waits, "ahead": _ahead(run.recorded.notes)}))
+        return agree(run, batches)
+
+    return wrapped
+
+
+def _ahead(notes: list[fakegpu.Note]) -> list[int]:
+    """For each event that the host waits for: kernels enqueued since it was recorded."""
+    found, kernels, at = [], 0, dict[int, int]()
+    for note in notes:
+        kernels += note.kind == "K"
+        if note.kind == "R":
+            at[note.event] = kernels
+        elif note.kind == "S":
+            found.append(kernels - at.get(note.event, kernels))
+    return found

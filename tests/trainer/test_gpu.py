@@ -45,6 +45,28 @@ def runs(ranks: list[dict]) -> None:
         assert bool(counted) == bool(rank["sent"]), "what the counter counts is what NCCL is given"
 
 
+LOOPS = {
+    "alone fp16": {"precision": "fp16"},
+    "dp2 zero1": {"dp": 2, "zero": 1},
+    "cp2": {"cp": 2},
+    "pp2 zero3": {"pp": 2, "dp": 2, "zero": 3},
+}
+
+
+def test_the_training_loop_waits_for_a_step_when_the_next_one_is_enqueued(tmp_path):
+    """A steady step reads the device once, and late: the numbers of the step before. Measured every other step."""
+    for ranks in fakegpu.call(gpu_steps.loops, str(tmp_path), LOOPS).values():
+        for rank in ranks:
+            assert rank["waits"] == [["cudaEventSynchronize", "train.py:_finish > metrics/step_result.py:wait"]] * 4
+            assert min(rank["ahead"][1:]) > 100, "kernels of the next step, enqueued before the host waits"
+            steps = rank["steps"]
+            assert [step["step"] for step in steps] == list(range(1, 11))
+            measured = [step["step"] for step in steps if step["own_s"] is not None]
+            assert measured == [2, 4, 6, 8, 10]
+            for step in steps:
+                assert ("forward" in step["phase_s"]) == (step["step"] in measured)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_attention_of_one_block_to_another_passes_torchs_checks(dtype):
     sizes = [

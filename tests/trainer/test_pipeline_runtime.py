@@ -145,7 +145,7 @@ def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
     def rank_main(rank, schedule):
         pipe = pipeline(rank, schedule)
         pipe.run(batches(schedule))
-        times = pipe.action_times
+        times = pipe.action_times.step
         spans = [[str(a), times.began + start, times.began + end] for a, start, end in times.spans()]
         left = len(pipe._saved) + len(pipe._deferred) + len(pipe.transfers._inbox)
         return {
@@ -175,7 +175,7 @@ def test_a_slow_stage_leaves_bubbles_on_the_others():
         timer = PhaseTimer()
         pipe = pipeline(rank, schedule, lambda: Toy(0.02 if rank else 0.0), timer=timer)
         pipe.run(batches(schedule))
-        times = pipe.action_times
+        times = pipe.action_times.step
         busy = sum(span.end - span.start for span in times.spans())
         return {"bubble": times.idle_seconds() / busy, "phases": timer.take()}
 
@@ -194,7 +194,7 @@ def test_one_rank_needs_no_process_group_and_a_table_runs():
     total = pipe.run(batches(schedule), loss_scale=0.5)
     loss = 4 * plain(None, None).sum()
     (0.5 * loss).backward()
-    assert [str(action) for action in pipe.action_times.order()] == [str(action) for action in schedule.orders[0]]
+    assert [str(action) for action in pipe.action_times.step.order()] == [str(action) for action in schedule.orders[0]]
     torch.testing.assert_close(total, loss.detach())
     for name, param in pipe.stages[0].named_parameters():
         torch.testing.assert_close(param.grad, dict(plain.named_parameters())[name].grad)

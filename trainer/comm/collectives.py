@@ -35,6 +35,7 @@ class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
     gloo: bool = True  # on CPUs; False: on GPUs, with the collectives of NCCL
+    measuring: bool = True  # on CUDA, by two events a wait; on a CPU always
     trace: TransferTrace | None = None  # records the transfers of the steps that are traced
     subject: str = ""  # what is sent now, for display
     started: int = 0  # transfers since the start
@@ -75,21 +76,36 @@ class CommCounter:
         finally:
             self.waiting_in = None
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Exposed seconds by axis. On CUDA this waits for the recorded events: read it once a step, at its end."""
-        for axis, begin, end in self._events:
-            end.synchronize()
-            self._seconds[axis] += begin.elapsed_time(end) / 1e3
-        self._events.clear()
-        return self._seconds
-
-    def take(self) -> tuple[dict[str, int], dict[str, float]]:
-        """(bytes, seconds) by axis since the last call; resets both."""
-        result = dict(self.bytes), dict(self.seconds)
+    def close(self) -> CommAccount:
+        """The account since the last call; a new one begins."""
+        closed = CommAccount(dict(self.bytes), dict(self._seconds), self._events)
+        self._events = []
         for account in (self.bytes, self.calls, self._seconds):
             account.clear()
-        return result
+        return closed
+
+    def take(self) -> tuple[dict[str, int], dict[str, float]]:
+        """(bytes, seconds) by axis since the last call; resets both. On CUDA this waits for the recorded events."""
+        closed = self.close()
+        return closed.bytes, closed.seconds()
+
+
+@dataclass(frozen=True)
+class CommAccount:
+    """What a step sent and waited for, by axis."""
+
+    bytes: dict[str, int]
+    waited: dict[str, float]  # seconds of the host
+    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+
+    def seconds(self) -> dict[str, float]:
+        """Exposed seconds by axis. On CUDA it waits for events that have not happened yet."""
+        found = defaultdict(float, self.waited)
+        for axis, begin, end in self.events:
+            if not end.query():
+                end.synchronize()
+            found[axis] += begin.elapsed_time(end) / 1e3
+        return dict(found)
 
 
 def _nothing() -> None:
@@ -106,20 +122,20 @@ class _Stopwatch:
 
     def __enter__(self) -> None:
         self.counter.waiting_in = self.what, self.axis
-        if self.cuda:
+        if not self.cuda:
+            self.begin = perf_counter()
+        elif self.counter.measuring:
             self.begin = torch.cuda.Event(enable_timing=True)
             self.begin.record()
-        else:
-            self.begin = perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self.counter.waiting_in = None
-        if self.cuda:
+        if not self.cuda:
+            self.counter._seconds[self.axis] += perf_counter() - self.begin
+        elif self.counter.measuring:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
             self.counter._events.append((self.axis, self.begin, end))
-        else:
-            self.counter._seconds[self.axis] += perf_counter() - self.begin
 
 
 class Handle:

@@ -33,7 +33,7 @@ class Profile:
     def step(self, number: int) -> Iterator[dict[str, int]]:
         """Context manager around optimizer step `number`; afterwards its dict has bytes by category if measured."""
         measured: dict[str, int] = {}
-        traced = number <= self.traced
+        traced = self.traces(number)
         if not traced and not (self.every and number % self.every == 0):
             yield measured
             return
@@ -47,6 +47,10 @@ class Profile:
                 )
             around.enter_context(self.memory.measure(measured))
             yield measured
+
+    def traces(self, number: int) -> bool:
+        """Whether the timeline of step `number` is recorded."""
+        return number <= self.traced
 
     def _failed(self, error: OSError) -> None:
         """A full disk ends tracing, not the run."""

@@ -124,11 +124,13 @@ class StepTrace:
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3 if self._cuda else mark
 
     def _end(self, number: int, points: Callable[[], list[Point]], actions: ActionTimes, timer: PhaseTimer) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()  # its events are read now; only traced steps pay for this
         spans, timer.spans = timer.spans, None
         self._span(STEPS, f"step {number}", self._origin_s, perf_counter(), {})
-        for (kind, stage, micro_batch), start, end in actions.spans():
+        for (kind, stage, micro_batch), start, end in actions.step.spans():
             more = {"stage": stage, "micro_batch": micro_batch}
-            self._span(ACTIONS, kind.name, actions.began + start, actions.began + end, more)
+            self._span(ACTIONS, kind.name, actions.step.began + start, actions.step.began + end, more)
         for name, start, end in spans or []:
             self._span(PHASES, name, start, end, {})
         for number, transfer in enumerate(self._transfers):

@@ -25,8 +25,8 @@ void note(char kind, const char *name, const void *stream, const void *event, ui
   notes[count++] = (Note){kind, name, (uint64_t)stream, (uint64_t)event, bytes, a, b};
   pthread_mutex_unlock(&lock);
 }
-void synchronised(const char *name, const void *stream) {
-  note('S', name, stream, 0, 0, 0, 0);
+void synchronised(const char *name, const void *stream, const void *event) {
+  note('S', name, stream, event, 0, 0, 0);
   if (on && on_sync) on_sync(name);
 }
 
@@ -132,7 +132,7 @@ cudaError_t cudaDeviceCanAccessPeer(int *c, int a, int b) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int a, unsigned f) { return 0; }
 cudaError_t cudaDeviceSynchronize(void) {
-  synchronised("cudaDeviceSynchronize", 0);
+  synchronised("cudaDeviceSynchronize", 0, 0);
   return 0;
 }
 cudaError_t cudaMemGetInfo(size_t *f, size_t *t) {
@@ -223,7 +223,7 @@ static void copy(const char *name, void *d, const void *s, size_t n, int kind, c
     synchronised(from == 2 && to == 0   ? "DtoH into pageable memory"
                  : to == 2 && from == 0 ? "HtoD from pageable memory"
                                         : name,
-                 stream);
+                 stream, 0);
   if ((from != 2 || to != 2) && n <= (64 << 20)) memcpy(d, s, n);
 }
 cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) {
@@ -242,7 +242,7 @@ cudaError_t cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size
                               cudaStream_t t) {
   int from = find(s).type, to = find(d).type;
   note('C', from == 2 ? (to == 2 ? "DtoD" : "DtoH") : "HtoD", t, 0, w * h, from, to);
-  if (from == 0 || to == 0) synchronised("cudaMemcpy2DAsync with pageable memory", t);
+  if (from == 0 || to == 0) synchronised("cudaMemcpy2DAsync with pageable memory", t, 0);
   return 0;
 }
 cudaError_t cudaMemset(void *p, int v, size_t n) {

@@ -27,7 +27,7 @@ typedef struct {
 
 #pragma GCC visibility push(hidden)
 void note(char kind, const char *name, const void *stream, const void *event, uint64_t bytes, uint64_t a, uint64_t b);
-void synchronised(const char *name, const void *stream); // the host waits for the device
+void synchronised(const char *name, const void *stream, const void *event); // the host waits for the device
 void *map(size_t n);
 void remember(void *p, size_t n, int type);
 Range find(const void *p);

@@ -26,7 +26,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) {
 }
 cudaError_t cudaStreamQuery(cudaStream_t s) { return not_ready ? cudaErrorNotReady : 0; }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
-  synchronised("cudaStreamSynchronize", s);
+  synchronised("cudaStreamSynchronize", s, 0);
   return 0;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) {
@@ -62,7 +62,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { return cudaEventRecord(e, s); }
 cudaError_t cudaEventQuery(cudaEvent_t e) { return not_ready ? cudaErrorNotReady : 0; }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
-  synchronised("cudaEventSynchronize", 0);
+  synchronised("cudaEventSynchronize", 0, e);
   return 0;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {
