@@ -244,7 +244,7 @@ class TrainSpec(Frozen):
     clip_grad_norm: NonNegative = 1.0  # 0: off
     skip_non_finite_steps: Natural = 0  # in a row, whose gradient is inf or nan and not applied, before the run stops
     log_every_steps: Count = 1
-    compile: bool = False
+    compile: bool | None = None  # blocks, one by one; None: on GPUs
 
 
 class CostSpec(Frozen):

@@ -37,10 +37,12 @@ def make_job(config: Config) -> doc.Job:
 def make_train(config: Config) -> doc.Train:
     """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is derived."""
     train = config.train
-    same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp"}
+    same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp", "compile"}
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
-    return doc.Train(**{name: getattr(train, name) for name in same}, recompute=recompute, batch_ramp=ramp)
+    compiled = config.cluster.device == "cuda" if train.compile is None else train.compile
+    given = {name: getattr(train, name) for name in same}
+    return doc.Train(**given, recompute=recompute, batch_ramp=ramp, compile=compiled)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

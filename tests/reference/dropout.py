@@ -15,9 +15,8 @@ def mix(x):
 
 
 def keep(row, column, rate):
-    """The last product is read as a signed number and compared with the quantile `rate` of all of them."""
-    x = (row ^ column) * FIRST & WORD
-    x = (x ^ (x >> 32)) * SECOND & WORD
+    """The product is read as a signed number and compared with the quantile `rate` of all of them."""
+    x = row * (column | 1) & WORD
     return (x ^ 1 << 63) >= int(rate * 2.0**64)
 
 

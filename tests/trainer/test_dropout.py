@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.reference import dropout as twin
+from tests.trainer.operations import Kernels
 from trainer.data.batch import MicroBatch, with_serials
 from trainer.model.dropout import AttentionDropout, Dropout, seed_dropout
 
@@ -22,10 +23,10 @@ def seeded(module: nn.Module, seed: int = 7) -> nn.Module:
 
 def test_hidden_and_attention_masks_are_those_of_the_twin():
     x = torch.randn(2, 48, 8, dtype=torch.float64)
-    found = seeded(Dropout(0.3))(x, SERIAL)
+    found = seeded(Dropout(0.3, 8))(x, SERIAL)
     torch.testing.assert_close(found, twin.hidden(x, SERIAL, 7, "drop", 0.3), rtol=1e-15, atol=0)
     weights = torch.rand(2, 3, 48, 48, dtype=torch.float64)
-    drop = seeded(AttentionDropout(0.3))
+    drop = seeded(AttentionDropout(0.3, 8))
     drop.first_head = 5
     found = weights * drop.kept(SERIAL, SERIAL, 3) * drop.scale
     for head in range(3):
@@ -36,7 +37,7 @@ def test_hidden_and_attention_masks_are_those_of_the_twin():
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_masks_have_their_rate_in_every_row_and_column_and_no_pattern(rate):
     serial = torch.arange(1000)[None]
-    keep = seeded(Dropout(rate))(torch.ones(1, 1000, 1000), serial)[0] > 0
+    keep = seeded(Dropout(rate, 1000))(torch.ones(1, 1000, 1000), serial)[0] > 0
     kept, deviation = keep.double(), (rate * (1 - rate)) ** 0.5
     assert abs(kept.mean() - (1 - rate)) < 5 * deviation / 1e3
     for dim in (0, 1):
@@ -49,12 +50,12 @@ def test_masks_have_their_rate_in_every_row_and_column_and_no_pattern(rate):
 
 def test_other_seeds_names_tokens_and_heads_draw_other_masks():
     x = torch.ones(2, 48, 64)
-    masks = [seeded(Dropout(0.5), seed)(x, serial) > 0 for seed in (1, 2) for serial in (SERIAL, SERIAL + 96)]
+    masks = [seeded(Dropout(0.5, 64), seed)(x, serial) > 0 for seed in (1, 2) for serial in (SERIAL, SERIAL + 96)]
     holder = nn.Module()
-    holder.other = Dropout(0.5)
+    holder.other = Dropout(0.5, 64)
     seed_dropout(holder, 1)
     masks.append(holder.other(x, SERIAL) > 0)
-    heads = seeded(AttentionDropout(0.5)).kept(SERIAL, SERIAL, 4)
+    heads = seeded(AttentionDropout(0.5, 4)).kept(SERIAL, SERIAL, 4)
     for group in (masks, list(heads.unbind(1))):
         for i, one in enumerate(group):
             for other in group[:i]:
@@ -62,7 +63,7 @@ def test_other_seeds_names_tokens_and_heads_draw_other_masks():
 
 
 def test_a_shard_draws_what_the_whole_draws_for_it():
-    x, drop = torch.randn(2, 48, 16), seeded(Dropout(0.4))
+    x, drop = torch.randn(2, 48, 16), seeded(Dropout(0.4, 16))
     whole, mine = drop(x, SERIAL), [3, 17, 40]
     assert torch.equal(drop(x[:, mine], SERIAL[:, mine]), whole[:, mine])
 
@@ -75,4 +76,12 @@ def test_tokens_are_numbered_by_the_place_of_their_sample():
 
 def test_a_rate_of_zero_costs_nothing_and_needs_no_seed():
     x = torch.randn(1, 2, 3)
-    assert Dropout(0.0)(x, None) is x
+    assert Dropout(0.0, 3)(x, None) is x
+
+
+def test_dropout_takes_few_kernels():
+    """36 before; those over [b, s, h] are the product, the comparison, and on a GPU one for the rest."""
+    x, drop = torch.randn(2, 48, 16, requires_grad=True), seeded(Dropout(0.4, 16))
+    with Kernels() as kernels:
+        drop(x, SERIAL).sum().backward()
+    assert len(kernels.seen) <= 26, kernels.seen

@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.qk_norm = bool(model.qk_norm)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
         self.apply_linears = apply_linears
-        self.drop = AttentionDropout(model.dropout) if model.dropout else None
+        self.drop = AttentionDropout(model.dropout, model.heads) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
 
     def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:

@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.norm1, self.attn = make_norm(model), LatentAttention(model, model.mla) if model.mla else Attention(model)
         self.norm2, self.mlp = make_norm(model), MixtureOfExperts(model, moe) if moe else MLP(model, model.ffn_hidden)
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = identities(4)
-        self.drop_attn, self.drop_mlp = Dropout(model.dropout), Dropout(model.dropout)
+        self.drop_attn, self.drop_mlp = Dropout(model.dropout, model.hidden), Dropout(model.dropout, model.hidden)
 
     def forward(
         self,

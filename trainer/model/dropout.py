@@ -9,6 +9,7 @@ do recomputation and a resumed run. No generator has a state.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,22 +36,27 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """bool of the broadcast shape, True with probability 1 - rate; both are mixed."""
-    x = (rows ^ columns) * _FIRST
-    return (x ^ _shifted(x, 32)) * _SECOND >= int(rate * 2.0**64) - (1 << 63)
+    """bool of the broadcast shape, True with probability 1 - rate; both are mixed.
+
+    Multiplicative hashing (Dietzfelbinger et al. 1997): a mixed number times an odd mixed one, of whose 64 bits the
+    highest decide. Two kernels over the broadcast shape.
+    """
+    return rows * (columns | 1) >= int(rate * 2.0**64) - (1 << 63)
 
 
-def mixed_counters(start: int, count: int, device: torch.device) -> Tensor:
-    """Mixed int64 numbers start, start + 1, ... of features or heads."""
-    return mix(torch.arange(start, start + count, device=device) * _STEP)
+def mixed_counters(count: int, device: torch.device | str) -> Tensor:
+    """Mixed int64 numbers 0, 1, ... of features or heads."""
+    return mix(torch.arange(count, device=device) * _STEP)
 
 
 class Seeded(nn.Module):
-    def __init__(self, rate: float):
+    """`width`: how many features or heads the whole model has there."""
+
+    def __init__(self, rate: float, width: int):
         super().__init__()
-        self.rate, self.scale = rate, 1.0 / (1.0 - rate)
+        self.rate, self.width, self.scale = rate, width, 1.0 / (1.0 - rate)
         self.salt: Tensor  # int64 scalar, set by `seed_dropout`
-        self.mixed_counters = mixed_counters  # replaceable: a compiler must not see it
+        self.counters: Tensor  # int64 [width], set there too: to a compiler their products would look like indices
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
@@ -64,21 +70,35 @@ class Dropout(Seeded):
         if not self.rate:
             return x
         assert serial is not None
-        columns = self.mixed_counters(0, x.shape[-1], x.device)
-        keep = kept(mix(serial * _STEP + self.salt)[..., None], columns, self.rate)
-        return x.masked_fill(~keep, 0.0) * self.scale
+        keep = kept(mix(serial * _STEP + self.salt)[..., None], self.counters, self.rate)
+        return _Masked.apply(x, keep, self.scale)
+
+
+class _Masked(torch.autograd.Function):
+    """x * keep * scale, one kernel on CUDA each way; keeps the mask alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, keep, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(grad, keep, ctx.scale), None, None
 
 
 class AttentionDropout(Seeded):
     """Which attention probabilities stay. `first_head`: number, in the whole model, of the first head asked for."""
 
-    def __init__(self, rate: float):
-        super().__init__(rate)
+    def __init__(self, rate: float, heads: int):
+        super().__init__(rate, heads)
         self.first_head = 0
 
     def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
         """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by `scale`."""
-        head = self.mixed_counters(self.first_head, heads, queries.device)
+        head = self.counters[self.first_head : self.first_head + heads]
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
         columns = mix(keys[:, None, :] * _STEP + head[:, None])[:, :, None, :]
         return kept(rows, columns, self.rate)
@@ -86,7 +106,11 @@ class AttentionDropout(Seeded):
 
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on every layout."""
+    counters: dict[int, Tensor] = {}
     for name, module in stage.named_modules():
-        if isinstance(module, Seeded):
+        if isinstance(module, Seeded) and module.rate:
             digest = hashlib.blake2b(f"{seed}/dropout/{name}".encode(), digest_size=8).digest()
             module.salt = torch.tensor(int.from_bytes(digest, "little", signed=True), device=device)
+            if module.width not in counters:
+                counters[module.width] = mixed_counters(module.width, device)
+            module.counters = counters[module.width]

@@ -34,7 +34,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(mla.kv_lora_rank, model.norm_eps)
         self.wkv = Linear(mla.kv_lora_rank, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim))
         self.wo = Linear(model.heads * mla.v_head_dim, model.hidden)
-        self.drop = AttentionDropout(model.dropout) if model.dropout else None
+        self.drop = AttentionDropout(model.dropout, model.heads) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
         self.latents_in: nn.Module = nn.Identity()  # replaced: here latents meet the heads of a rank
         self.scale = attention_scale(model)

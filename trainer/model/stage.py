@@ -47,7 +47,7 @@ class Stage(nn.Module):
         if self.learned_positions:
             self.embed_positions = Embedding(model.max_seq_len, model.hidden)
         self.embed_out, self.positions_out, self.head_in, self.rows = identities(4)
-        self.drop_embed = Dropout(model.dropout)
+        self.drop_embed = Dropout(model.dropout, model.hidden)
         self.layers = nn.ModuleDict({str(index): Block(model, index) for index in layers})
         if last:
             self.norm = make_norm(model)

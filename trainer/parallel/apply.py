@@ -24,7 +24,7 @@ from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
-from trainer.model.dropout import Seeded, seed_dropout
+from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts, term_names
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
@@ -110,9 +110,6 @@ def build(
             for block in stage.blocks.values():
                 if mesh.group("cp") is not None:  # the compiler would trace into its communication
                     block.attn.core = torch.compiler.disable(block.attn.core)
-                for module in block.modules():  # its wrapping products look like indices to inductor
-                    if isinstance(module, Seeded):
-                        module.mixed_counters = torch.compiler.disable(module.mixed_counters)
                 if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
                     block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
                 block.compile()
