@@ -29,6 +29,7 @@ __all__ = [
     "real_tensors",
     "split_group",
     "storage_key",
+    "top_saved_tensors_hook",
     "watch_resizes",
 ]
 
@@ -45,6 +46,12 @@ class DispatchMode(TorchDispatchMode):
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer 0."""
     return storage._cdata
+
+
+def top_saved_tensors_hook() -> Callable[[torch.Tensor], Any] | None:
+    """The innermost function that autograd calls with each tensor that it saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainer.compat import DispatchMode, storage_key, watch_resizes
+from trainer.compat import DispatchMode, storage_key, top_saved_tensors_hook, watch_resizes
 
 if TYPE_CHECKING:
     from trainer.engine import Engine
@@ -168,9 +168,13 @@ class StorageTracker(DispatchMode):
 
     def _new_storage(self, size: int) -> StorageLife:
         number, forward = self._running() or (None, False)
-        again = number is not None and not forward and torch.is_grad_enabled()  # recomputation, inside a backward
-        category = "activations" if again else "buffers"
+        category = "activations" if self._again() else "buffers"
         return StorageLife(size, category, self._clock(), forward=number if forward else None)
+
+    def _again(self) -> bool:
+        """Whether recomputation runs, inside a backward: it puts hooks of its own above ours."""
+        running, hook = self._running(), top_saved_tensors_hook()
+        return running is not None and not running[1] and hook not in (None, self._saved)
 
     def _follow(self, storage: torch.UntypedStorage, life: StorageLife | None) -> None:
         key = storage_key(storage)

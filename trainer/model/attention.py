@@ -44,8 +44,8 @@ class Attention(nn.Module):
         self.core: Core = SDPA(model.causal, self.drop)
 
     def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
-        read = self.apply_linears(x, (self.wq, self.wk, self.wv))
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in read)
+        q, k, v = self.apply_linears(x, (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:

@@ -43,8 +43,10 @@ class Block(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in `x`; for dropout."""
-        attended = self.attn_out(self.attend(x, serial, documents, rope))
-        x = x + self.drop_attn(_biased(attended, self.attn.out_bias), rows)
+        # No name for attention's output: it would live as long as the MLP runs.
+        x = x + self.drop_attn(
+            _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias), rows
+        )
         return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x)), self.mlp.out_bias), rows)
 
     # The two halves up to their partial sums are methods, so that recomputation can wrap each.

@@ -17,7 +17,7 @@ from orchestrator.plan.document import Model, Moe
 
 from .balance import count_choices, sequence_balance, z_sum
 from .loss import LossTerms
-from .mlp import ACTIVATIONS, MLP
+from .mlp import ACTIVATIONS, MLP, gated
 from .router import Router, Routing
 
 #: (x [n, hidden], routing, experts) -> [n, hidden]
@@ -56,7 +56,7 @@ class Experts(nn.Module):
         self.gate = GroupedLinear(*shape) if model.mlp == "gated" else None
         self.up = GroupedLinear(*shape)
         self.down = GroupedLinear(moe.experts, moe.ffn_hidden, model.hidden)
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = model.activation
 
     @property
     def count(self) -> int:
@@ -65,7 +65,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         up = self.up(x, counts)
-        inner = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
+        activation = self.activation
+        inner = ACTIVATIONS[activation](up) if self.gate is None else gated(self.gate(x, counts), up, activation)
         return self.down((inner * weights[:, None]).to(x.dtype), counts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,11 @@ from .linear import Linear, apply_linears
 
 #: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
+#: (gradient of the output, input, keyword grad_input: where the result goes)
+GRADIENTS: dict[str, Callable[..., Tensor]] = {
+    "silu": torch.ops.aten.silu_backward.grad_input,
+    "gelu": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+}
 
 
 class MLP(nn.Module):
@@ -29,12 +35,37 @@ class MLP(nn.Module):
         self.up = Linear(model.hidden, width, model.bias)
         self.down = Linear(width, model.hidden)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = model.activation
         self.apply_linears = apply_linears
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             (up,) = self.apply_linears(x, (self.up,))
-            return self.down(self.activation(up))
+            return self.down(ACTIVATIONS[self.activation](up))
         gate, up = self.apply_linears(x, (self.gate, self.up))
-        return self.down(self.activation(gate) * up)
+        return self.down(gated(gate, up, self.activation))
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up"""
+    if torch.compiler.is_compiling():  # one kernel, and one of its backward
+        return ACTIVATIONS[activation](gate) * up
+    return _Gated.apply(gate, up, activation)
+
+
+class _Gated(torch.autograd.Function):
+    """Keeps its two inputs alone: backward takes the activation again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        of_up = ACTIVATIONS[ctx.activation](gate).mul_(grad)
+        of_gate = grad * up
+        GRADIENTS[ctx.activation](of_gate, gate, grad_input=of_gate)
+        return of_gate, of_up, None

@@ -1,6 +1,8 @@
-"""Normalisation over the hidden dimension. Both kernels compute in fp32 when their input is bf16 or fp16."""
+"""Normalisation over the hidden dimension, computed in fp32 when the input is bf16 or fp16."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,30 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(hidden)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.is_cuda or torch.compiler.is_compiling():  # one kernel forward, two backward
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """On a CPU torch composes `F.rms_norm` of 20 operations that keep two tensors in fp32. This takes half the time and
+    keeps what the kernel of a GPU keeps: the input and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = torch.linalg.vecdot(wide, wide).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normal, grad = x * inverse, grad.to(inverse.dtype)
+        of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * weight
+        share = torch.linalg.vecdot(grad, normal).unsqueeze(-1).div_(-x.shape[-1])
+        return grad.addcmul_(normal, share).mul_(inverse).to(x.dtype), of_weight, None
 
 
 class LayerNorm(nn.Module):

@@ -2,7 +2,7 @@
 
 Shapes, dtypes, storages, autograd and the pipeline's schedule are real; values are not, kernels and transfers do
 nothing. Tensors say that they lie on a CPU. What the trainer does otherwise on a GPU is put in: collectives of NCCL in
-the place of those made for gloo, the fused RMS norm, and receives that start when the schedule says.
+the place of those made for gloo, and receives that start when the schedule says.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import contextlib
 import resource
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from msgspec import structs
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of, taken
@@ -41,8 +38,6 @@ def run_rank(plan: Plan, rank: int) -> RankRun:
     with contextlib.ExitStack() as around:
         around.enter_context(fake_world(rank, plan.parallel.world_size))
         around.enter_context(fake_tensors())
-        if gpu:
-            around.enter_context(GpuKernels())
         counter = CommCounter(gloo=not gpu)
         mesh = Mesh.from_plan(plan, rank)
         engine = Engine(plan, mesh, torch.device("cpu"), recipe(plan.job.train), counter)
@@ -103,30 +98,3 @@ class Recorder:
 
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]:
         return lambda: None
-
-
-class GpuKernels(TorchFunctionMode):
-    """Puts what a GPU keeps and makes in the place of operators that a CPU composes of several."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.rms_norm:
-            return _fused_rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _fused_rms_norm(input: Tensor, shape: object, weight: Tensor, eps: float) -> Tensor:
-    return _FusedRmsNorm.apply(input, weight)
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """Shapes of the kernel for `F.rms_norm`: it keeps its input and one fp32 number for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)

@@ -17,7 +17,7 @@ from orchestrator.planner.cost.traffic import boundary_bytes
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
-from .deferred_weight_gradients import DeferredGradients
+from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients
 
 #: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on every rank (ZB-1p and
 #: ZB-2p of arXiv 2401.10241, section 5.3).
@@ -36,7 +36,6 @@ class Kernels(Struct, frozen=True, kw_only=True):
     """Which tensors the implementation keeps for backward."""
 
     fused_attention: bool = True  # keeps softmax statistics instead of scores
-    fused_norm: bool = True  # RMSNorm keeps its input; else input and normalised input in fp32
     fused_activation: bool = False  # the gated activation keeps only its two inputs
     compiled: bool = False  # a compiler computes outputs of norms and activations again, where no gather precedes
     keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
@@ -54,6 +53,15 @@ class Kernels(Struct, frozen=True, kw_only=True):
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
 
+def trainer_kernels(model: Model, parallel: Parallel) -> Kernels:
+    """What this project's trainer keeps."""
+    return Kernels(
+        fused_attention=fuses_attention(model, parallel),
+        fused_activation=True,
+        keep_gathered=parallel.sp and splits_backward(parallel),  # a deferred weight gradient needs the whole input
+    )
+
+
 def fuses_attention(model: Model, parallel: Parallel) -> bool:
     """Whether the trainer's attention is fused: not with dropout, except that context parallelism recomputes blocks."""
     return not model.dropout or parallel.cp > 1
@@ -68,7 +76,7 @@ def layer_activations(
     gathered = 1 if kernels.keep_gathered else rows
     products = 0.0 if kernels.compiled and tp == 1 else 2 * model.hidden * (kernels.product_width or width) / gathered
     kept = {
-        "norm inputs": 2 * _norm(model, width, kernels) / rows,
+        "norm inputs": 2 * model.hidden * width / rows,
         "matmul inputs": products,
         **_attention(model, parallel, train, kernels, width),
         **_mlp(model, layer, parallel, kernels, width, gathered),
@@ -76,13 +84,6 @@ def layer_activations(
     if model.dropout or kernels.dropout:
         kept["dropout masks"] = 2 * model.hidden / rows
     return {name: size * tokens for name, size in kept.items()}
-
-
-def _norm(model: Model, width: int, kernels: Kernels) -> float:
-    """Bytes per token of one normalisation."""
-    if model.norm == "layer" or kernels.fused_norm:
-        return model.hidden * width
-    return model.hidden * 8
 
 
 def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels, width: int) -> dict[str, float]:
@@ -160,7 +161,8 @@ def layer_activation_bytes(
         stored = boundary + _every_second_product(model, layer, tokens, parallel, train) + tensors["attention output"]
         stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
         return ActivationBytes(stored, everything - stored)
-    stored = everything - tensors["matmul inputs"] * rows - tensors["mlp"] / 2 - tensors["norm inputs"] + 2 * boundary
+    stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
+    stored -= tensors["mlp"] / (3 if model.mlp == "gated" else 2)  # the input of the down projection
     stored -= tensors.get("attention scores", 0.0)
     if parallel.cp > 1 or not kernels.fused_attention:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
@@ -206,7 +208,7 @@ def _every_second_product(model: Model, layer: int, tokens: float, parallel: Par
 
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
     """Peak activation bytes of each pipeline rank, logits included."""
-    kernels = kernels or Kernels(fused_attention=fuses_attention(model, parallel))
+    kernels = kernels or trainer_kernels(model, parallel)
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     kinds, modes = sample_layers(model), ("none", "selective", "full")
     kept = [
@@ -230,7 +232,10 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         recomputing = [kept[at[kind]][mode].recomputing for kind, mode, _ in groups]
         ends = last in stages
         if deferred:
-            layers = [(n, kind, more) for (kind, _, n), more in zip(groups, recomputing, strict=True)]
+            layers = [
+                (n, kind, kept[at[kind]][mode].stored, more)
+                for (kind, mode, n), more in zip(groups, recomputing, strict=True)
+            ]
             result.append(
                 deferred.peak(rank, in_flight_count, stored / len(stages), len(stages), layers, head if ends else None)
             )
@@ -238,7 +243,11 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
         extra = max(*recomputing, head * ends, 0.0) + max(0.0, heads - head)
         result.append(stored / len(stages) * in_flight_count + extra)
-    return [size + received_bytes(model, parallel, train, kernels) for size in result]
+    received = received_bytes(model, parallel, train, kernels)
+    return [
+        size + received / (2 if stages == (last,) else 1)  # the last stage receives no gradient
+        for size, stages in zip(result, rank_stages(parallel), strict=True)
+    ]
 
 
 def logits_in_flight(schedule: str, micro_batches: int) -> int:
@@ -263,9 +272,7 @@ def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
     width, tokens = DTYPE_BYTES[train.precision], parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
     gathered = 1 if kernels.keep_gathered else rows
-    hidden = (
-        _norm(model, width, kernels) / rows + model.hidden * width / gathered
-    )  # inputs of norm and output projection
+    hidden = model.hidden * width * (1 / rows + 1 / gathered)  # inputs of norm and output projection
     return tokens * (hidden + width * -(-model.vocab // parallel.tp))
 
 
@@ -277,4 +284,5 @@ def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
     width, chunk = DTYPE_BYTES[train.precision], 4 * min(LOSS_CHUNK, logits)
     most = max(chunk * 2, width * logits + chunk) if width < 4 else max(chunk, width * logits)
     # a split backward keeps the gradient: `DeferredGradients` counts it
-    return max(0.0, most - width * logits) if splits_backward(parallel) else most
+    kept = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
+    return max(0.0, most - width * logits) if kept else most

@@ -18,6 +18,9 @@ from orchestrator.planner.model.layers import DTYPE_BYTES, sample_layers
 #: behind them for each earlier rank; None: counted on the schedule.
 SPLIT_BACKWARD: dict[str, int | None] = {"zb_h1": 1, "zb_h2": 2, "zbv": None, "dualpipe": None, "dualpipev": None}
 
+#: Of these, schedules whose backward is whole where they hold most: nothing is deferred there.
+WHOLE_AT_PEAK = ("dualpipe", "dualpipev")
+
 #: (micro-batches before their I, micro-batches between I and W) on one stage of a rank, just before an I
 Point = tuple[int, int]
 
@@ -31,8 +34,9 @@ class DeferredGradients:
         #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the inputs are kept)
         elements = ((0.0, 0.0) if one is None else _layer(model, one, parallel.tp) for one in sample_layers(model))
         self.layers = [(size * kept, size * grads) for kept, grads in elements]
-        self.logits = size * -(-model.vocab // parallel.tp)  # gradient of the logits
-        self.head = self.logits + size * model.hidden
+        logits = size * -(-model.vocab // parallel.tp)
+        self.head = logits + size * model.hidden
+        self.logits = 0.0 if parallel.schedule in WHOLE_AT_PEAK else logits  # their gradient at the peak
 
     def peak(
         self,
@@ -40,25 +44,32 @@ class DeferredGradients:
         in_flight_count: int,
         stored: float,
         stages: int,
-        layers: Sequence[tuple[int, int, float]],
+        layers: Sequence[tuple[int, int, float, float]],
         head: float | None,
     ) -> float:
         """Peak activation bytes of a pipeline rank.
 
         in_flight_count: as `pipeline.in_flight`; stored: bytes of one micro-batch before its I, in one of the rank's
-        `stages`; layers: (number, kind, further bytes while one is recomputed); head: bytes kept by output projection
-        and loss, None on ranks without them.
+        `stages`; layers: (number, kind, bytes of one before its I, further bytes while it is recomputed); head: bytes
+        kept by output projection and loss, None on ranks without them.
         """
-        deferred = (sum(n * self.layers[kind][0] for n, kind, _ in layers) + (self.head if head else 0.0)) / stages
-        during_input = max((more + self.layers[kind][1] for _, kind, more in layers), default=0.0)
+        deferred = (sum(n * self.layers[kind][0] for n, kind, *_ in layers) + (self.head if head else 0.0)) / stages
+        grads = [0.0 if self.parallel.schedule in WHOLE_AT_PEAK else self.layers[kind][1] for _, kind, *_ in layers]
+        during_input = max((more + grad for (*_, more), grad in zip(layers, grads, strict=True)), default=0.0)
         if head is not None:
             during_input = max(head + self.logits, self.head + during_input)
-        # while the last layer is recomputed, all others are deferred already
-        during_recompute = max((max(0.0, more - self.layers[kind][0]) for _, kind, more in layers if more), default=0.0)
+        # in the last layer's I all others are deferred already
+        in_last = max(
+            (
+                own + more + grad - self.layers[kind][0]
+                for (_, kind, own, more), grad in zip(layers, grads, strict=True)
+            ),
+            default=0.0,
+        )
         return max(
             max(
                 full * stored + count * deferred + during_input,
-                (full - 1) * stored + (count + 1) * deferred + during_recompute,
+                (full - 1) * stored + (count + 1) * deferred + max(0.0, in_last),
             )
             for full, count in peak_points(self.parallel, rank, in_flight_count if deferred <= stored else None)
         )

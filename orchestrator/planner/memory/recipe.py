@@ -18,9 +18,8 @@ from msgspec import Struct, structs
 
 from orchestrator.plan.document import Cluster, Model, Parallel
 from orchestrator.planner.cost.software import Software, software_named
-from orchestrator.planner.model.stages import splits_backward
 
-from .activations import Kernels, fuses_attention
+from .activations import Kernels, trainer_kernels
 
 GIB = 1 << 30
 #: Device context, communicators and workspaces of this project's trainer; a CPU rank's share of memory has none.
@@ -161,11 +160,7 @@ def adapters_only(recipe: Recipe) -> Recipe:
 def kernels_of(recipe: Recipe, cluster: Cluster, model: Model, parallel: Parallel, matmul: str = "") -> Kernels:
     """What a layout keeps with this recipe. `matmul`: as `Job.matmul`."""
     if recipe.kernels is None:
-        return Kernels(
-            fused_norm=cluster.device == "cuda",
-            fused_attention=fuses_attention(model, parallel),
-            keep_gathered=parallel.sp and splits_backward(parallel),  # a deferred weight gradient needs the whole input
-        )
+        return trainer_kernels(model, parallel)
     if recipe.narrow and matmul.startswith(("fp8", "mxfp8", "nvfp4")):
         deepseek = matmul == "fp8_block"  # its authors keep the inputs of SwiGLU in 8 bits (arXiv 2412.19437, 3.3.3)
         width = 9 / 16 if matmul == "nvfp4" else 1.0

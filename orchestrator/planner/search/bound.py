@@ -239,7 +239,8 @@ class PipelineBound:
         if rank.head:
             more = logits_in_flight(schedule, m) - 1
             recomputing = max(recomputing, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
-        received = 2 * cost.boundary if mesh.pp > 1 and cost.kernels.keep_sent else 0.0
+        messages = 1 if rank.head and self.held == 1 else 2  # the last stage receives no gradient
+        received = messages * cost.boundary if mesh.pp > 1 and cost.kernels.keep_sent else 0.0
         return held / self.held * in_flight + recomputing + received
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
