@@ -8,9 +8,10 @@ from .document import Frozen
 class Transfer(Frozen):
     """A collective, or a message, as one rank takes part in it."""
 
-    operation: str  # all-reduce, reduce-scatter, all-gather, all-to-all, send, rotate (to the next of a ring)
+    #: all-reduce, reduce-scatter, all-gather, all-to-all, send, receive, rotate (send to the next of a ring)
+    operation: str
     axis: str  # tp, cp, pp, dp; "norm": the gradient's norm, one number
-    bytes: int  # that this rank sends, with ring algorithms
+    bytes: int  # that this rank sends, with ring algorithms; of a receive, that arrive
     ranks: list[int]  # global ranks of the group; of a message its sender and its receiver
 
 

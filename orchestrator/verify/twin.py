@@ -37,7 +37,7 @@ SMALL = 0.005
 STATES = ("params", "grads", "optimizer", "activations")
 #: What the trainer calls an operation -> what the plan does.
 OPERATION = {"all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather"}
-OPERATION |= {"all-to-all": "all_to_all", "send": "p2p", "rotate": "p2p"}
+OPERATION |= {"all-to-all": "all_to_all", "send": "p2p", "rotate": "p2p", "receive": "receive"}
 
 
 class Compared(NamedTuple):
@@ -134,6 +134,8 @@ def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
     expected: dict[tuple[str, str], float] = defaultdict(float)
     for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]:
         expected[item.axis, item.operation] += item.sent_bytes
+        if item.axis == "pp" and item.operation == "p2p":  # both neighbours answer every message with a gradient
+            expected["pp", "receive"] += item.sent_bytes
     sent: dict[tuple[str, str], float] = defaultdict(float)
     levels: dict[str, set[str]] = defaultdict(set)
     for index in found.sequence:

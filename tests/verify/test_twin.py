@@ -50,11 +50,12 @@ def as_planned(plan, rank: int) -> RankRun:
     """What a twin finds that is exactly the plan."""
     pp_rank = plan.ranks[rank].coord.pp
     account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
-    names = {value: key for key, value in OPERATION.items() if key != "rotate"}
+    names = {value: key for key, value in OPERATION.items() if key not in ("rotate", "receive")}
     transfers = [
         Transfer(operation=names[item.operation], axis=item.axis, bytes=round(item.sent_bytes), ranks=[rank, rank + 1])
         for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]
     ]
+    transfers += [structs.replace(one, operation="receive") for one in transfers if one.operation == "send"]
     held = {name: getattr(account, name) for name in ("params", "grads", "optimizer", "activations")}
     return RankRun(
         rank=rank,
@@ -79,6 +80,8 @@ def test_what_is_as_planned_differs_in_nothing_and_more_than_5_percent_is_named(
         "dp reduce_scatter, bytes",
         "dp all_gather, bytes",
     }
+    deaf = structs.replace(found, sequence=[at for at in found.sequence if found.transfers[at].operation != "receive"])
+    assert [one.what for one in compare(plan, deaf) if one.differs] == ["pp receive, bytes"]
     far = [structs.replace(one, ranks=[0, 16]) if one.axis == "tp" else one for one in found.transfers]
     assert "tp, level" in {one.what for one in compare(plan, structs.replace(found, transfers=far)) if one.differs}
 
@@ -100,6 +103,12 @@ def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(cap
     assert code == 0 and found["of"] == 32 and found["micro_batches"] < 32
     assert [len(rank["compared"]) > 8 for rank in found["ranks"]] == [True, True]
     assert not any(one["differs"] for rank in found["ranks"] for one in rank["compared"])
+
+
+def test_compiled_blocks_are_refused_in_one_line(capsys):
+    assert main(["twin", "+cluster=h100x8", "model=llama32_1b", "parallel=dp", "train.compile=true"]) == 65
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "train.compile=true" in line and "train.compile=false" in line
 
 
 def test_what_it_cannot_run_is_refused(capsys):

@@ -27,6 +27,8 @@ class TransferTrace(Protocol):
 
     def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None: ...
 
+    def receive(self, axis: str, size: int, ranks: Sequence[int]) -> None: ...  # ranks: sender and receiver
+
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]: ...
 
 
@@ -255,6 +257,8 @@ def start_messages(
     for one, work in zip(messages, works if len(works) > 1 else works * len(messages), strict=True):
         if not one.receives:
             counter.count_sent("send", axis, one.tensor.nbytes, group, to=one.peer)
+        elif counter.trace is not None:
+            counter.trace.receive(axis, one.tensor.nbytes, (one.peer, dist.get_rank()))
         what = f"receive from rank {one.peer}" if one.receives else ""
         handles.append(Handle(one.tensor, work, axis, counter, what=what))
     return handles

@@ -101,6 +101,9 @@ class StepTrace:
         self._sent = Transfer(name, axis, size, self._now())
         self._transfers.append(self._sent)
 
+    def receive(self, axis: str, size: int, ranks: Sequence[int]) -> None:
+        """Draws nothing: the sender's file has the transfer."""
+
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]:
         """The function to call after a wait for the latest transfer."""
         transfer, self._sent = self._sent, None

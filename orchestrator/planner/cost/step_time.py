@@ -39,6 +39,7 @@ from .traffic import (
     rank_parameters,
     recomputed_share,
     sends_per_micro_batch,
+    sums_table,
     table_gradient_bytes,
 )
 
@@ -168,7 +169,7 @@ class StepCost:
             if key not in found:
                 found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
         shown, model = max(found.values(), key=value_of), work.model
-        if model.tied_embeddings and par.pp > 1 and (("pp",), "ring") in self.paths:
+        if sums_table(model, par) and (("pp",), "ring") in self.paths:
             size = table_gradient_bytes(model, par, work.train, work.software)
             shown += collective.seconds("all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring)
         return shown

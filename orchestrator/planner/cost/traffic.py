@@ -165,7 +165,7 @@ def _rank_traffic(
         add("ep", operation, size, count * moe / copies * m)
 
     add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
-    if model.tied_embeddings and parallel.pp > 1 and bool(first) != bool(last):  # both ends sum the table's gradient
+    if bool(first) != bool(last) and sums_table(model, parallel):
         size = table_gradient_bytes(model, parallel, train, software)
         result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
@@ -287,10 +287,18 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
     return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1), end)
 
 
+def sums_table(model: Model, parallel: Parallel) -> bool:
+    """Whether both ends of the model hold a copy of tied embeddings, on two ranks that sum its gradients."""
+    if not model.tied_embeddings or parallel.pp == 1:
+        return False
+    last = len(parallel.stage_layers) - 1
+    return any((0 in stages) != (last in stages) for stages in rank_stages(parallel))
+
+
 def table_gradient_bytes(model: Model, parallel: Parallel, train: Train, software: Software) -> float:
     """Bytes of a rank's gradient of the token table, or of its shard of it."""
     table = -(-model.vocab // parallel.tp) * model.hidden * grad_bytes(train, software)
-    replicas = parallel.dp * parallel.cp * parallel.ep
+    replicas = parallel.dp * parallel.cp * parallel.ep  # with one copy of the model: a bidirectional pipeline sums none
     return table / (min(replicas, parallel.zero_group or replicas) if parallel.zero else 1)
 
 
@@ -308,10 +316,15 @@ def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
 
 
 def gradient_traffic(held: tuple[int, int], parallel: Parallel, train: Train, software: Software) -> Iterator[Traffic]:
-    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters."""
+    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters.
+
+    In a bidirectional pipeline the rank at the other end holds the same ones: groups are then as `axis_order.mirrored`.
+    """
     width, gradient, by_round = DTYPE_BYTES[train.precision], grad_bytes(train, software), software.reduces_by_round
-    for parameters, varying in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
-        members = parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
+    copies = copies_of(parallel)
+    for parameters, replicas in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
+        varying = replicas if copies == 1 else (*replicas, "pp")
+        members = copies * parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
         if members == 1 or not parameters:
             continue
         for part, share, operations in _gradient_parts(parameters, members, parallel, width, gradient, by_round):

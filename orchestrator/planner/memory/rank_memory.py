@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
+from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
 from orchestrator.planner.model.stages import rank_stages
@@ -31,14 +32,15 @@ def rank_state_bytes(
 
     Weights in the training precision; gradients in `grad_dtype` or as the recipe has them, unsharded with ZeRO-0 and 1;
     AdamW's two moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
-    shard over cp * dp, all other weights over cp * ep * dp.
+    shard over cp * dp, all other weights over cp * ep * dp; where a pipeline holds the model twice, over both copies.
     """
     params = grads = optimizer = 0.0
+    copies = copies_of(parallel)
     for count, replicas in (
         (dense, parallel.cp * parallel.ep * parallel.dp),
         (experts, expert_replicas or parallel.cp * parallel.dp),
     ):
-        each = param_state_bytes(replicas, parallel, train, recipe)
+        each = param_state_bytes(copies * replicas, parallel, train, recipe)
         params += count * each.params
         grads += count * each.grads
         optimizer += count * each.optimizer

@@ -26,7 +26,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.compute import Compute, micro_batch_compute
 from orchestrator.planner.cost.dual import Number, value_of
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path
+from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
 from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
@@ -91,6 +91,27 @@ class Candidate:
         return self.worst_level(axis) not in (SELF, NVLINK)
 
 
+def mirrored(members: Ints, pp: int) -> Ints:
+    """Of int [groups, pp * n] over all stages: the n ranks of stage r together with those of stage pp - 1 - r, which
+    hold the same layers in a bidirectional pipeline."""
+    stages = members.reshape(len(members), pp, -1)
+    pairs = np.concatenate([stages[:, : pp // 2], stages[:, : pp // 2 - 1 - pp : -1]], axis=2)
+    return pairs.reshape(-1, pairs.shape[2])
+
+
+def communicating(
+    order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, zero_group: int
+) -> tuple[Ints, Pattern]:
+    """int [groups, n]: the groups that a key of `Traffic` means, and how they communicate."""
+    varying, pattern = key
+    members = group_members(order, sizes, varying)
+    if "pp" in varying and len(varying) > 1:
+        members = mirrored(members, sizes["pp"])
+    if pattern == "shard" or pattern == "replica":
+        return split_groups(members, pattern, zero_group), "ring"
+    return members, pattern
+
+
 def split_groups(members: Ints, part: str, zero_group: int) -> Ints:
     """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the same shard."""
     split = members.reshape(len(members), -1, zero_group)
@@ -120,13 +141,10 @@ class PathCache:
         shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
         if not shape:
             return NO_PATH
-        slot = (shape, pattern, wrap, math.prod(sizes.values()), zero_group)
+        both = "pp" in varying and len(varying) > 1  # two stages that are the same one
+        slot = (shape, pattern, both, wrap, math.prod(sizes.values()), zero_group)
         if slot not in self._seen:
-            members = group_members(order, sizes, varying)
-            if pattern == "shard" or pattern == "replica":
-                self._seen[slot] = self.fabric.path(split_groups(members, pattern, zero_group), "ring", wrap)
-            else:
-                self._seen[slot] = self.fabric.path(members, pattern, wrap)
+            self._seen[slot] = self.fabric.path(*communicating(order, sizes, key, zero_group), wrap)
         return self._seen[slot]
 
 

@@ -22,7 +22,7 @@ from orchestrator.planner.cost.rates import Rates
 from orchestrator.planner.cost.step_time import INNER, StepCost, Work
 from orchestrator.planner.cost.traffic import PathKey
 
-from .axis_order import group_members, split_groups
+from .axis_order import communicating
 
 
 def placement_lower_bound(
@@ -33,9 +33,7 @@ def placement_lower_bound(
     paths, known = {}, True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
-        members, pattern = group_members(order, sizes, key[0]), key[1]
-        if pattern == "shard" or pattern == "replica":
-            members, pattern = split_groups(members, pattern, parallel.zero_group), "ring"
+        members, pattern = communicating(order, sizes, key, parallel.zero_group)
         paths[key] = path_lower_bound(fabric, members, pattern, wrap, ratio)
         if key[0][0] in INNER and len(key[0]) == 1:  # groups of one node cost the same wherever the node is
             known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())

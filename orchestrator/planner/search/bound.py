@@ -131,11 +131,16 @@ class ZeroStage:
         self.context, self.par, mesh = base.cost.context, par, base.mesh
         recipe = base.cost.recipe
         self.nestings, self.nodes = base.nestings, base.nodes
-        states = [
-            memory.param_state_bytes(replicas, par, self.context.train, recipe)
-            for replicas in (mesh.cp * mesh.ep * mesh.dp, mesh.cp * mesh.dp)
-        ]
-        self.dense_bytes, self.expert_bytes = (one.params + one.grads + one.optimizer for one in states)
+
+        def each(replicas: int) -> float:
+            one = memory.param_state_bytes(replicas, par, self.context.train, recipe)
+            return one.params + one.grads + one.optimizer
+
+        #: of a dense and an expert parameter, by copies of the model on a pipeline, which share the shards
+        self.state_bytes = {
+            copies: (each(copies * mesh.cp * mesh.ep * mesh.dp), each(copies * mesh.cp * mesh.dp)) for copies in (1, 2)
+        }
+        self.dense_bytes, self.expert_bytes = self.state_bytes[1]
         device = self.context.cluster.device
         self.buffer_bytes = memory.buffers(self.context.model, par, self.context.train, device, recipe)
         self._sent: dict[tuple[int, int], list[float]] = {}
@@ -245,9 +250,9 @@ class PipelineBound:
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
-        fullest = 0.0
+        fullest, (dense, expert) = 0.0, sharded.state_bytes[self.shape.copies]
         for (plain, experts), keeps in zip(self.params, kept, strict=True):
-            fullest = max(fullest, plain * sharded.dense_bytes + experts * sharded.expert_bytes + keeps)
+            fullest = max(fullest, plain * dense + experts * expert + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
     def seconds_of(self, sharded: ZeroStage) -> float:
@@ -258,6 +263,7 @@ class PipelineBound:
             shown = 0.0  # of gradients and weights, as `StepCost` bounds them
             for held, (end, own) in zip(self.params, self.ranks, strict=True):
                 slack = 0.0 if base.inner_known else (self.longest - end) / m
-                shown = max(shown, sharded.exposed(sharded.sent(held)[nesting], own + slack))
+                sent = sharded.sent(held)[nesting] if self.shape.copies == 1 else 0.0  # of two copies: not bounded
+                shown = max(shown, sharded.exposed(sent, own + slack))
             least = min(least, self.longest + shown + transfers)
         return (least + sharded.constant(max(map(sum, self.params)))) * base.factor

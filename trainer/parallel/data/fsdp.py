@@ -151,8 +151,8 @@ class FullyShardedParameters:
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
         """Sum the gradient shards over one group, in one message."""
-        group = self.mesh.group(name)
-        if group is None or not buckets:
+        group = self.mesh.group(name) if buckets else None  # a group that nothing is summed over may not be there
+        if group is None:
             return
         grads = [bucket.grad_shard for bucket in buckets]
         total = all_reduce(torch.cat(grads), group, AXIS_OF_GROUP.get(name, name), self.counter)
