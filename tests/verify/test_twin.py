@@ -106,7 +106,7 @@ def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(cap
 
 
 def test_compiled_blocks_are_refused_in_one_line(capsys):
-    assert main(["twin", "+cluster=h100x8", "model=llama32_1b", "parallel=dp", "train.compile=true"]) == 65
+    assert main(["twin", "+cluster=h100x8", "model=llama32_1b", "parallel=ddp", "train.compile=true"]) == 65
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "train.compile=true" in line and "train.compile=false" in line
 
