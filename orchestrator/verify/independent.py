@@ -38,9 +38,9 @@ from .cells import one_node
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 #: Words that a user may give; everything else of a job is the cases' own.
 OPEN = ("parallel", "model", "cluster")
-MOST_RANKS, MOST_PARAMETERS = 16, 2_000_000
+MOST_RANKS, MOST_PARAMETERS = 16, 5_000_000
 STEPS, RESUME_AT = 6, 3
-SEQ_LEN = 64
+SEQ_LEN = 128
 #: Samples of the corpus: a prime, so that no batch divides an epoch.
 SAMPLES = 17
 
@@ -65,7 +65,7 @@ class Case(NamedTuple):
     precision: Precision
     start: str  # "initial", or "harsh": a state that hides less
     plans: tuple[Plan, Plan]
-    scale: tuple[float, int] = (2.0**18, 0)  # loss scale of fp16 at the start, and steps since it changed
+    scale: tuple[float, int] = (2.0**20, 0)  # loss scale of fp16 at the start, and steps since it changed
 
 
 class Bound(Struct, frozen=True):
@@ -161,12 +161,12 @@ def make(
         model = structs.replace(configs[0].model, **shape | {"layers": layers})
         configs = [structs.replace(config, model=model) for config in configs]
     sizes = [config.parallel.micro_batch_size or 1 + (turn + at) % 3 for at, config in enumerate(configs)]
-    batch, ramp = _batch(configs, sizes), turn % 4 == 1
+    batch, apart = _batch(configs, sizes), (number % 2 == 0) == (precision in ("fp64", "fp16"))
     plans = [
-        _plan(config, precision, turn, size, batch, ramp, home) for config, size in zip(configs, sizes, strict=True)
+        _plan(config, precision, turn, apart, size, batch, home) for config, size in zip(configs, sizes, strict=True)
     ]
     start = "initial" if precision == "fp64" and number % 2 == 0 else "harsh"
-    return Case(name, precision, start, (plans[0], plans[1]), (2.0**18, 0) if number % 2 == 0 else (2.0**12, 1998))
+    return Case(name, precision, start, (plans[0], plans[1]), (2.0**20, 0) if number % 2 == 0 else (2.0**12, 1998))
 
 
 def _dp(config: Config) -> int:
@@ -189,7 +189,7 @@ def _batch(configs: Sequence[Config], sizes: Sequence[int]) -> int:
     raise AssertionError
 
 
-def _plan(config: Config, precision: Precision, turn: int, size: int, batch: int, ramp: bool, home: Path) -> Plan:
+def _plan(config: Config, precision: Precision, turn: int, apart: bool, size: int, batch: int, home: Path) -> Plan:
     """The layout's plan of the case's job. Raises _Refused, OrchError."""
     from orchestrator.planner.build import build_plan
 
@@ -206,12 +206,12 @@ def _plan(config: Config, precision: Precision, turn: int, size: int, batch: int
         **{"steps": STEPS, "seq_len": piece * ceil(SEQ_LEN / piece), "global_batch_samples": batch},
         **{"global_batch_tokens": None, "seed": 1234 + turn, "precision": precision, "log_every_steps": 1},
         **{"grad_dtype": "fp64" if precision == "fp64" else "fp32", "clip_grad_norm": 0.0 if turn % 4 == 3 else 0.7},
-        batch_ramp=BatchRampSpec(start_samples=batch // 2, over_samples=2 * batch) if ramp else None,
+        batch_ramp=BatchRampSpec(start_samples=batch // 2, over_samples=2 * batch) if turn % 4 == 1 else None,
     )
     data = structs.replace(
         config.data,
         **{"name": "independent", "paths": [str(home / "text")], "extensions": [".txt", ".jsonl"], "seed": 99 + turn},
-        **{"cache_dir": str(home / "tokens"), "isolate_documents": turn % 2 == 0, "demo": False},
+        **{"cache_dir": str(home / "tokens"), "isolate_documents": apart, "demo": False},
     )
     changed = structs.replace(
         config,
@@ -232,7 +232,7 @@ def _plan(config: Config, precision: Precision, turn: int, size: int, batch: int
     if plan.model.parameters > MOST_PARAMETERS:
         millions = plan.model.parameters / 1e6
         raise OrchError(
-            f"model {plan.model.name} has {millions:,.0f} million parameters, --against independent takes 2"
+            f"model {plan.model.name} has {millions:,.0f} million parameters, --against independent takes 5"
         )
     return plan
 
@@ -312,7 +312,7 @@ def judged(found: Sequence[Case | Verdict], home: Path) -> Iterator[Verdict]:
                 scale, good = case.scale
                 _send(judge, {"verb": "prepare", "run": str(folders[0]), "loss_scale": scale, "good": good})
                 if waiting:
-                    yield _verdict(waiting.pop(0), _answer(judge, judge_errors))
+                    yield read_answer(waiting.pop(0), _answer(judge, judge_errors))
                 _answer(judge, judge_errors)
             failed = _run(case, folders, ranks, ranks_errors)
             if failed:
@@ -320,13 +320,14 @@ def judged(found: Sequence[Case | Verdict], home: Path) -> Iterator[Verdict]:
                 continue
             _send(judge, {"verb": "judge", "start": case.start, "runs": [str(one) for one in folders]})
             if waiting:
-                yield _verdict(waiting.pop(0), _answer(judge, judge_errors))
+                yield read_answer(waiting.pop(0), _answer(judge, judge_errors))
             waiting.append(case)
         while waiting:
-            yield _verdict(waiting.pop(0), _answer(judge, judge_errors))
+            yield read_answer(waiting.pop(0), _answer(judge, judge_errors))
 
 
-def _verdict(case: Case, answer: dict[str, Any]) -> Verdict:
+def read_answer(case: Case, answer: dict[str, Any]) -> Verdict:
+    """The verdict in what the judge has answered."""
     worst = {what: Bound(**one) for what, one in answer.pop("worst").items()}
     return Verdict(name=case.name, precision=case.precision, worst=worst, **answer)
 
@@ -340,17 +341,20 @@ def write_runs(case: Case, folder: Path) -> tuple[Path, Path]:
     return folders
 
 
-def hand_over(begun: Path, resumed: Path) -> None:
-    """Leave the second run what the first had when it was ended: its checkpoint of `RESUME_AT`."""
+def hand_over(begun: Path, resumed: Path) -> str:
+    """Leave the second run what the first had after step `RESUME_AT`: its checkpoint. Empty, or why there is none."""
     name = f"checkpoints/step-{RESUME_AT:08d}"
+    if not (begun / name).is_dir():
+        return f"{begun.name}: step {RESUME_AT} was not saved"
     shutil.copytree(begun / name, resumed / name)
+    return ""
 
 
 def _run(case: Case, folders: tuple[Path, Path], ranks: subprocess.Popen[str], errors: Path) -> str:
     """Empty, or why the case has failed."""
     for number, (run, plan) in enumerate(zip(folders, case.plans, strict=True)):
-        if number:
-            hand_over(*folders)
+        if number and (missing := hand_over(*folders)):
+            return missing
         _send(ranks, job_of(plan, run))
         codes = _answer(ranks, errors)
         bad = next((rank for rank, code in enumerate(codes) if code), None)

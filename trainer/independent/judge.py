@@ -23,11 +23,14 @@ from torch import Tensor
 from . import optimizer
 from .data import Reader
 from .network import Network, Unknown
-from .state import State, Tensors, Unreadable, harsh, initial, read, saved_steps, step_folder, write
+from .state import State, Tensors, Unreadable, harsh, initial, read, saved_steps, shapes, step_folder, write
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Times the measured rounding that a gradient, its norm or the loss may be off (docs/verify.md: correct runs).
 ALLOWED = 6.0
+#: The same over all matrices of a kind together (every layer's `attn.wq`), in bf16 and fp16: so many elements that the
+#: ratio hardly varies, and a rounding too many shows.
+ALLOWED_KIND = 2.0
 #: What a gradient may be off whatever is measured. In fp64 nothing real is that small, while attention's backward
 #: subtracts nearly equal numbers, which another kernel rounds otherwise.
 FLOOR = {torch.float64: 1e-12}
@@ -217,7 +220,7 @@ class RunJudge:
         """The gradient that AdamW was given, from the first moments before and after."""
         beta, clip = self.optim["beta1"], optimizer.clipping(norm, self.train["clip_grad_norm"])
         overall, square, unsure = rms(exact), 0.0, 0.0
-        found = Tensors()
+        found, kinds = Tensors(), dict[str, list[float]]()
         for name, wanted in exact.items():
             first, then = before.tensors["exp_avg"][name].double(), after.tensors["exp_avg"][name].double()
             found[name] = (then - beta * first) / (1 - beta) / clip
@@ -226,14 +229,27 @@ class RunJudge:
             noise = max(ALLOWED * max(self.noise[name], 2 * self.ulp), FLOOR.get(self.precision, 0.0))
             bound = noise + distance(wanted, wanted, overall, blur)
             self.findings.measure("gradient", error, bound, f"{where}, {name}")
+            self._add_kind(kinds, name, float((found[name] - wanted).norm()), float(wanted.norm()))
             square, unsure = square + float(found[name].square().sum()), unsure + blur**2
+        for kind, (error, noise, size) in kinds.items():
+            bound = ALLOWED_KIND * math.sqrt(noise / size)
+            self.findings.measure("rounding", math.sqrt(error / size), bound, f"{where}, {kind}")
         total = math.sqrt(sum(float(one.square().sum()) for one in exact.values()))
         noise = math.sqrt(sum((self.noise[name] * float(one.norm())) ** 2 for name, one in exact.items())) / total
         bound = ALLOWED * max(noise, 4 * self.ulp)
         self.findings.measure("norm", abs(norm - total) / total, bound, where)
         blur = 4 * math.sqrt(unsure) / total + 1e3 * self.ulp  # the norm is summed in fp32
-        self.findings.measure("clipping", abs(math.sqrt(square) - norm) / norm, blur, where)
+        self.findings.measure("clipping", abs(math.sqrt(square) - norm) / max(norm, 1e-300), blur, where)
         self._grid(found, where)
+
+    def _add_kind(self, kinds: dict[str, list[float]], name: str, error: float, size: float) -> None:
+        """Squares of error, measured rounding and size over all layers' matrices of a kind, in a narrow precision."""
+        if self.precision == self.wide or not optimizer.decays(shapes(self.model)[name]):
+            return
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        of_kind = kinds.setdefault(kind, [0.0, 0.0, 0.0])
+        for at, value in enumerate((error, self.noise[name] * size, size)):
+            of_kind[at] += value**2
 
     def _grid(self, found: Tensors, where: str) -> None:
         """A gradient summed in fp32 from several narrow ones is not a narrow number itself, but for a few elements."""

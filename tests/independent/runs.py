@@ -1,0 +1,44 @@
+"""Cases of the independent oracle with ranks that are forked from the test, so that a test's patches are in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.plan import Plan
+from orchestrator.verify import independent
+from tests.trainer.workers import running
+from trainer.independent.__main__ import answer
+from trainer.independent.judge import prepare
+
+
+def verdict(
+    layouts: tuple[str, str], precision: str, home: Path, number: int = 0, **changes: object
+) -> independent.Verdict:
+    """Of a case that begins in the first layout and is resumed in the second. `number` chooses what else varies;
+    `changes`: fields of `Case`."""
+    independent.write_corpus(home / "text")
+    case = independent.make(" -> ".join(layouts), layouts, precision, number, [], None, home)._replace(**changes)
+    return judged(case, home)
+
+
+def judged(case: independent.Case, home: Path) -> independent.Verdict:
+    folders = independent.write_runs(case, home / "case")
+    if case.start == "harsh":
+        prepare(folders[0], *case.scale)
+    for number, (plan, run) in enumerate(zip(case.plans, folders, strict=True)):
+        if said := (independent.hand_over(*folders) if number else "") or failed(plan, run):
+            return independent.Verdict(name=case.name, precision=case.precision, failed=said)
+    return independent.read_answer(case, answer(list(folders), case.start))
+
+
+def failed(plan: Plan, run: Path) -> str:
+    """Train; empty, or what a rank said that did not end well."""
+    with running(plan, run) as workers:
+        codes = workers.wait()
+        bad = [rank for rank, code in enumerate(codes) if code]
+        return f"{codes}: {workers.log(bad[0])}" if bad else ""
+
+
+def reasons(found: independent.Verdict) -> list[str]:
+    """What is wrong: names of quantities beyond their bounds, and problems."""
+    return [what for what, one in found.worst.items() if not one.error <= one.bound] + found.problems

@@ -1,0 +1,62 @@
+"""The independent oracle catches seeded bugs of the loop, among them those that the trainer's own tests let live."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from orchestrator.plan import seal
+from orchestrator.verify import independent
+
+from .mutations import MUTATIONS, Mutation, live
+from .runs import judged, reasons, verdict
+
+pytestmark = pytest.mark.process
+
+
+def marked(one: Mutation):
+    return pytest.param(one, id=one.name, marks=[] if one.first else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("one", [marked(one) for one in MUTATIONS])
+def test_a_seeded_bug_is_caught(one: Mutation, tmp_path, monkeypatch):
+    one.patch(monkeypatch)
+    found = verdict(one.layouts, one.precision, tmp_path, one.number)
+    assert found.word == "DIFFERENT", found
+    assert any(one.by in reason for reason in reasons(found)), reasons(found)
+
+
+@pytest.mark.parametrize("layouts", [("dp4_zero3", "tp2_pp2"), ("cp2_dp2", "pp2_zero1")])
+@pytest.mark.parametrize("precision", independent.PRECISIONS)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.full
+def test_it_passes_what_is_right(layouts, precision, number, tmp_path):
+    found = verdict(layouts, precision, tmp_path, number)
+    assert found.word == "equal", (found.failed, reasons(found))
+    assert found.steps == 9 and set(found.worst) >= {"loss", "gradient", "norm", "clipping", "second moment", "weight"}
+
+
+def slow_to_save(home) -> independent.Case:
+    """Small batches of a wide vocabulary: a step takes less time than its state takes to the disk."""
+    independent.write_corpus(home / "text")
+    case = independent.make("wide", ("dp1", "dp1"), "fp32", 0, ["model=tiny", "model.vocab=12000"], None, home, True)
+    plans = []
+    for plan in case.plans:
+        train = structs.replace(plan.job.train, batch_ramp=None)
+        par = structs.replace(
+            plan.parallel, micro_batch_size=1, micro_batches=1, accumulation=1, global_batch_samples=1
+        )
+        plan = structs.replace(plan, parallel=par, job=structs.replace(plan.job, train=train))
+        plans.append(seal(plan))
+    return case._replace(plans=tuple(plans))
+
+
+@pytest.mark.parametrize("bug", [False, True], ids=["copies", "live tensors"])
+def test_a_background_save_of_live_tensors_is_caught(bug, tmp_path, monkeypatch):
+    if bug:
+        live(monkeypatch)
+    found = judged(slow_to_save(tmp_path), tmp_path)
+    if not bug:
+        assert found.word == "equal", (found.failed, reasons(found))
+    else:  # another step's state was saved, or a file that changed while it was hashed was refused and is not there
+        assert found.word == "DIFFERENT" or "was not saved" in found.failed, found
