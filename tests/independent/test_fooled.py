@@ -51,6 +51,7 @@ def slow_to_save(home) -> independent.Case:
     return case._replace(plans=tuple(plans))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bug", [False, True], ids=["copies", "live tensors"])
 def test_a_background_save_of_live_tensors_is_caught(bug, tmp_path, monkeypatch):
     if bug:
