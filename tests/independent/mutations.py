@@ -22,6 +22,7 @@ import trainer.model.stage as stage
 import trainer.optim.adamw as adamw
 import trainer.optim.clip as clip
 import trainer.optim.loss_scale as loss_scale
+import trainer.optim.sharded as sharded
 import trainer.parallel.apply as apply
 import trainer.train as train
 from trainer.data.batch import IGNORED
@@ -317,7 +318,7 @@ def _(patch):
 
 def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
     """AdamW gets another factor on gradients: `other` of the right one and of the loss scale."""
-    update, step = engine.Engine.update, adamw.ShardedAdamW.step
+    update, step = engine.Engine.update, sharded.ShardedOptimizer.step
     scales: list[torch.Tensor] = []
 
     def note(self, norm, lr):
@@ -326,7 +327,9 @@ def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
 
     patch.setattr(engine.Engine, "update", note)
     patch.setattr(
-        adamw.ShardedAdamW, "step", lambda self, lr, factor, finite: step(self, lr, other(factor, scales[-1]), finite)
+        sharded.ShardedOptimizer,
+        "step",
+        lambda self, lr, factor, finite: step(self, lr, other(factor, scales[-1]), finite),
     )
 
 
@@ -395,14 +398,14 @@ def _(patch):
 
 @mutation("the master weights are taken from the rounded ones", "weight", "bf16")
 def _(patch):
-    step = adamw.ShardedAdamW.step
+    step = sharded.ShardedOptimizer.step
 
     def rounded(self, *args):
         for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
             state.master.copy_(bucket.param_shard)
         step(self, *args)
 
-    patch.setattr(adamw.ShardedAdamW, "step", rounded)
+    patch.setattr(sharded.ShardedOptimizer, "step", rounded)
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
@@ -415,7 +418,7 @@ def _(patch):
     def lost(self, step, scalars):
         resumed(self, step, scalars)
         for state in self.optimizer.states:
-            state.exp_avg_sq.zero_()
+            state.state["exp_avg_sq"].zero_()
 
     patch.setattr(engine.Engine, "resumed", lost)
 
