@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from trainer.compat import DispatchMode
 
 
@@ -21,17 +25,50 @@ class Order(DispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh")
+#: Whose first argument is written and not read.
+WRITES = ("copy_", "fill_", "zero_", "normal_")
+
+
 class Kernels(DispatchMode):
-    """`seen`: names of the operators that compute or copy; those that make views or only allocate are not kernels."""
+    """`seen`: names of the operators that compute or copy, `bytes` what each reads and writes, each tensor once; those
+    that make views or only allocate are free. While `muted` nothing is noted."""
 
     def __init__(self):
         super().__init__()
         self.seen: list[str] = []
+        self.bytes: list[int] = []
+        self.muted = False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        if not (
-            op.is_view or op._schema.name.rpartition("::")[2] in ("empty", "empty_like", "empty_strided", "detach")
-        ):
-            self.seen.append(op._schema.name.rpartition("::")[2])
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        name = op._schema.name.rpartition("::")[2]
+        if not (op.is_view or name in FREE or self.muted):
+            given = [one for one in _flat(args[name in WRITES :])]
+            given += [
+                one for key, value in kwargs.items() if key not in ("out", "grad_input") for one in _flat([value])
+            ]
+            self.note(name, given, _flat([out]))
         return out
+
+    def note(self, name, read, written):
+        self.seen.append(name)
+        self.bytes.append(sum(map(size, read)) + sum(map(size, written)))
+
+
+def _flat(values):
+    """The tensors in nested lists."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _flat(value)
+    return found
+
+
+def size(tensor):
+    """Bytes of the elements of a tensor, those that are repeated by a stride of 0 once."""
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(many if stride else 1 for many, stride in shape) * tensor.element_size()
