@@ -36,7 +36,7 @@ def report(rank=4, epoch=1, step=1, **fields) -> StepReport:
         "hfu": 0.5,
     }
     more = {"comm_bytes": {"tp": 10}, "comm_s": {"tp": 0.1}, "memory_bytes": {"params": 100 + rank}}
-    more |= {"phase_s": {"data": 0.01}, "bubble_ratio": rank / 100}
+    more |= {"phase_s": {"data": 0.01}, "bubble_ratio": rank / 100, "loss_terms": {"balance": 0.02}}
     return StepReport(rank=rank, epoch=epoch, step=step, **{**base, **more, **fields})
 
 
@@ -87,6 +87,7 @@ def test_numbers_names_and_labels():
     assert found["orch_tokens_total" + one] == 1000  # 2 steps of 1000, half of the ranks are here
     assert found["orch_tokens_per_second" + one] == 2000
     assert found["orch_loss" + one] == 3.0
+    assert found["orch_loss_term{plan_epoch=1,term=balance}"] == 0.02
     assert found["orch_last_durable_checkpoint_timestamp_seconds" + one] == 103.0
     assert found["orch_checkpoint_bytes" + one] == 4096
     assert found["orch_checkpoint_duration_seconds_sum" + one] == 0.3

@@ -45,6 +45,7 @@ _GAUGES = {
     "orch_last_step": "Last completed step.",
     "orch_last_step_timestamp_seconds": "When the last step completed.",
     "orch_loss": "Loss of the last step, mean over the tokens of the whole job.",
+    "orch_loss_term": "What a term adds to the loss of the last step, by name; not part of orch_loss.",
     "orch_grad_norm": "Norm of the last gradient of the whole job, before clipping.",
     "orch_learning_rate": "Learning rate of the last step.",
     "orch_ettr_ratio": "Effective training time ratio: productive seconds of this node over all its seconds.",
@@ -65,6 +66,7 @@ _GAUGES = {
     "orch_build_info": "The version of orch.",
 }
 _EXTRA = {
+    "orch_loss_term": ["term"],
     "orch_comm_bytes": ["axis"],
     "orch_comm_seconds": ["axis"],
     "orch_memory_bytes": ["category"],
@@ -168,6 +170,8 @@ class NodeMetrics(Collector):
             for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
                 self._durations.setdefault((self._epoch, phase), _Histogram()).observe(seconds)
         self.set("orch_loss", report.loss)
+        for name, value in report.loss_terms.items():
+            self.set("orch_loss_term", value, name)
         self.set("orch_grad_norm", report.grad_norm)
         self.set("orch_learning_rate", report.lr)
         for axis, count in report.comm_bytes.items():

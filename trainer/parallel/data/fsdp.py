@@ -146,7 +146,7 @@ class FullyShardedParameters:
             bucket.grad_shard = _local(grad)
         for groups in self.classes:
             self._sum([bucket for bucket in self.buckets if bucket.kind.groups == groups], groups.replica)
-        for name in ("tp", "kv", "embedding"):
+        for name in sorted({name for bucket in self.buckets for name in bucket.kind.sums}):  # everywhere in this order
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
