@@ -193,6 +193,7 @@ class Run:
                 break
             if every and self.step % every == 0:
                 self._keep(self.checkpoints.start)
+                self.engine.optimizer.copied = self.checkpoints.copied
             if self.checkpoints.replicas is not None and self.step % replicate_every == 0:
                 self._keep(self.checkpoints.replicas.replicate)
         self._save()

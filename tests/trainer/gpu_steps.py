@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.beds import fakegpu
 from tests.trainer.test_loop import changed, finish, job
 from tests.trainer.test_planned_memory import plan_of
 from trainer import compat
+from trainer.checkpoint.background import Snapshots
 from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
@@ -131,3 +133,33 @@ def _ahead(notes: list[fakegpu.Note]) -> list[int]:
         elif note.kind == "S":
             found.append(kernels - at.get(note.event, kernels))
     return found
+
+
+def background_copy() -> dict[str, Any]:
+    """What a save in the background does on the device, and what the next update then waits for."""
+    plan, device = gpu_plan({}), torch.device("cuda", 0)
+    engine = Engine(plan, Mesh.alone(plan), device, recipe(plan.job.train))
+    one = torch.ones((), dtype=torch.float64, device=device)
+    engine.update(one, LR)
+    snapshots, pieces = Snapshots(), list(engine.pieces(own=True))
+    snapshots.take(pieces)
+    with fakegpu.recording() as found:
+        snapshots.take(pieces)
+        engine.optimizer.copied = snapshots.copied
+        engine.update(one, LR)
+    with fakegpu.recording() as read:
+        snapshots.wait()
+    notes = found.notes
+    copies = [note for note in notes if note.kind == "C"]
+    (ends,) = {note.event for note in notes if note.kind == "R" and note.stream == copies[-1].stream}
+    order = [note.kind for note in notes if note.kind in "CK" or (note.kind, note.event) == ("W", ends)]
+    return {
+        "copies": sorted({note.name for note in copies}),
+        "bytes": sum(note.bytes for note in copies) == sum(piece.data.nbytes for piece in pieces),
+        "streams": [len({note.stream for note in copies}), len({note.stream for note in notes if note.kind == "K"})],
+        "apart": {note.stream for note in copies}.isdisjoint(note.stream for note in notes if note.kind == "K"),
+        "order": [kind for kind, _ in itertools.groupby(order)],
+        "waits": found.waits,
+        "reader": [name for name, _ in read.waits],
+        "locked": all(note.b == 1 for note in copies),
+    }

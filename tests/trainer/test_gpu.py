@@ -67,6 +67,16 @@ def test_the_training_loop_waits_for_a_step_when_the_next_one_is_enqueued(tmp_pa
                 assert ("forward" in step["phase_s"]) == (step["step"] in measured)
 
 
+def test_a_background_save_copies_on_a_stream_of_its_own():
+    """Into page-locked memory; the host waits nowhere, the next update's stream does, the writer's thread too."""
+    found = fakegpu.call(gpu_steps.background_copy)
+    assert found["copies"] == ["DtoH"] and found["bytes"] and found["locked"]
+    assert found["streams"][0] == 1 and found["apart"]
+    assert found["waits"] == [] and found["reader"] == ["cudaEventSynchronize"]
+    at = found["order"].index("W")
+    assert found["order"][:at].count("C") == 1 and "K" in found["order"][at:], "no kernel of the update before the wait"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_attention_of_one_block_to_another_passes_torchs_checks(dtype):
     sizes = [

@@ -52,7 +52,16 @@ class BackgroundSave:
         begin(self.target, contents.step)
         pieces: Sequence[StatePiece] = self._snapshots.take(contents.pieces)
         self.contents, self._protected = replace(contents, pieces=pieces), protected
-        self._writing = self._thread.submit(write, self.target.staging(contents.step), self.target.rank, self.contents)
+        self._writing = self._thread.submit(self._write, self.contents)
+
+    def _write(self, contents: Contents) -> RankOutcome:
+        self._snapshots.wait()
+        return write(self.target.staging(contents.step), self.target.rank, contents)
+
+    @property
+    def copied(self) -> torch.cuda.Event | None:
+        """Happens when the copies of the save in progress are complete; until then what is saved must not change."""
+        return self._snapshots.copied
 
     @property
     def vote(self) -> int:
@@ -94,10 +103,14 @@ class BackgroundSave:
 class Snapshots:
     """Takes one copy after another into the same memory, allocated by the first.
 
-    Copies from a GPU go into page-locked memory; `take` returns when all have arrived.
+    Copies from a GPU go into page-locked memory, on a stream of their own: neither the host nor the computation waits.
+    `copied` is the event after them. Whoever reads the copies waits for it, and so must the stream that next writes
+    what is copied.
     """
 
     def __init__(self) -> None:
+        self.copied: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._kept: list[Tensor] = []
 
     def take(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
@@ -105,12 +118,30 @@ class Snapshots:
         pieces = list(pieces)
         if [(one.dtype, one.shape) for one in self._kept] != [(one.data.dtype, one.data.shape) for one in pieces]:
             self._kept = [self._room(piece.data) for piece in pieces]
-        for kept, piece in zip(self._kept, pieces, strict=True):
-            kept.copy_(piece.data, non_blocking=True)
-        for device in {piece.data.device for piece in pieces if piece.data.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
-        return [replace(piece, data=kept) for kept, piece in zip(self._kept, pieces, strict=True)]
+        device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
+        pairs = list(zip(self._kept, pieces, strict=True))
+        if device is None:
+            _copy(pairs)
+        else:
+            self._stream = self._stream or torch.cuda.Stream(device)
+            _copy([pair for pair in pairs if pair[1].kind == "state"])  # small, and a forward may change it
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                _copy([pair for pair in pairs if pair[1].kind != "state"])
+                self.copied = torch.cuda.Event(blocking=True)
+                self.copied.record()
+        return [replace(piece, data=kept) for kept, piece in pairs]
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
     @staticmethod
     def _room(data: Tensor) -> Tensor:
         return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+
+
+def _copy(pairs: Iterable[tuple[Tensor, StatePiece]]) -> None:
+    for kept, piece in pairs:
+        kept.copy_(piece.data, non_blocking=True)

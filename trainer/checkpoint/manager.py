@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from orchestrator.plan import Plan
 from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError, SaveError
@@ -147,6 +149,11 @@ class Checkpoints:
         with self._failure_told(step):
             self._background.start(Contents(step, samples, pieces, dict(scalars)), self.verified_step)
         self._stall_s = time.perf_counter() - self._started
+
+    @property
+    def copied(self) -> torch.cuda.Event | None:
+        """Until this event no update may change what `start` saves; None where it has been copied already (CPU)."""
+        return self._background.copied
 
     @property
     def vote(self) -> int:

@@ -62,6 +62,7 @@ class ShardedOptimizer:
         device = self.states[0].master.device if self.states else torch.device("cpu")
         self._steps = torch.zeros((), dtype=torch.float32, device=device)  # updates made; exact to 16 million
         self._skip = torch.zeros((), dtype=torch.float32, device=device)  # 1: not this one
+        self.copied: torch.cuda.Event | None = None  # a copy of the state is complete: no update before that
 
     @property
     def step_count(self) -> int:
@@ -104,6 +105,9 @@ class ShardedOptimizer:
         decided on the device. Starts the parameter gathers in forward order; `buckets.wait_params()` waits for them."""
         if self._steps.device != finite.device:  # a rank without parameters, in its first step
             self._steps, self._skip = self._steps.to(finite.device), self._skip.to(finite.device)
+        if self.copied is not None:  # the stream waits, not the host
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
         self._steps += finite
         torch.logical_not(finite, out=self._skip)
         factor = None
