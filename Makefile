@@ -6,7 +6,7 @@ WORKERS ?= 3
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy lint rooms clean
+.PHONY: mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy lint rooms clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -35,6 +35,14 @@ testbed-kubernetes: .venv/.ready
 verify: .venv/.ready
 	$(PYTEST) -m full
 	.venv/bin/orch verify --matrix full --out docs/parity.md
+	$(MAKE) mutations COUNT=200
+
+# Small changes of the trainer's source, each judged by verify and by the tests about its file: COUNT of them, drawn by
+# SEED, ten seconds each; 0: all, a night.
+COUNT ?= 0
+SEED ?= 1
+mutations: .venv/.ready
+	$(PY) -m tests.mutations.run --count $(COUNT) --seed $(SEED) --out docs/mutations.md
 
 # The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready

@@ -1,0 +1,266 @@
+"""`python -m tests.mutations.run`: how many small changes of the trainer's source do tests and verify notice?
+
+Each mutant is a forked process that imports the changed module from its tree, compares a few layouts with one process
+and then runs the fast tests that are about the file. A mutant lives if all is equal and green. No file is written but
+the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from .lived import REASONS
+from .sites import Site, mutated, sites
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("model", "parallel", "pipeline", "optim", "data", "comm")
+FILES = ("engine.py", "train.py", "precision.py")
+LIMIT_S = 240.0  # a mutant that takes longer hangs, and is noticed as a run would be
+#: Tests by file, first match of each pattern; all of them are fast.
+TESTS = {
+    "model/*": "test_model test_dropout test_experts",
+    "model/rope*": "test_mutations",
+    "parallel/context/*": "test_context",
+    "parallel/data/*": "test_buckets_layout test_buckets_sums test_zero_formulas test_overlap",
+    "parallel/*": "test_tp_pieces test_column_parallel test_linear_ops test_recompute test_loss_terms",
+    "pipeline/*": "test_pipeline_runtime test_pipeline_split",
+    "optim/*": "test_optim_lr test_optim_calls test_fp16",
+    "engine.py": "test_fp16 test_loss_terms test_batch_ramp test_mutations",
+    "train.py": "test_mutations test_loop_errors",
+    "precision.py": "test_fp16 test_mutations",
+    "data/*": "test_data_batch test_data_build test_data_corpus test_data_loader test_data_order test_data_tokenizer",
+    "comm/*": "test_comm_check test_comm_control test_comm_gloo test_comm_timers test_tp_ranks test_overlap",
+}
+#: Of test_mutations only the checks of single pieces: the rest is about verify.
+SELECTED = {"test_mutations": "check_catches"}
+#: What verify compares in float64, many techniques in few cells.
+LAYOUTS: tuple[dict, ...] = (
+    {"tp": 2, "pp": 2, "dp": 1, "micro_batches": 3, "clip_grad_norm": 0.1, "kind": "gpt", "recompute": "selective"},
+    {"dp": 2, "zero": 1, "tp": 2, "sp": False, "micro_batches": 2, "bucket_bytes": 4096, "clip_grad_norm": 0.1},
+    {"cp": 2, "packed": True, "dp": 2, "zero": 2, "micro_batch_size": 2, "kind": "uneven"},
+    {"pp": 2, "schedule": "zb_h1", "dp": 2, "zero": 1, "micro_batches": 3, "kind": "tied"},
+    {"dp": 4, "zero": 3, "zero_group": 2, "recompute": "full", "empty": True},
+    {"cp": 2, "cp_method": "ulysses", "tp": 2, "kind": "dropout"},
+    {"dp": 4, "zero": 1, "zero_group": 2, "micro_batches": 2, "bucket_bytes": 4096},
+    {"pp": 2, "vpp": 2, "schedule": "interleaved", "dp": 2, "micro_batches": 4},
+)
+
+
+class Result(NamedTuple):
+    site: Site
+    killed: str  # "" where it lives, else by what
+    seconds: float
+
+
+def files() -> list[Path]:
+    inside = [file for room in ROOMS for file in (ROOT / "trainer" / room).rglob("*.py")]
+    return sorted([*inside, *(ROOT / "trainer" / name for name in FILES)])
+
+
+def every_site() -> list[Site]:
+    return [site for file in files() for site in sites(str(file.relative_to(ROOT)), file.read_text())]
+
+
+class _Mutant(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from a changed tree."""
+
+    def __init__(self, site: Site):
+        self.path, self.name = ROOT / site.path, site.path.removesuffix(".py").replace("/", ".")
+        self.name = self.name.removesuffix(".__init__")
+        self.tree: ast.Module = mutated(self.path.read_text(), site.number)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_filename(self, name: str) -> str:
+        return str(self.path)
+
+    def get_data(self, path: str) -> bytes:
+        return self.path.read_bytes()
+
+    def source_to_code(self, data: object, path: object = "", **options: object):  # type: ignore[override]
+        return compile(self.tree, str(self.path), "exec")
+
+    def cache_from_source(self, *args: object) -> None:
+        raise NotImplementedError
+
+    def path_stats(self, path: str) -> dict:
+        raise OSError("never from a cache")
+
+
+def files_of_tests(site: Site) -> list[str]:
+    """Files of tests about a mutant's file, each once."""
+    local = site.path.removeprefix("trainer/")
+    names = [name for pattern, words in TESTS.items() if fnmatch(local, pattern) for name in words.split()]
+    found = (ROOT / "tests" / "trainer" / f"{name}.py" for name in dict.fromkeys(names))
+    return [str(file) for file in found if file.exists()]
+
+
+def _differs(layouts: Sequence[dict]) -> str:
+    """What verify says of the layouts: nothing where all are equal."""
+    from orchestrator.plan.parity import Cell
+    from tests.beds.plans import make_plan, tiny_model
+    from trainer.verify import judge as judging
+
+    judging.START_S, judging.CELL_S = 20.0, 20.0
+    gpt = {"kv_heads": 4, "norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}
+    kinds = {
+        "gpt": tiny_model(**gpt, tied_embeddings=True),
+        "uneven": tiny_model(layers=5, kv_heads=1),
+        "tied": tiny_model(tied_embeddings=True),
+        "dropout": tiny_model(dropout=0.1),
+    }
+    for number, layout in enumerate(layouts):
+        rest = dict(layout)
+        model = kinds.get(rest.pop("kind", ""))
+        words = {key: rest.pop(key) for key in ("packed", "empty") if key in rest}
+        cell = Cell(name=str(number), plan=make_plan(model=model, **rest), **words)
+        (verdict,) = judging.judge([cell], ["fp64"])
+        if not verdict.equal:
+            return f"verify: {verdict.word}"
+    return ""
+
+
+def _judge(site: Site) -> int:
+    """In the child: 0 the mutant lives, 1 verify has it, 2 a test has it, 3 the import fails."""
+    sys.meta_path.insert(0, _Mutant(site))
+    try:
+        if not site.path.startswith(("trainer/data/", "trainer/train")) and _differs(LAYOUTS):
+            return 1
+    except Exception:
+        return 1
+    import pytest
+
+    for file in files_of_tests(site):
+        only = SELECTED.get(Path(file).stem)
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+        marks = ["-m", "not slow and not full and not slurm and not kubernetes"]
+        if pytest.main([file, *options, *marks, *(["-k", only] if only else [])]) not in (0, 5):
+            return 2
+    return 0
+
+
+CAUSES = {0: "", 1: "verify", 2: "a test", 3: "its import", -signal.SIGKILL: "it hangs"}
+
+
+def judged(site: Site, limit_s: float = LIMIT_S) -> Result:
+    """Run one mutant in a forked session of its own."""
+    start = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            os.setsid()
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            code = _judge(site)
+        finally:
+            os._exit(code)
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            break
+        if time.monotonic() - start > limit_s:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            code = -signal.SIGKILL
+            break
+        time.sleep(0.05)
+    return Result(site, CAUSES.get(code, f"it ends with {code}"), time.monotonic() - start)
+
+
+def sample(count: int, seed: int, only: str = "*") -> list[Site]:
+    """`count` sites of the files that `only` matches, the same for the same seed; all of them for 0."""
+    found = [site for site in every_site() if fnmatch(site.path, only)]
+    return random.Random(seed).sample(found, min(count, len(found))) if count else found
+
+
+def run(chosen: Sequence[Site]) -> Iterator[Result]:
+    # Once for all forks, and nothing of the trainer.
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed.fsdp
+
+    torch.compiler.reset()  # imports the compiler, a second or ten
+    for site in chosen:
+        yield judged(site)
+
+
+# ------------------------------------------------------------------------------------------- docs/mutations.md
+
+
+def page(results: Sequence[Result], whole: int, seed: int) -> str:
+    """The published page."""
+    equivalent = [r for r in results if not r.killed and r.site.key in REASONS]
+    lived = [r for r in results if not r.killed and r.site.key not in REASONS]
+    counted = len(results) - len(equivalent)
+    rooms = Counter(_room(r.site) for r in results)
+    killed = Counter(_room(r.site) for r in results if r.killed)
+    by = Counter(r.killed for r in results if r.killed)
+    lines = [
+        "# Mutations: which small changes of the trainer are noticed\n",
+        f"{len(results)} of the {whole:,} sites of `tests/mutations/sites.py`, drawn with seed {seed}: operators,"
+        " constants, names of groups, orders, removed statements and negated conditions. Each was made in memory and"
+        " judged by the comparison of `orch verify` on eight layouts, then by the fast tests about the file"
+        " (`tests/mutations/run.py`).\n",
+        f"**{sum(killed.values())} of {counted} noticed ({100 * sum(killed.values()) / max(counted, 1):.1f} %)**, by "
+        + ", ".join(f"{name} {count}" for name, count in by.most_common())
+        + f"; {len(equivalent)} more change nothing that a run could show and are not counted.\n",
+        "Written by `make mutations`; do not edit.\n",
+        "| room | mutants | noticed |\n|---|--:|--:|",
+        *(f"| {room} | {count} | {killed[room]} |" for room, count in sorted(rooms.items())),
+        "\n## Lived\n",
+        *(f"- {r.site.path}:{r.site.line}: {r.site.what}" for r in lived),
+        "\n## Change nothing\n",
+        *(f"- {r.site.path}:{r.site.line}: {r.site.what}. {REASONS[r.site.key]}" for r in equivalent),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _room(site: Site) -> str:
+    parts = site.path.split("/")
+    return parts[1].removesuffix(".py")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tests.mutations.run")
+    parser.add_argument("--count", type=int, default=0, help="mutants, drawn by --seed; 0: all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="*", help="files, as trainer/optim/*")
+    parser.add_argument("--minutes", type=float, default=1e9, help="no new mutant after these")
+    parser.add_argument("--out", type=Path, help="write the page")
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    chosen, results, start = sample(args.count, args.seed, args.only), [], time.monotonic()
+    for result in run(chosen):
+        results.append(result)
+        word, site = f"by {result.killed}" if result.killed else "LIVES", result.site
+        print(f"{len(results):4} {result.seconds:6.1f} s  {word:<14} {site.path}:{site.line} {site.what}", flush=True)
+        if time.monotonic() - start > 60 * args.minutes:
+            break
+    if args.out:
+        args.out.write_text(page(results, len(every_site()), args.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
