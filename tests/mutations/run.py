@@ -12,6 +12,7 @@ import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
 import os
 import random
 import signal
@@ -29,7 +30,8 @@ from .sites import Site, mutated, sites
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("model", "parallel", "pipeline", "optim", "data", "comm")
 FILES = ("engine.py", "train.py", "precision.py")
-LIMIT_S = 240.0  # a mutant that takes longer hangs, and is noticed as a run would be
+LIMIT_S = 240.0  # a mutant that takes longer hangs, or the machine is busy: it is listed, and not counted
+HANGS = "it hangs"
 #: Tests by file, first match of each pattern; all of them are fast.
 TESTS = {
     "model/*": "test_model test_dropout test_experts",
@@ -156,7 +158,7 @@ def _judge(site: Site) -> int:
     return 0
 
 
-CAUSES = {0: "", 1: "verify", 2: "a test", 3: "its import", -signal.SIGKILL: "it hangs"}
+CAUSES = {0: "", 1: "verify", 2: "a test", 3: "its import", -signal.SIGKILL: HANGS}
 
 
 def judged(site: Site, limit_s: float = LIMIT_S) -> Result:
@@ -210,6 +212,8 @@ def run(chosen: Sequence[Site]) -> Iterator[Result]:
 
 def page(results: Sequence[Result], whole: int, seed: int) -> str:
     """The published page."""
+    late = [r for r in results if r.killed == HANGS]
+    results = [r for r in results if r.killed != HANGS]
     equivalent = [r for r in results if not r.killed and r.site.key in REASONS]
     lived = [r for r in results if not r.killed and r.site.key not in REASONS]
     counted = len(results) - len(equivalent)
@@ -224,7 +228,9 @@ def page(results: Sequence[Result], whole: int, seed: int) -> str:
         " (`tests/mutations/run.py`).\n",
         f"**{sum(killed.values())} of {counted} noticed ({100 * sum(killed.values()) / max(counted, 1):.1f} %)**, by "
         + ", ".join(f"{name} {count}" for name, count in by.most_common())
-        + f"; {len(equivalent)} more change nothing that a run could show and are not counted.\n",
+        + f". For all sites that says: at least {100 * at_least(sum(killed.values()), counted):.0f} %, with 95 % confidence."
+        + f" {len(equivalent)} more change nothing that a run could show, {len(late)} took longer than {LIMIT_S:.0f} s;"
+        " neither are counted.\n",
         "Written by `make mutations`; do not edit.\n",
         "| room | mutants | noticed |\n|---|--:|--:|",
         *(f"| {room} | {count} | {killed[room]} |" for room, count in sorted(rooms.items())),
@@ -232,8 +238,19 @@ def page(results: Sequence[Result], whole: int, seed: int) -> str:
         *(f"- {r.site.path}:{r.site.line}: {r.site.what}" for r in lived),
         "\n## Change nothing\n",
         *(f"- {r.site.path}:{r.site.line}: {r.site.what}. {REASONS[r.site.key]}" for r in equivalent),
+        "\n## Took too long\n",
+        *(f"- {r.site.path}:{r.site.line}: {r.site.what}" for r in late),
     ]
     return "\n".join(lines) + "\n"
+
+
+def at_least(hits: int, of: int) -> float:
+    """The share of all that a drawn sample speaks for, with 95 % confidence: Wilson's lower bound (JASA 22, 1927)."""
+    if not of:
+        return 0.0
+    share, z = hits / of, 1.645
+    spread = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return (share + z * z / (2 * of) - spread) / (1 + z * z / of)
 
 
 def _room(site: Site) -> str:
