@@ -228,7 +228,7 @@ def page(results: Sequence[Result], whole: int, seed: int) -> str:
         " (`tests/mutations/run.py`).\n",
         f"**{sum(killed.values())} of {counted} noticed ({100 * sum(killed.values()) / max(counted, 1):.1f} %)**, by "
         + ", ".join(f"{name} {count}" for name, count in by.most_common())
-        + f". Of all sites that says: at least {100 * at_least(sum(killed.values()), counted):.0f} %, at 95 % confidence."
+        + f". Of all sites: at least {100 * at_least(sum(killed.values()), counted):.0f} %, at 95 % confidence."
         + f" {len(equivalent)} more change nothing that a run could show, {len(late)} took longer than {LIMIT_S:.0f} s;"
         " neither are counted.\n",
         "Written by `make mutations`; do not edit.\n",
