@@ -79,7 +79,9 @@ class Engine:
         alone = self.mesh.size("shard") == 1  # nothing to shard over: all ZeRO stages are equal
         kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
         params = list(self.part.parameters())
-        return kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter)
+        buckets = kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter)
+        buckets.gather_ahead(self.part.stages)
+        return buckets
 
     def _fully_sharded(self) -> Buckets:
         from .parallel.data.fsdp import FullyShardedParameters  # brings torch._dynamo: a second, only here
@@ -96,7 +98,7 @@ class Engine:
         Returns the summed loss of this rank's micro-batches (zero without the last stage) and the norm of the whole
         gradient before clipping, float64 and equal on all ranks; both 0-d.
         """
-        self.buckets.wait_params()
+        self.buckets.start_forward()
         par = self.plan.parallel
         samples = par.global_batch_samples
         if len(batches) != taken(par)[replica_of(par, self.mesh.coord)]:  # a batch-size ramp, on all replicas alike

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.beds.plans import make_plan
 from tests.trainer.operations import Order
-from tests.trainer.samples import engine_of
+from tests.trainer.samples import engine_of, small
+from trainer.compat import DispatchMode
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -40,3 +42,92 @@ def test_reductions_start_while_backward_computes(zero):
             assert before_the_end[0] > second_half, "with accumulation gradients travel once a step"
         else:
             assert before_the_end[0] < second_half, "shards of gradients are summed every micro-batch"
+
+
+def waits(engine):
+    """Notes in the returned list when a bucket's gather is waited for, and when a matrix product starts."""
+    seen = []
+    for number, bucket in enumerate(engine.buckets.buckets):
+
+        def wait_gather(number=number, real=bucket.wait_gather, bucket=bucket):
+            if bucket.gathering is not None:
+                seen.append(number)
+            real()
+
+        bucket.wait_gather = wait_gather
+
+    class Products(DispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                seen.append("mm")
+            return op(*args, **(kwargs or {}))
+
+    return seen, Products()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_are_waited_for_by_the_layer_that_reads_them(zero, pp):
+    plan = make_plan(dp=2, pp=pp, zero=zero, micro_batches=2, bucket_bytes=1 << 12, model=small(layers=4))
+
+    def work(rank):
+        engine = engine_of(plan, rank, FP64)
+        batches = [micro_batch(plan, [2 * number + rank % 2]) for number in range(2)]
+        for _ in range(2):
+            norm = engine.gradients(batches, 10)[1]
+            engine.update(norm, 1e-3)
+        under_way = sum(bucket.gathering is not None for bucket in engine.buckets.buckets)
+        seen, products = waits(engine)
+        with products:
+            engine.gradients(batches, 10)
+        left = sum(bucket.gathering is not None for bucket in engine.buckets.buckets)
+        return {"under_way": under_way, "seen": seen, "left": left, "buckets": len(engine.buckets.buckets)}
+
+    for result in run_ranks(work, 2 * pp):
+        seen = result["seen"]
+        assert result["under_way"] == result["buckets"] and result["left"] == 0
+        gathers = [at for at, what in enumerate(seen) if what != "mm"]
+        products = [at for at, what in enumerate(seen) if what == "mm"]
+        behind = [at for at in gathers if at > products[0]]
+        assert len(gathers) == result["buckets"], "each is waited for once"
+        assert len(behind) >= len(gathers) // 3, "gathers run beside the first layers"
+        assert max(gathers) < products[len(products) // 2], "in the first forward"
+
+
+@pytest.mark.process
+def test_a_parameter_used_before_its_gather_is_found():
+    plan = make_plan(dp=2, zero=1, bucket_bytes=1 << 12)
+
+    def work(rank):
+        engine = engine_of(plan, rank, FP64)
+        batches = [micro_batch(plan, [2 * number + rank]) for number in range(2)]
+        engine.update(engine.gradients(batches, 10)[1], 1e-3)
+        engine.part.stages[0].before = lambda part: None
+        try:
+            engine.gradients(batches, 10)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert all("was used before it was gathered" in text for text in run_ranks(work, 2))
+
+
+@pytest.mark.process
+def test_sums_over_replicas_leave_during_backward():
+    plan = make_plan(dp=4, zero=1, zero_group=2, micro_batches=2, bucket_bytes=1 << 12)
+
+    def work(rank):
+        engine = engine_of(plan, rank, FP64)
+        batches = [micro_batch(plan, [4 * number + rank]) for number in range(2)]
+        engine.gradients(batches, 10)
+        with Order() as order:
+            engine.gradients(batches, 10)
+        return order.seen
+
+    for seen in run_ranks(work, 4):
+        products = [place for place, name in enumerate(seen) if name == "mm"]
+        shards = [place for place, name in enumerate(seen) if name == REDUCTION[1]]
+        replicas = [place for place, name in enumerate(seen) if name == REDUCTION[0]]
+        assert sum(place < products[-1] for place in replicas) > 1, "several before the last gradient is computed"
+        assert replicas[0] < shards[-1], "and before the last reduction starts"

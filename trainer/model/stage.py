@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Stage(nn.Module):
     tied embeddings the head's weight is `embed.weight`; a last stage that is not also the first holds its own copy
     under that name. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and `head_in`
     are replaced by tensor parallelism like those of a block; `rows` selects the part of the sequence in hidden states.
+    `before` is called with the name of each of `parts` before it computes.
     """
 
     def __init__(self, model: Model, layers: range, first: bool, last: bool):
@@ -47,6 +49,7 @@ class Stage(nn.Module):
         if self.learned_positions:
             self.embed_positions = Embedding(model.max_seq_len, model.hidden)
         self.embed_out, self.positions_out, self.head_in, self.rows = identities(4)
+        self.before: Callable[[str], object] = nothing
         self.drop_embed = Dropout(model.dropout, model.hidden)
         self.layers = nn.ModuleDict({str(index): Block(model, index) for index in layers})
         if last:
@@ -60,6 +63,14 @@ class Stage(nn.Module):
         """The blocks by their number in the model, in order."""
         return {int(name): cast(Block, block) for name, block in self.layers.items()}
 
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The modules whose weights each part of a forward reads, in the order in which they compute."""
+        embeddings: list[nn.Module] = [self.embed] if self.first else []
+        if self.learned_positions:
+            embeddings.append(self.embed_positions)
+        blocks = {name: [block] for name, block in self.layers.items()}
+        return {"embed": embeddings, **blocks, "head": [self.norm, self.head] if self.last else []}
+
     def tie(self) -> None:
         """Make head and embedding one parameter again, after something replaced the embedding's weight."""
         if self.last and self.model.tied_embeddings:
@@ -70,6 +81,7 @@ class Stage(nn.Module):
         serial = batch.serial if self.model.dropout else None
         rows = None if serial is None else self.rows(serial)
         if self.first:
+            self.before("embed")
             x = self.embed_out(self.embed(batch.tokens))
             if self.learned_positions:
                 x = x + self.positions_out(self.embed_positions(batch.positions))
@@ -78,9 +90,15 @@ class Stage(nn.Module):
         rope = None
         if self.model.position == "rope":
             rope = rope_tables(batch.positions, self.model, x.dtype)
-        for block in self.layers.values():
+        for name, block in self.layers.items():
+            self.before(name)
             x = block(x, serial, batch.documents, rope, rows)
         if not self.last:
             return x
+        self.before("head")
         (logits,) = self.apply_linears(self.head_in(self.norm(x)), (self.head,))
         return logits
+
+
+def nothing(part: str) -> None:
+    """What a stage does before its parts compute, unless something replaces it."""

@@ -21,15 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from trainer.comm.collectives import (
     CommCounter,
-    Handle,
     all_reduce,
     start_all_gather,
     start_all_reduce,
@@ -37,22 +36,16 @@ from trainer.comm.collectives import (
 )
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
-from trainer.parallel.data.layout import Bucket, Item, Slot, make_layout
+from trainer.model.stage import Stage
+from trainer.parallel.data.flat_bucket import FlatBucket, Kind
+from trainer.parallel.data.layout import Item, Slot, make_layout
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
 #: Axis under which the bytes of a composite group are counted.
 AXIS_OF_GROUP = {"kv": "tp", "embedding": "pp"}
 
-
-class Kind(NamedTuple):
-    """What all parameters of a bucket have in common."""
-
-    dtype: torch.dtype
-    decay: bool
-    replicated: bool  # over tp: only the owner counts it in norms and writes it
-    sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
-    groups: GradGroups = DENSE  # its class: the data-parallel groups
-    whole: bool = False  # each parameter lies in one shard
+#: How many reductions may be in progress behind a bucket before its sum over the replicas starts.
+SUMS_BEHIND = 1
 
 
 class ShardLayout(Protocol):
@@ -98,58 +91,7 @@ class Sharding(Protocol):
 
     def wait_params(self) -> None: ...
 
-
-class FlatBucket:
-    """The buffers of one bucket, and this rank's shard of each as a view."""
-
-    def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shards: int, shard_index: int,
-                 reduce_dtype: torch.dtype, allocate_grads: bool):  # fmt: skip
-        device = params[0].device
-        self.shards, self.shard_index = shards, shard_index
-        self.layout, self.infos, self.range = layout, infos, layout.shard(shard_index, shards)
-        self.kind = cast(Kind, layout.key)
-        self.owner = infos[0].owner
-        self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
-        self.reduce_dtype, self.shapes, self.members = reduce_dtype, [param.shape for param in params], params
-        self.direct = reduce_dtype == self.kind.dtype  # autograd itself can add to the gradient buffer
-        for slot, param in zip(layout.slots, params, strict=True):
-            view = self.params[slot.start : slot.stop].view(param.shape)
-            view.copy_(param.detach())
-            param.data = view
-        self.param_shard = self.params[slice(*self.range)]
-        self.grads: Tensor | None = None
-        self.grad_views: list[Tensor] = []
-        if allocate_grads:
-            self.open()
-            self.grad_shard = self.whole_grads[slice(*self.range)]
-        else:
-            self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
-        self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
-        self.reduction: Handle | None = None
-        self.gathering: Handle | None = None
-
-    def open(self) -> None:
-        """Allocate the whole gradient buffer, and its view for each parameter."""
-        self.grads = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.params.device)
-        slots = zip(self.layout.slots, self.shapes, strict=True)
-        self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
-
-    def close(self) -> Tensor:
-        """Release the whole gradient buffer; the buffer."""
-        whole, self.grads, self.grad_views = self.whole_grads, None, []
-        return whole
-
-    @property
-    def whole_grads(self) -> Tensor:
-        """The whole gradient buffer, while it is allocated."""
-        assert self.grads is not None
-        return self.grads
-
-    def wait_reduction(self) -> None:
-        """Wait for the reduction in progress, if any."""
-        if self.reduction is not None:
-            self.reduction.wait()
-            self.reduction = None
+    def start_forward(self) -> None: ...
 
 
 class GradBuckets:
@@ -157,7 +99,8 @@ class GradBuckets:
 
     A step: `expect(n)`; n backward passes (hooks collect every gradient, or `on_grad` is called by hand where a
     schedule computes weight gradients itself); `finish()`; the optimizer updates `param_shard` of each bucket from its
-    `grad_shard` and calls `gather(bucket)`; `wait_params()` before the next forward.
+    `grad_shard` and calls `gather(bucket)`; `start_forward()` before the next forward, whose parts each wait for their
+    own buckets (`gather_ahead`), so that a gather runs beside the computation of the parts before.
     """
 
     keeps_whole_grads = True  # each bucket has a whole gradient buffer during the whole step
@@ -182,6 +125,8 @@ class GradBuckets:
         check_classes([info for _, _, info in params], classes)
         self.mesh, self.zero, self.counter, self.classes = mesh, zero, counter, classes
         self.passes = 0
+        self._ahead: set[int] = set()  # buckets that parts of the stages wait for
+        self._aside: torch.cuda.Stream | None = None  # where sums over replicas wait for their shards
         self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
         items = [
             Item(at, param.numel(), kind_of(param.dtype, info), info.whole)
@@ -239,6 +184,8 @@ class GradBuckets:
         if number < self.launched:  # it would be lost, or change a buffer in transit
             name, count = bucket.infos[position].name, received[position]
             raise RuntimeError(f"{name} got gradient {count + 1} of this step after its bucket's reduction had started")
+        if bucket.gathering is not None:
+            raise RuntimeError(f"{bucket.infos[position].name} was used before it was gathered")
         view, grad = bucket.grad_views[position], param.grad
         assert grad is not None
         if grad is not view:
@@ -273,13 +220,35 @@ class GradBuckets:
             bucket.reduction = start_all_reduce(bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter)
         self.counter.subject = ""
         self.launched += 1
+        if self.zero and self.launched > SUMS_BEHIND:
+            self._sum_replicas(self.buckets[self.launched - 1 - SUMS_BEHIND])
+
+    def _sum_replicas(self, bucket: FlatBucket) -> None:
+        """When the shard is reduced, start its sum over the replicas; no computation waits for the one before.
+
+        On CPUs the caller waits instead, for a reduction that began `SUMS_BEHIND` buckets ago. All ranks start the same
+        sums between the same reductions.
+        """
+        replicas = self.mesh.group(bucket.kind.groups.replica)
+        if replicas is None or bucket.summed:
+            return
+        bucket.summed = True
+        if not bucket.grad_shard.is_cuda:
+            bucket.wait_reduction()
+            bucket.reduction = start_all_reduce(bucket.grad_shard, replicas, "dp", self.counter)
+            return
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(bucket.grad_shard.device)
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            if bucket.reduction is not None:
+                bucket.reduction.pass_on()
+            bucket.reduction = start_all_reduce(bucket.grad_shard, replicas, "dp", self.counter)
 
     def finish(self) -> None:
         """Wait until every `grad_shard` holds the sum over all ranks and passes."""
         while self.launched < len(self.buckets):
             self._launch()
-        for bucket in self.buckets:
-            bucket.wait_reduction()
         self._sum_parts()
         self.launched = 0
         if self._uses is None:
@@ -288,11 +257,10 @@ class GradBuckets:
     def _sum_parts(self) -> None:
         """The sums that follow the first one, on the shards only."""
         for bucket in self.buckets if self.zero else ():
-            replicas = self.mesh.group(bucket.kind.groups.replica)
-            if replicas is not None:
-                bucket.reduction = start_all_reduce(bucket.grad_shard, replicas, "dp", self.counter)
+            self._sum_replicas(bucket)
         for bucket in self.buckets:
             bucket.wait_reduction()
+            bucket.summed = False
             for name in bucket.kind.sums:
                 all_reduce(bucket.grad_shard, self.mesh.group(name), AXIS_OF_GROUP.get(name, name), self.counter)
 
@@ -311,14 +279,34 @@ class GradBuckets:
         """Start to gather a bucket's parameters from every rank's `param_shard`."""
         group = self._shard_group(bucket)
         if group is not None:
+            bucket.wait_gather()  # of a part that did not compute since
             bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
+
+    def gather_ahead(self, stages: Sequence[Stage]) -> None:
+        """Let each part of the stages wait for its own parameters, before it computes."""
+        for stage in stages:
+            needs = {name: self._holders(modules) for name, modules in stage.parts().items()}
+            self._ahead.update(*needs.values())
+            stage.before = partial(self._wait_part, needs)
+
+    def _holders(self, modules: Sequence[Module]) -> list[int]:
+        """Numbers of the buckets that hold the modules' parameters."""
+        return sorted({self._slot_of[param][0] for module in modules for param in module.parameters()})
+
+    def _wait_part(self, needs: dict[str, list[int]], name: str) -> None:
+        for number in needs[name]:
+            self.buckets[number].wait_gather()
+
+    def start_forward(self) -> None:
+        """Wait for the parameters that no part of a forward waits for."""
+        for number, bucket in enumerate(self.buckets):
+            if number not in self._ahead:
+                bucket.wait_gather()
 
     def wait_params(self) -> None:
         """Wait until every parameter is whole again."""
         for bucket in self.buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+            bucket.wait_gather()
 
     # ------------------------------------------------------------------------------------------- views
 

@@ -167,6 +167,9 @@ class FullyShardedParameters:
     def wait_params(self) -> None:
         """Nothing to wait for."""
 
+    def start_forward(self) -> None:
+        """Nothing to wait for: each forward gathers its weights."""
+
     # ------------------------------------------------------------------------------------------- views
 
     def full_grads(self) -> dict[str, Tensor]:

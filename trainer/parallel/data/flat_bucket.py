@@ -1,0 +1,84 @@
+"""One bucket of flat parameters and gradients, and this rank's shard of both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trainer.comm.collectives import Handle
+from trainer.parallel.data.layout import Bucket
+from trainer.parallel.params import DENSE, GradGroups, ParamInfo
+
+
+class Kind(NamedTuple):
+    """What all parameters of a bucket have in common."""
+
+    dtype: torch.dtype
+    decay: bool
+    replicated: bool  # over tp: only the owner counts it in norms and writes it
+    sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
+    groups: GradGroups = DENSE  # its class: the data-parallel groups
+    whole: bool = False  # each parameter lies in one shard
+
+
+class FlatBucket:
+    """The buffers of one bucket, and this rank's shard of each as a view."""
+
+    def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shards: int, shard_index: int,
+                 reduce_dtype: torch.dtype, allocate_grads: bool):  # fmt: skip
+        device = params[0].device
+        self.shards, self.shard_index = shards, shard_index
+        self.layout, self.infos, self.range = layout, infos, layout.shard(shard_index, shards)
+        self.kind = cast(Kind, layout.key)
+        self.owner = infos[0].owner
+        self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
+        self.reduce_dtype, self.shapes, self.members = reduce_dtype, [param.shape for param in params], params
+        self.direct = reduce_dtype == self.kind.dtype  # autograd itself can add to the gradient buffer
+        for slot, param in zip(layout.slots, params, strict=True):
+            view = self.params[slot.start : slot.stop].view(param.shape)
+            view.copy_(param.detach())
+            param.data = view
+        self.param_shard = self.params[slice(*self.range)]
+        self.grads: Tensor | None = None
+        self.grad_views: list[Tensor] = []
+        if allocate_grads:
+            self.open()
+            self.grad_shard = self.whole_grads[slice(*self.range)]
+        else:
+            self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
+        self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
+        self.reduction: Handle | None = None
+        self.gathering: Handle | None = None
+        self.summed = False  # over the replicas, in this step
+
+    def open(self) -> None:
+        """Allocate the whole gradient buffer, and its view for each parameter."""
+        self.grads = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.params.device)
+        slots = zip(self.layout.slots, self.shapes, strict=True)
+        self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
+
+    def close(self) -> Tensor:
+        """Release the whole gradient buffer; the buffer."""
+        whole, self.grads, self.grad_views = self.whole_grads, None, []
+        return whole
+
+    @property
+    def whole_grads(self) -> Tensor:
+        """The whole gradient buffer, while it is allocated."""
+        assert self.grads is not None
+        return self.grads
+
+    def wait_reduction(self) -> None:
+        """Wait for the reduction in progress, if any."""
+        if self.reduction is not None:
+            self.reduction.wait()
+            self.reduction = None
+
+    def wait_gather(self) -> None:
+        """Wait until the parameters are whole, if they are being gathered."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
