@@ -31,6 +31,7 @@ from .parallel import apply
 from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
+from .parallel.params import classes_of
 from .pipeline.runtime import Pipeline, stage_indices
 from .precision import Recipe
 
@@ -79,7 +80,8 @@ class Engine:
         alone = self.mesh.size("shard") == 1  # nothing to shard over: all ZeRO stages are equal
         kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
         params = list(self.part.parameters())
-        buckets = kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter)
+        classes = classes_of(par.ep)
+        buckets = kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter, classes)
         buckets.gather_ahead(self.part.stages)
         return buckets
 
@@ -88,7 +90,9 @@ class Engine:
 
         part, pipelined = self.part, self.plan.parallel.pp > 1
         return FullyShardedParameters(
-            *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device), interleaved=pipelined
+            *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
+            interleaved=pipelined,
+            classes=classes_of(self.plan.parallel.ep),
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:

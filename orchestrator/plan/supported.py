@@ -306,7 +306,14 @@ LAYOUT: dict[str, Rule] = {
 
 
 def _expert_parallel(case: Case) -> str | None:
-    return f"ep={case.ep}: the trainer does not spread experts over ranks yet" if case.ep > 1 else None
+    """The ranks that hold the same experts shard them by themselves: dp x cp of them, or a share of each zero_group."""
+    if case.ep == 1 or case.zero == 0:
+        return None
+    if case.zero_group % case.ep:
+        return f"ep={case.ep} does not divide zero_group={case.zero_group}, whose ranks then hold unlike experts"
+    if case.zero == 3 and (case.zero_group // case.ep or case.dp * case.cp) == 1:
+        return f"zero=3 with ep={case.ep} leaves no ranks to shard an expert over; legal: zero=0 to 2"
+    return None
 
 
 def _biases(case: Case) -> str | None:

@@ -290,6 +290,9 @@ DEEPSEEK = tiny_model(
     mla=Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
     yarn=Yarn(factor=8.0, original_seq_len=4, beta_fast=4.0),
 )
+FOUR_EXPERTS = tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=12, balance_loss=0.1, z_loss=0.01))
+MANY_EXPERTS = tiny_model(moe=Moe(experts=40, top_k=1, ffn_hidden=4))
+EVERY_EXPERT = tiny_model(moe=Moe(experts=2, top_k=2, ffn_hidden=12))
 FULL_RANK_QUERIES = tiny_model(mla=structs.replace(DEEPSEEK.mla, q_lora_rank=0))
 
 EXPERTS = {
@@ -317,6 +320,39 @@ EXPERTS = {
         }.items()
     },
     **{
+        f"{kind} {name}": dict(model=model, **case)
+        for kind, model in {"four experts": FOUR_EXPERTS, "deepseek": DEEPSEEK}.items()
+        for name, case in {
+            "ep2": dict(ep=2, micro_batches=3, packed=True),
+            "ep2 dp2 zero1": dict(ep=2, dp=2, zero=1, bucket_bytes=1 << 10),
+            "ep2 dp2 zero2": dict(ep=2, dp=2, zero=2),
+            "ep2 dp2 zero3": dict(ep=2, dp=2, zero=3),
+            "ep2 zero1": dict(ep=2, zero=1),
+            "ep2 tp2 sp": dict(ep=2, tp=2, micro_batch_size=2),
+            "ep2 tp2 without sp": dict(ep=2, tp=2, sp=False),
+            "ep2 cp2 zigzag": dict(ep=2, cp=2),
+            "ep2 cp2 zero3, ulysses": dict(ep=2, cp=2, zero=3, cp_method="ulysses"),
+            "ep2 pp2": dict(ep=2, pp=2, micro_batches=3),
+            "ep2 pp2 interleaved full": dict(ep=2, pp=2, vpp=2, schedule="interleaved", recompute="full"),
+            "ep2 pp2 zb_h1 tp2": dict(ep=2, pp=2, tp=2, schedule="zb_h1", micro_batches=4),
+            "ep2 pp2 zbv selective": dict(ep=2, pp=2, vpp=2, schedule="zbv", micro_batches=3, recompute="selective"),
+            "ep2 pp2 dualpipe zero1": dict(ep=2, pp=2, zero=1, schedule="dualpipe", micro_batches=2),
+            "ep2 tp2 cp2": dict(ep=2, tp=2, cp=2),
+            "ep2 tp2 dp2 zero1, dp inside ep": dict(ep=2, tp=2, dp=2, zero=1, order=("tp", "dp", "cp", "ep", "pp")),
+            "ep2 dp4 zero1 hybrid": dict(ep=2, dp=4, zero=1, zero_group=4),
+        }.items()
+    },
+    **{
+        f"four experts {name}": dict(model=FOUR_EXPERTS, **case)
+        for name, case in {
+            "ep4": dict(ep=4),
+            "ep4 tp2 sp": dict(ep=4, tp=2),
+            "ep2 tp2 pp2, five axes but cp": dict(ep=2, tp=2, pp=2, dp=1, zero=1),
+        }.items()
+    },
+    "an expert takes every token, ep2": dict(ep=2, model=EVERY_EXPERT),
+    "fewer tokens than experts, ep4": dict(ep=4, model=MANY_EXPERTS),
+    **{
         f"queries of full rank {name}": dict(model=FULL_RANK_QUERIES, **case)
         for name, case in {
             "tp2 sp": dict(tp=2),
@@ -334,6 +370,11 @@ TECHNIQUES = {
 
 #: Each is close to two others here: `make verify` runs them.
 REPEATS = {
+    *(f"deepseek {name}" for name in ("dp2 zero1", "dp2 zero2", "cp2 ulysses", "pp2 zbv tp2 without sp", "pp2")),
+    *(f"mixture {name}" for name in ("dp2 zero3", "tp4 sp", "cp2 zigzag", "tp2 cp2 full", "pp2 dualpipe dp2 zero1")),
+    *(f"four experts {name}" for name in ("ep2 dp2 zero2", "ep2 pp2", "ep2 cp2 zero3, ulysses", "ep2 tp2 cp2")),
+    *(f"deepseek {name}" for name in ("ep2 zero1", "ep2 tp2 without sp", "ep2 cp2 zigzag", "ep2 pp2 zb_h1 tp2")),
+    *(f"deepseek {name}" for name in ("ep2 pp2 interleaved full", "ep2 dp4 zero1 hybrid", "ep2 dp2 zero2")),
     *("zero3 tp2 without sp", "zero3 pp2 afab", "zero3 pp2 interleaved", "hybrid zero1 over cp", "zero2 pp2 zbv tied"),
     *("zero3 full recompute", "zero2 tp2 pp2", "hybrid zero1, dp nested inside cp", "zero1, pp innermost"),
     *("selective, tp2 without sp", "full, dp2 zero1", "selective, zb_h2", "full, 1f1b tied"),

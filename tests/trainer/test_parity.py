@@ -56,7 +56,7 @@ def launches() -> list:
     for technique, cases in TECHNIQUES.items():
         for name, case in cases.items():
             world = 1
-            for axis in ("tp", "cp", "pp", "dp"):
+            for axis in ("tp", "cp", "ep", "pp", "dp"):
                 world *= case.get(axis, 1)
             found.setdefault((technique, "float64", world, name in REPEATS), {})[name] = case
             if technique == "layouts" or name in IN_FP32:

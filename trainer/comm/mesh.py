@@ -17,12 +17,16 @@ from trainer.compat import bound_to_device, split_group
 #: Order of creation, equal on every rank; a group comes behind its parent. "kv": tp ranks that share one key/value
 #: head. "shard": ranks of "grad" that together hold one copy of the ZeRO-sharded state; "replica": those of "grad" with
 #: the same shard (hybrid sharding).
-GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
+DENSE_GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
+#: The same for experts, of which the ranks of "ep" hold different ones.
+EXPERT_GROUPS = ("expert_grad", "expert_model", "expert_shard", "expert_replica")
+GROUPS: tuple[str, ...] = (*DENSE_GROUPS, *EXPERT_GROUPS)
 
 #: Which group a group is split from, in place of the world: fewer ranks then take part.
 PARENTS = {"embedding": "pp", "kv": "tp", "shard": "grad", "replica": "grad"}
+PARENTS |= {"expert_grad": "grad", "expert_shard": "expert_grad", "expert_replica": "expert_grad"}
 #: Groups that compute waits for at once: their kernels go before those that only have to end with the step.
-URGENT = frozenset({"tp", "cp", "kv", "pp"})
+URGENT = frozenset({"tp", "cp", "ep", "kv", "pp"})
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,8 @@ class Mesh:
 
 def groups_used(plan: Plan) -> tuple[str, ...]:
     """The groups that ranks of this plan communicate in, in the order in which they are made. Dense weights are summed
-    over "grad"; "ep" and "dp" alone serve experts, "embedding" serves tied embeddings."""
-    unused = set() if plan.parallel.ep > 1 else {"ep", "dp"}
+    over "grad", experts over "expert_grad"; "embedding" serves tied embeddings."""
+    unused = {"dp"} if plan.parallel.ep > 1 else {"ep", "dp", *EXPERT_GROUPS}
     if not plan.model.tied_embeddings:
         unused.add("embedding")
     return tuple(name for name in GROUPS if name not in unused)
@@ -127,7 +131,9 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     if name == "kv":
         return _kv_replicas(plan, rank)
     if name in ("shard", "replica"):
-        return _hybrid(plan, name, rank)
+        return _hybrid(members_of(plan, "grad", rank), plan.parallel.zero_group, name, rank)
+    if name in EXPERT_GROUPS:
+        return _of_experts(plan, name, rank)
     if name in ("grad", "model", "embedding") and copies_of(plan.parallel) > 1:
         return _two_copies(plan, name, rank)
     return next((tuple(sorted(group)) for group in plan.groups[name] if rank in group), ())
@@ -141,10 +147,21 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
     return tp_ranks[first : first + share]
 
 
-def _hybrid(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """ "grad" cut into runs of `zero_group` neighbours: a run shards, equal positions in the runs hold equal shards."""
-    ranks = members_of(plan, "grad", rank)
-    size = plan.parallel.zero_group or len(ranks)
+def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
+    """As the dense groups, of the ranks that hold the same experts; "expert_model" has all experts once."""
+    if name == "expert_model":
+        return tuple(sorted(one for peer in members_of(plan, "ep", rank) for one in members_of(plan, "model", peer)))
+    mine = plan.ranks[rank].coord.ep
+    same = tuple(peer for peer in members_of(plan, "grad", rank) if plan.ranks[peer].coord.ep == mine)
+    if name == "expert_grad":
+        return same
+    return _hybrid(same, plan.parallel.zero_group // plan.parallel.ep, name.removeprefix("expert_"), rank)
+
+
+def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
+    """Ranks cut into runs of `size` neighbours (0: one run): a run shards, equal positions in the runs hold equal
+    shards."""
+    size = size or len(ranks)
     run, position = divmod(ranks.index(rank), size)
     return ranks[run * size : (run + 1) * size] if name == "shard" else ranks[position::size]
 

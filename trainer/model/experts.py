@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model, Moe
 
 from .balance import count_choices, sequence_balance, z_sum
+from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
 from .router import Router, Routing
@@ -73,8 +74,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """[b, s, hidden] -> [b, s, hidden]: stands in a block where a dense layer has its MLP.
 
-    `enter`, `sum_counts` and `dispatch` are replaceable: parallelism puts its communication there. `terms`, where they
-    are set, get the terms that balance the experts.
+    `enter`, `sum_counts`, `dispatch`, `shared_in` and `shared_out` are replaceable: parallelism puts its communication
+    there. `terms`, where they are set, get the terms that balance the experts.
     """
 
     def __init__(self, model: Model, moe: Moe):
@@ -83,6 +84,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(model, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
         self.out_bias = None
         self.enter: Enter = _enter
+        self.shared_in, self.shared_out = identities(2)
         self.dispatch: Dispatch = dispatch
         self.sum_counts: Callable[[Tensor], Tensor] = _alone  # over ranks that hold parts of the same sequences
         self.terms: LossTerms | None = None
@@ -93,7 +95,7 @@ class MixtureOfExperts(nn.Module):
             x = self._add_terms(x, routing, self.terms)
         x, routing = self.enter(x, routing)
         out = self.dispatch(x.flatten(0, -2), routing, self.experts).view_as(x)
-        return out if self.shared is None else out + self.shared(x)
+        return out if self.shared is None else out + self.shared_out(self.shared(self.shared_in(x)))
 
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
         moe = self.router.moe

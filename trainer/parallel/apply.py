@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.plan import Plan
+from orchestrator.plan.document import Coord
 from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
+from trainer.model.block import Block
 from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts, term_names
 from trainer.model.init import init_stage
@@ -34,10 +36,11 @@ from trainer.model.state import states
 
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
+from .expert.dispatch import ExpertDispatch
 from .expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
-from .params import ParamInfo, ParamTable, even_shard
+from .params import EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
-from .tensor import Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
+from .tensor import EXPERT_COLUMN, EXPERT_ROW, Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
 from .vocab import ShardedLookup, VocabParallelLoss
 
 #: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp rank
@@ -94,11 +97,15 @@ def build(
         layers = range(first, first + par.stage_layers[index])
         with torch.device("meta"):
             stage = Stage(plan.model, layers, first=index == 0, last=index == count - 1)
-        infos = registry(plan, stage, mesh.coord.tp)
+        infos = registry(plan, stage, mesh.coord)
         materialise(stage, infos, torch.device(device), dtype)
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         seed_dropout(stage, plan.job.train.seed, device)
         state_table |= allocate_states(stage, mesh, torch.device(device))
+        if par.ep > 1:
+            for block in stage.blocks.values():
+                if isinstance(block.mlp, MixtureOfExperts):
+                    block.mlp.dispatch = ExpertDispatch(mesh.required_group("ep"), None, counter)
         if mesh.group("tp") is not None:
             apply_tensor_parallel(stage, infos, mesh, plan, counter)
         if mesh.group("cp") is not None:
@@ -130,12 +137,15 @@ def build(
     return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms, state_table)
 
 
-def registry(plan: Plan, stage: Stage, tp_index: int) -> ParamTable:
-    """ParamInfo of every parameter of a stage with global shapes, for tp rank `tp_index`."""
+def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
+    """ParamInfo of every parameter of a stage with global shapes, for the rank at `coord`."""
     model, par = plan.model, plan.parallel
     table = {}
     for name, param in stage.named_parameters():
-        info = shard(name, tuple(param.shape), model, par.tp, tp_index, par.sp)
+        info = shard(name, tuple(param.shape), model, par.tp, coord.tp, par.sp)
+        if par.ep > 1 and name.endswith((*EXPERT_COLUMN, *EXPERT_ROW)):
+            cut = even_shard(0, param.shape[0], coord.ep, par.ep, "ep")
+            info = replace(info, shards=(cut, *info.shards), groups=EXPERT)
         if name == "embed.weight" and model.tied_embeddings and par.pp > 1:
             # first and last stage hold copies
             info = replace(info, sums=(*info.sums, "embedding"), owner=info.owner and stage.first)
@@ -187,7 +197,7 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
             block.attn.apply_linears = columns
         block.mlp_out = Region(out, group, counter)
         if isinstance(block.mlp, MixtureOfExperts):
-            block.mlp.enter = TokensOfAll(group, counter) if sp else TokensOfOne(group, counter)
+            apply_to_experts(block, mesh, counter, sp)
         elif splits:
             block.mlp_in = Region(into, group, counter)
         else:
@@ -203,6 +213,19 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
         stage.head_in = Region(into, group, counter)
     elif stage.last:
         stage.apply_linears = OverlappedColumnLinears(group, counter, sp)
+
+
+def apply_to_experts(block: Block, mesh: Mesh, counter: CommCounter, sp: bool) -> None:
+    """Each expert is cut over tp. Where tokens also go to other ranks, tp ranks with tokens of their own (SP) send
+    those alone and gather what arrived; else they gather the tokens before."""
+    group, mixture = mesh.required_group("tp"), block.mlp
+    assert isinstance(mixture, MixtureOfExperts)
+    if sp and mesh.group("ep") is not None:
+        mixture.dispatch = ExpertDispatch(mesh.required_group("ep"), group, counter)
+        block.mlp_out = nn.Identity()
+        mixture.shared_in, mixture.shared_out = Region(Gather, group, counter), Region(Scatter, group, counter)
+    else:
+        mixture.enter = TokensOfAll(group, counter) if sp else TokensOfOne(group, counter)
 
 
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:

@@ -39,6 +39,12 @@ class GradGroups:
 
 
 DENSE = GradGroups("dense", grad="grad", shard="shard", replica="replica", model="model")
+EXPERT = GradGroups("expert", "expert_grad", "expert_shard", "expert_replica", "expert_model")
+
+
+def classes_of(ep: int) -> tuple[GradGroups, ...]:
+    """The classes of a plan's parameters: without expert parallelism experts are dense ones."""
+    return (DENSE, EXPERT) if ep > 1 else (DENSE,)
 
 
 @dataclass(frozen=True)
