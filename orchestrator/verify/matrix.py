@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
+from orchestrator.plan.document import Mla, Moe
+
 from .cover import Row, cover
 
 MOST_PROCESSES = 8
@@ -26,11 +28,32 @@ class Technique(NamedTuple):
     pairs: str = "all"  # with which techniques of other axes: "all", "deep", or "none" (alone only)
     compile: bool = False
     dropout: float = 0.0
+    model: dict[str, Any] = {}  # fields of the model that it needs
 
 
 def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
     return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **more)
 
+
+_PLAIN = {"bias": False, "position": "rope"}
+_MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
+#: DeepSeek-V3's block: a dense layer first, shared experts, choice among groups, latent attention.
+_DEEPSEEK = {
+    **_PLAIN,
+    "moe": Moe(
+        experts=8,
+        top_k=3,
+        ffn_hidden=16,
+        shared_ffn_hidden=24,
+        first_dense_layers=1,
+        score="sigmoid",
+        routed_scale=2.5,
+        groups=4,
+        top_groups=2,
+        balance_loss=0.1,
+    ),
+    "mla": Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+}
 
 #: Techniques of one axis exclude each other. ZeRO shards over cp where there is cp, else over dp of its own.
 AXES: dict[str, tuple[Technique, ...]] = {
@@ -81,12 +104,21 @@ AXES: dict[str, tuple[Technique, ...]] = {
     ),
     # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
     "compile": (Technique("compile", {}, compile=True, pairs="none"),),
+    "experts": (
+        Technique("ep2", {"ep": 2}, model=_MIXTURE, deep=True),
+        Technique("ep2 deepseek", {"ep": 2}, model=_DEEPSEEK, deep=True),
+        Technique("ep4", {"ep": 4}, model=_MIXTURE, pairs="deep"),
+        Technique("experts on every rank", {}, model=_DEEPSEEK, pairs="deep"),
+    ),
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
 }
 
 #: Pairs that the trainer refuses. They stay cells of their own, which say why; products leave them out.
 REFUSED = {("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")}
 REFUSED |= {("zero2", "pp2 dualpipe")}
+#: Two ranks that shard an expert are none of those that hold two, or four.
+REFUSED |= {("zero3 hybrid", "ep2"), ("zero3 hybrid", "ep2 deepseek")}
+REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}
 
 #: Replicas that take unequal numbers of micro-batches, and what they are combined with.
 UNEQUAL = tuple(
@@ -158,7 +190,7 @@ class Entry(NamedTuple):
     @property
     def samples(self) -> int:
         """Of the global batch."""
-        replicas = self.degrees["dp"]
+        replicas = self.degrees["dp"] * self.degrees["ep"]
         count = replicas * (self.accumulation - 1) + 1 if self._unequal else replicas * self.accumulation
         return count * self.variation.size
 
@@ -183,7 +215,7 @@ class Entry(NamedTuple):
     @property
     def processes(self) -> int:
         degrees = self.degrees
-        return degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+        return degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] * degrees["ep"]
 
     @property
     def recompute(self) -> str:
@@ -192,7 +224,10 @@ class Entry(NamedTuple):
     @property
     def model(self) -> dict[str, Any]:
         """Fields of the model."""
-        return {**MODELS[self.variation.model], "dropout": max((t.dropout for t in self.techniques), default=0.0)}
+        found = {**MODELS[self.variation.model], "dropout": max((t.dropout for t in self.techniques), default=0.0)}
+        for technique in self.techniques:
+            found |= technique.model
+        return found
 
     @property
     def compile(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from orchestrator.config.schema import Config, ModelSpec, ParallelSpec
+from orchestrator.plan.document import Mla, Moe
 from orchestrator.plan.schedules import SCHEDULES, illegal
 from orchestrator.planner.model.layers import resolve
 
@@ -26,6 +27,7 @@ RANKS = 8
 MOST_PARAMETERS = 50_000_000
 #: What a model that is scaled down gets, and from which size on it gets that.
 HEAD_DIM, VOCAB, MOST_HEADS, MOST_HIDDEN, MOST_STAGES = 8, 257, 32, 512, 16
+MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 #: Least degree at which an axis that is used does all that it does: a hybrid of two groups of two wants four ranks.
 LEAST = 2
 
@@ -131,6 +133,25 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
         ffn_hidden=tp * ceil(48 / tp) if ffn % tp or ffn > 4 * MOST_HIDDEN else ffn,
         vocab=min(model.vocab, VOCAB),
         max_seq_len=min(model.max_seq_len, MOST_HIDDEN),
+        moe=_few_experts(model.moe, small) if model.moe else None,
+        mla=structs.replace(MLA, q_lora_rank=min(model.mla.q_lora_rank, MLA.q_lora_rank)) if model.mla else None,
+    )
+
+
+def _few_experts(moe: Moe, small: Degrees) -> Moe:
+    """Two or more on each rank, in two groups for each that a token may use, chosen as before."""
+    top_groups = min(moe.top_groups, 2)
+    groups = 2 * top_groups if moe.groups > 1 else 1
+    experts = lcm(2 * small["ep"], groups) * (2 if groups > 1 else 1)
+    return structs.replace(
+        moe,
+        experts=experts,
+        top_k=min(moe.top_k, 3, experts // groups * top_groups),
+        ffn_hidden=small["tp"] * ceil(16 / small["tp"]),
+        shared_ffn_hidden=small["tp"] * ceil(24 / small["tp"]) if moe.shared_ffn_hidden else 0,
+        first_dense_layers=min(moe.first_dense_layers, 1),
+        groups=groups,
+        top_groups=top_groups,
     )
 
 
