@@ -11,7 +11,7 @@ import errno
 import os
 
 from orchestrator.plan import Exit, Plan, PlanError
-from orchestrator.plan.supported import problems
+from orchestrator.plan.trained import problems
 
 #: errno values that mean a full disk or an exhausted quota.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -31,7 +31,7 @@ class LayoutError(TrainerError):
 
 
 def check_supported(plan: Plan) -> None:
-    """Raise LayoutError with the first rule of `orchestrator.plan.supported` that the plan breaks."""
+    """Raise LayoutError with the first rule of `orchestrator.plan.trained` that the plan breaks."""
     for problem in problems(plan):
         raise LayoutError(problem)
 

@@ -58,7 +58,7 @@ def request_of_run(folder: RunFolder) -> LaunchRequest:
 
     request = read_request(folder)
     if request.worker.bundled:
-        from orchestrator.plan.supported import refusal
+        from orchestrator.plan.trained import refusal
 
         if problem := refusal(plan_of_run(folder)):
             raise OrchError(f"run {folder.run_id}: {problem}", Exit.CONFIG)

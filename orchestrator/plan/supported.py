@@ -1,20 +1,19 @@
-"""Which layouts run: the rules that every program's layout keeps, and what the bundled trainer runs of the rest.
+"""Which layouts run: the rules that every program's layout keeps; `trained` has those of the bundled trainer.
 
-Each rule is written once, here, as a function from a `Case` to a problem in one line, or None. The planner refuses what
-breaks `LAYOUT` and warns about what breaks `TRAINER`; the search recommends neither; submit and render refuse both
+Each rule is written once, as a function from a `Case` to a problem in one line, or None. The planner refuses what
+breaks `LAYOUT` and warns about what breaks `trained.TRAINER`; the search recommends neither; submit and render refuse both
 where the bundled trainer would run the job; the trainer asks once more before it builds anything. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
 from .batch import share
-from .document import TABLE, BatchRamp, Cluster, CpMethod, Matmul, Model, Plan, Precision
-from .domains import cut, domains_of
+from .document import TABLE, BatchRamp, Cluster, CpMethod, Matmul, Model, Precision
+from .domains import domains_of
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
@@ -22,7 +21,6 @@ WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
 BALANCED = ("zigzag", "allgather")
 #: Schedules for one number of micro-batches, or for even ones only: a batch that grows has others.
 FIXED_BATCH = (TABLE, "dualpipe")
-NOT_RUN = "the bundled trainer does not run this plan"  # how every line begins that says so
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -302,105 +300,6 @@ LAYOUT: dict[str, Rule] = {
 }
 
 
-# ------------------------------------------------------------------------------------------ the bundled trainer
-
-
-def _expert_parallel(case: Case) -> str | None:
-    """The ranks that hold the same experts shard them by themselves: dp x cp of them, or a share of each zero_group."""
-    if case.ep == 1 or case.zero == 0:
-        return None
-    if case.zero_group % case.ep:
-        return f"ep={case.ep} does not divide zero_group={case.zero_group}, whose ranks then hold unlike experts"
-    if case.zero == 3 and (case.zero_group // case.ep or case.dp * case.cp) == 1:
-        return f"zero=3 with ep={case.ep} leaves no ranks to shard an expert over; legal: zero=0 to 2"
-    return None
-
-
-def _biases(case: Case) -> str | None:
-    parts = "experts" if case.model.moe else "latent attention" if case.model.mla else None
-    return f"model {case.model.name}: the trainer's {parts} do not have biases" if parts and case.model.bias else None
-
-
-def _matmul(case: Case) -> str | None:
-    return f"train.matmul={case.matmul}: the trainer does not run it yet" if case.matmul else None
-
-
-def _grad_dtype(case: Case) -> str | None:
-    legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
-    return None if legal else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
-
-
-def _causal(case: Case) -> str | None:
-    return None if case.model.causal else f"model {case.model.name} is not causal: the trainer predicts the next token"
-
-
-def _kv_groups(case: Case) -> str | None:
-    heads, kv = case.model.heads, case.model.kv_heads
-    return f"model.kv_heads={kv} must divide model.heads={heads}" if heads % kv else None
-
-
-def _rotary(case: Case) -> str | None:
-    model = case.model
-    if model.mla is not None and model.position != "rope":
-        return f"model {model.name} has latent attention with position={model.position}: its positions are rotary"
-    name, width = ("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim) if model.mla else ("head_dim", model.head_dim)
-    return f"model.{name}={width} must be even for rotary positions" if model.position == "rope" and width % 2 else None
-
-
-def _batch_ramp(case: Case) -> str | None:
-    ramp, unit = case.batch_ramp, case.samples_at_once
-    if ramp is None:
-        return None
-    if not unit <= ramp.start_samples <= case.global_batch_samples:
-        return (
-            f"train.batch_ramp starts at {ramp.start_samples} samples; legal: from {unit} (a micro-batch a replica) to"
-            f" the full batch of {case.global_batch_samples}"
-        )
-    if case.schedule_name in FIXED_BATCH:
-        return f"train.batch_ramp changes the number of micro-batches, which schedule {case.schedule_name} fixes"
-    return None
-
-
-#: Models that the bundled trainer does not run in any layout, although another program might.
-MODELS: dict[str, Rule] = {"biases": _biases, "causal": _causal, "kv_groups": _kv_groups, "rotary": _rotary}
-#: All that the bundled trainer does not run.
-TRAINER: dict[str, Rule] = MODELS | {
-    **{"expert_parallel": _expert_parallel, "batch_ramp": _batch_ramp, "matmul": _matmul},
-    **{"grad_dtype": _grad_dtype},
-}
-
-
 def broken(case: Case, rules: Mapping[str, Rule] = LAYOUT) -> tuple[str, str] | None:
     """(rule, what is wrong) of the first rule that `case` breaks, or None."""
     return next(((name, problem) for name, rule in rules.items() if (problem := rule(case))), None)
-
-
-def case_of(plan: Plan) -> Case:
-    """The choice of degrees that a plan holds."""
-    par, train = plan.parallel, plan.job.train
-    names = ["tp", "cp", "ep", "pp", "dp", "vpp", "zero", "sp", "schedule", "schedule_rows", "cp_method", "zero_group"]
-    names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
-    same: dict[str, Any] = {name: getattr(par, name) for name in names}
-    same |= {name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")}
-    return Case(
-        **same,
-        matmul=plan.job.matmul,
-        allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
-        uneven=bool(par.replica_micro_batches),
-        model=plan.model,
-        cluster=cut(plan.cluster, range(-(-par.world_size // plan.cluster.gpus_per_node))),  # without its spares
-    )
-
-
-def problems(plan: Plan) -> Iterator[str]:
-    """Every reason for which the bundled trainer does not run a plan, in the order in which a reader would fix them."""
-    case, train, layers = case_of(plan), plan.job.train, plan.model.layers
-    yield from filter(None, (rule(case) for rule in (*TRAINER.values(), *LAYOUT.values())))
-    if train.recompute == "budget" and len(train.recompute_layers) != layers:
-        yield f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for {layers} layers"
-
-
-def refusal(plan: Plan) -> str | None:
-    """One line for people: why the bundled trainer does not run what the planner has taken. None where it does."""
-    found = broken(case_of(plan), TRAINER)
-    return found and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.plan import Plan
 from orchestrator.plan.domains import domains_of
-from orchestrator.plan.supported import refusal
+from orchestrator.plan.trained import refusal
 
 from .cost.software import SOFTWARE
 from .cost.traffic import reductions

@@ -159,7 +159,7 @@ def check(submission: Submission, options: SubmitOptions) -> None:
     dry run, a plan that needs more memory than there is."""
     if options.command:
         return
-    from orchestrator.plan.supported import refusal
+    from orchestrator.plan.trained import refusal
 
     for _, plan, _ in submission.candidates:
         if problem := refusal(plan):

@@ -14,7 +14,7 @@ from orchestrator.config.schema import ClusterSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
-from orchestrator.plan.supported import problems
+from orchestrator.plan.trained import problems
 
 from . import scale
 from .matrix import BUCKET_MIB, Entry

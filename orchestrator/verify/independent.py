@@ -30,7 +30,7 @@ from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.document import Precision
-from orchestrator.plan.supported import problems
+from orchestrator.plan.trained import problems
 from orchestrator.plan.worker import WorkerEnv
 
 from .cells import one_node

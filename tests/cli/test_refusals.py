@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
-from orchestrator.plan.supported import NOT_RUN
+from orchestrator.plan.trained import NOT_RUN
 
 U, C, S = Exit.USAGE, Exit.CONFIG, Exit.SECURITY
 

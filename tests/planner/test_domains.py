@@ -19,7 +19,8 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import Domains, cut, domains_of
-from orchestrator.plan.supported import broken, case_of
+from orchestrator.plan.supported import broken
+from orchestrator.plan.trained import case_of
 from orchestrator.planner.build import build_plan
 from orchestrator.planner.elastic.next_plan import next_plan
 from orchestrator.planner.elastic.replan import replan

@@ -14,7 +14,8 @@ from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import BatchRamp, Mla
-from orchestrator.plan.supported import LAYOUT, NOT_RUN, TRAINER, Case, broken, case_of
+from orchestrator.plan.supported import LAYOUT, Case, broken
+from orchestrator.plan.trained import NOT_RUN, TRAINER, case_of
 from orchestrator.planner.legality import check, nearest_legal
 from trainer.errors import LayoutError, check_supported
 

@@ -16,7 +16,8 @@ from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
-from orchestrator.plan.supported import TRAINER, broken
+from orchestrator.plan.supported import broken
+from orchestrator.plan.trained import TRAINER
 from orchestrator.planner.cost.pipeline import in_flight_on_rank
 from orchestrator.planner.search.space import Layout
 from tests.reference.every_layout import every_layout, front

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Mla, Moe
-from orchestrator.plan.supported import problems
+from orchestrator.plan.trained import problems
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import GPT, LLAMA, small
 from trainer.comm.collectives import CommCounter

@@ -14,7 +14,7 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.parity import ALONE, ALWAYS, HOPELESS, Cell, Errors, Verdict
-from orchestrator.plan.supported import problems
+from orchestrator.plan.trained import problems
 from trainer.parallel import vocab
 from trainer.precision import DTYPES
 

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.plan.supported import refusal
+    from orchestrator.plan.trained import refusal
     from orchestrator.plan.twin import RankRun
     from orchestrator.planner.build import build_plan
     from orchestrator.submit.cluster import ClusterResolver

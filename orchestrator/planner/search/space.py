@@ -20,7 +20,8 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import CpMethod
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
-from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, MODELS, TRAINER, Case, broken, sharding, zero_group
+from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
+from orchestrator.plan.trained import MODELS, TRAINER
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.job import make_ramp
 from orchestrator.planner.model.stages import balance_stages
