@@ -1,8 +1,8 @@
 """Which layouts run: the rules that every program's layout keeps; `trained` has those of the bundled trainer.
 
 Each rule is written once, as a function from a `Case` to a problem in one line, or None. The planner refuses what
-breaks `LAYOUT` and warns about what breaks `trained.TRAINER`; the search recommends neither; submit and render refuse both
-where the bundled trainer would run the job; the trainer asks once more before it builds anything. Pure.
+breaks `LAYOUT` and warns about what breaks `trained.TRAINER`; the search recommends neither; submit and render refuse
+both where the bundled trainer would run the job; the trainer asks once more before it builds anything. Pure.
 """
 
 from __future__ import annotations
