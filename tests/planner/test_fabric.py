@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from orchestrator.plan.ranks import AXES
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric
 from orchestrator.planner.cost.parameters import PRIOR_VALUES
-from orchestrator.planner.placement.axis_order import group_members
+from orchestrator.planner.placement.axis_order import communicating, group_members
 from tests.reference import fabric_twin as twin
 
 from . import configs
@@ -54,6 +56,49 @@ def test_equals_the_naive_twin(cluster, order, pattern, wrap, data):
         assert (path.nvlink_s, path.fabric_s) == (pytest.approx(nvlink, rel=1e-9), pytest.approx(fabric_s, rel=1e-9))
         assert path.worst_level == fabric.names[worst]
         assert sum(path.share.values()) == pytest.approx(1.0)
+
+
+@st.composite
+def clusters_in_blocks(draw):
+    """Up to 32 nodes: NVLink domains in leaves in pods, all alike, but where the last pod is cut."""
+    domain, leaf, pods, gpus = (draw(st.sampled_from(choices)) for choices in ((1, 2), (1, 2, 4), (1, 2, 4), (1, 2, 4)))
+    nodes = domain * leaf * pods - (draw(st.booleans()) and pods > 1)
+    levels = [("leaf", _blocks(nodes, domain * leaf), draw(st.sampled_from([1.0, 4.0]))), ("spine", nodes, 1.0)]
+    cluster = build_cluster(configs.cluster(nodes, gpus, levels))
+    return structs.replace(
+        cluster, nvlink_domains=[[*range(at, min(at + domain, nodes))] for at in range(0, nodes, domain)]
+    )
+
+
+def _blocks(nodes, size):
+    return [min(size, nodes - at) for at in range(0, nodes, size)]
+
+
+@given(clusters_in_blocks(), st.permutations(AXES), PATTERNS, st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_groups_of_one_block_stand_for_all(cluster, order, pattern, data):
+    """Bit for bit: plans do not change by it. Jobs on a part of the cluster, too."""
+    rest, degrees = len(cluster.node_names) * cluster.gpus_per_node, {}
+    for axis in AXES:
+        degrees[axis] = data.draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
+        rest //= degrees[axis]
+    fabric = Fabric(cluster)
+    for key in (("tp",), ("pp",), ("cp", "ep", "dp"), ("pp", "dp")):
+        mirrored = "pp" in key and len(key) > 1
+        if all(degrees[axis] == 1 for axis in key) or (mirrored and degrees["pp"] % 2):
+            continue
+        members = communicating(order, degrees, (key, pattern), 0)[0]
+        at = {axis: math.prod(degrees[inner] for inner in order[: order.index(axis)]) for axis in key}
+        few = fabric.standing_for_all(members, max(at[axis] * degrees[axis] for axis in key))
+        assert fabric.path(few, pattern) == fabric.path(members, pattern)
+
+
+def test_inner_groups_of_a_large_cluster_are_few():
+    fabric = Fabric(build_cluster(configs.cluster(64, 8, [("leaf", [8] * 8, 1.0), ("spine", 64, 1.0)])))
+    members = group_members(AXES, {"tp": 8, "cp": 4, "ep": 1, "pp": 4, "dp": 4}, ("tp",))
+    assert len(fabric.standing_for_all(members, 8)) == 1 and len(members) == 64
+    members = group_members(AXES, {"tp": 8, "cp": 4, "ep": 1, "pp": 4, "dp": 4}, ("cp",))
+    assert len(fabric.standing_for_all(members, 32)) == 16
 
 
 @given(ragged_clusters(), PATTERNS, st.randoms(use_true_random=False))

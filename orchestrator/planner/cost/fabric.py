@@ -63,12 +63,38 @@ class Fabric:
         slower = cluster.measured.stretch if cluster.measured else {}
         self.stretch = [slower.get(name, {}) for name in self.names]
         self.oversubscription = [1.0, *(level.oversubscription for level in cluster.levels)]
+        self._alike = self._blocks_alike()
 
     def reordered(self, nodes: Sequence[int]) -> Fabric:
         """The same network with node `nodes[i]` in node slot i (ranks fill slots in order)."""
         other = copy.copy(self)
         other.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
+        other._alike = other._blocks_alike()
         return other
+
+    def _blocks_alike(self) -> list[int]:
+        """GPUs of a block of each tier, innermost first, up to the first tier whose blocks differ: in size, or because
+        their nodes are not neighbours."""
+        found = list[int]()
+        for tier, blocks in enumerate(self.block):
+            size = int((blocks == blocks[0]).sum())
+            runs = blocks.reshape(-1, size) if len(blocks) % size == 0 else blocks[:, None]
+            alike = (runs == runs[:, :1]).all() and len(np.unique(runs[:, 0])) == len(runs)
+            if not alike or (self.gpus[tier][blocks] != size * self.gpus_per_node).any():
+                break
+            found.append(size * self.gpus_per_node)
+        return found
+
+    def standing_for_all(self, members: Ints, window: int) -> Ints:
+        """Of the groups int [groups, n] of all ranks, so many that each of the others has its like among them.
+
+        Each group lies in one window of so many neighbouring ranks. Windows that fill blocks which are all alike never
+        leave them, and what happens in one block happens in each.
+        """
+        for gpus in self._alike:
+            if gpus % window == 0 and members.size % gpus == 0:
+                return members[members[:, 0] < gpus]
+        return members
 
     def signature(self) -> bytes:
         """Equal for two node orders that differ only by swaps of equivalent blocks.

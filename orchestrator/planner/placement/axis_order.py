@@ -144,7 +144,9 @@ class PathCache:
         both = "pp" in varying and len(varying) > 1  # two stages that are the same one
         slot = (shape, pattern, both, wrap, math.prod(sizes.values()), zero_group)
         if slot not in self._seen:
-            self._seen[slot] = self.fabric.path(*communicating(order, sizes, key, zero_group), wrap)
+            members, way = communicating(order, sizes, key, zero_group)
+            members = self.fabric.standing_for_all(members, max(stride * size for stride, size in shape))
+            self._seen[slot] = self.fabric.path(members, way, wrap)
         return self._seen[slot]
 
 
