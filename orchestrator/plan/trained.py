@@ -13,13 +13,17 @@ NOT_RUN = "the bundled trainer does not run this plan"  # how every line begins 
 
 
 def _expert_parallel(case: Case) -> str | None:
-    """The ranks that hold the same experts shard them by themselves: dp x cp of them, or a share of each zero_group."""
-    if case.ep == 1 or case.zero == 0:
+    return expert_sharding(case.zero, case.ep, case.zero_group, case.dp * case.cp)
+
+
+def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None:
+    """The `replicas` (dp x cp) that hold the same experts shard them by themselves, or a share of each zero_group."""
+    if ep == 1 or zero == 0:
         return None
-    if case.zero_group % case.ep:
-        return f"ep={case.ep} does not divide zero_group={case.zero_group}, whose ranks then hold unlike experts"
-    if case.zero == 3 and (case.zero_group // case.ep or case.dp * case.cp) == 1:
-        return f"zero=3 with ep={case.ep} leaves no ranks to shard an expert over; legal: zero=0 to 2"
+    if group % ep:
+        return f"ep={ep} does not divide zero_group={group}, whose ranks then hold unlike experts"
+    if zero == 3 and (group // ep or replicas) == 1:
+        return f"zero=3 with ep={ep} leaves no ranks to shard an expert over; legal: zero=0 to 2"
     return None
 
 

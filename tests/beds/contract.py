@@ -35,7 +35,7 @@ def refusals(orch: Callable[..., Any], words: Sequence[str]) -> None:
     """What the backend cannot take ends with its code and one line, before there is a run folder."""
     for more, code, why in (
         (["backend.options.nonsense=1"], Exit.CONFIG, "backend.options.nonsense is not an option"),
-        (["cluster=local", "model=mixtral_8x7b", "parallel=ep2"], Exit.CONFIG, "mixture of experts"),
+        (["model=bert_large"], Exit.CONFIG, "is not causal"),
         (["--run-id", "Refused"], Exit.USAGE, "run id"),
     ):
         found = orch("submit", *words, *more, code=code)

@@ -69,7 +69,11 @@ def test_every_rule_refuses_and_names_itself(rule):
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 UNTRAINED = {
     "biases": (structs.replace(shapes.mixtral_8x7b(), bias=True), {}, "experts do not have biases"),
-    "expert_parallel": (shapes.mixtral_8x7b(), {"ep": 2}, "ep=2"),
+    "expert_parallel": (
+        shapes.mixtral_8x7b(),
+        {"ep": 2, "zero": 1, "zero_group": 1},
+        "ep=2 does not divide zero_group=1",
+    ),
     "causal": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
     "kv_groups": (structs.replace(shapes.tiny(), kv_heads=3), {}, "kv_heads=3 must divide model.heads=4"),
     "rotary": (structs.replace(shapes.tiny(), head_dim=7), {}, "head_dim=7 must be even"),

@@ -135,7 +135,9 @@ REFUSED = {
     "train.seq_len=65, test has 64 learned positions": make_plan(seq_len=65, model=tiny_model(position="learned")),
     "experts do not have biases": make_plan(model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16), bias=True)),
     "latent attention do not have biases": make_plan(model=tiny_model(mla=MLA, bias=True)),
-    "ep=2: the trainer does not": make_plan(ep=2, model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))),
+    "no ranks to shard an expert over": make_plan(
+        ep=2, zero=3, model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))
+    ),
     "is not causal": make_plan(model=tiny_model(causal=False)),
 }
 

@@ -21,7 +21,7 @@ from orchestrator.plan.document import CpMethod
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
-from orchestrator.plan.trained import MODELS, TRAINER
+from orchestrator.plan.trained import MODELS, TRAINER, expert_sharding
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.job import make_ramp
 from orchestrator.planner.model.stages import balance_stages
@@ -81,8 +81,8 @@ class Space:
         self.samples = global_batch(config)
         self.gpus = len(context.cluster.node_names) * context.cluster.gpus_per_node
         self.variants, self.schedules = cache(self._variants), cache(self._legal_schedules)
-        self._zeros: dict[tuple[str, int, int], int] = {}
-        self._counts: dict[tuple[int, int, int], int] = {}
+        self._zeros: dict[tuple[str, int, int, tuple[int, bool]], int] = {}
+        self._counts: dict[tuple[int, int, int, tuple[int, bool]], int] = {}
         domains, across = domains_of(context.cluster), par.allow_tp_across_nvlink
         #: GPUs in use, all of them first; then what groups leave that do not divide their NVLink domain
         units = {domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)}
@@ -224,20 +224,31 @@ class Space:
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
         replicas, many = mesh.dp * mesh.cp * mesh.ep, copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
-        return lambda zero: not (zero_group(zero, group, replicas) or sharding(zero, mesh.pp, schedule, many))
+        experts = (mesh.ep, group, mesh.dp * mesh.cp) if "expert_parallel" in self.rules else (1, group, 0)
+        return lambda zero: (
+            not (
+                zero_group(zero, group, replicas)
+                or sharding(zero, mesh.pp, schedule, many)
+                or expert_sharding(zero, *experts)
+            )
+        )
 
     def count(self, mesh: Mesh) -> int:
         replicas = mesh.dp * mesh.cp * mesh.ep
-        key = mesh.pp, mesh.micro_batches, replicas if self.par.zero_group else min(replicas, 2)
+        key = mesh.pp, mesh.micro_batches, replicas if self.par.zero_group else min(replicas, 2), self._experts(mesh)
         if key not in self._counts:
             self._counts[key] = len(self.recompute) * sum(
                 len(vpps) * self._sharded(mesh, schedule, key[2]) for schedule, vpps in self.schedules(*key[:2]).items()
             )
         return self._counts[key]
 
+    def _experts(self, mesh: Mesh) -> tuple[int, bool]:
+        """What decides whether experts can be sharded."""
+        return mesh.ep if self.par.zero_group else min(mesh.ep, 2), mesh.dp * mesh.cp == 1
+
     def _sharded(self, mesh: Mesh, schedule: str, replicas: int) -> int:
         """Number of ZeRO stages that are legal with a schedule."""
-        key = schedule, mesh.pp, replicas
+        key = schedule, mesh.pp, replicas, self._experts(mesh)
         if key not in self._zeros:
             self._zeros[key] = sum(map(self.shards(mesh, schedule), self.zeros(mesh)))
         return self._zeros[key]
