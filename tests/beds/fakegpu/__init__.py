@@ -178,6 +178,7 @@ def _on_gpu(rank: int, function: Callable[..., Any], store: str, world: int, *ar
     import torch
     import torch.distributed as dist
 
+    dist.barrier()  # a peer that still connects would find this rank gone
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
