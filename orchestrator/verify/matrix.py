@@ -177,8 +177,14 @@ class Entry(NamedTuple):
     @property
     def settings(self) -> tuple[str, ...]:
         """The variation as it is: model, buckets, micro-batches, text, masks."""
-        model, buckets, _, text, size, masks = self.variation
-        return model, buckets, f"{self.accumulation} x {size}", text, masks
+        model, buckets, _, text, size, _ = self.variation
+        return model, buckets, f"{self.accumulation} x {size}", text, self.masks
+
+    @property
+    def masks(self) -> str:
+        """Of one or two micro-batches none is left empty: a step of a few targets measures rounding."""
+        few = self.accumulation * self.degrees["dp"] * self.degrees["ep"] < 3
+        return "uneven" if few else self.variation.masks
 
     @property
     def accumulation(self) -> int:

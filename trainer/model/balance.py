@@ -18,6 +18,7 @@ def sequence_balance(routing: Routing, counts: Tensor) -> Tensor:
     f: share of the sequence's choices that went to an expert, times experts; P: mean score. `counts` int64
     [b, experts]: choices of whole sequences, `routing` has this rank's tokens of them, sequence after sequence.
     """
+    counts = counts.to(routing.scores.dtype)  # a quotient of integers would be fp32, also beside float64
     choices = counts.sum(-1, keepdim=True)
     tokens = choices / routing.experts.shape[-1]
     share = counts * (counts.shape[-1] / choices)

@@ -32,7 +32,7 @@ class LossTerms:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | None] = {}  # this rank's share of each term in this step, divided; None: nothing
         self.samples = self.tokens = 1  # of the step on all ranks, masked ones too: what else a term may divide by
-        self._loss_scale, self._valid_tokens, self._taken = torch.ones(()), 1, 0
+        self._loss_scale, self._valid_tokens, self._taken = torch.ones((), dtype=torch.float64), 1, 0
         self._micro_batch: int | None = None  # whose forward runs now; None in recomputation
 
     def declare(self, *names: str) -> None:

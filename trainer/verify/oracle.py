@@ -68,9 +68,8 @@ def train(
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         valid_tokens = batch.valid_tokens
-        terms_of_model.start(
-            torch.ones(()), valid_tokens, taken=1, samples=len(batch.tokens), tokens=batch.tokens.numel()
-        )
+        one, tokens = torch.ones((), dtype=torch.float64), batch.tokens.numel()
+        terms_of_model.start(one, valid_tokens, taken=1, samples=len(batch.tokens), tokens=tokens)
         with terms_of_model.forward(0):
             loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
         terms = added(valid_tokens) if added is not None else {}
