@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from orchestrator.plan.document import AXES
 from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import Traffic, rank_parameters, step_traffic
+from orchestrator.planner.cost.traffic import Traffic, rank_parameters, step_traffic, sums_table
+from orchestrator.planner.memory.rank_memory import rank_state_bytes
 from orchestrator.planner.model.layers import parameter_count
 from orchestrator.planner.model.stages import stage_range
-from orchestrator.planner.placement.axis_order import CostContext, solve
+from orchestrator.planner.placement.axis_order import CostContext, mirrored, solve
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes
@@ -154,3 +156,34 @@ def test_hybrid_sharding_inside_nodes_is_faster_where_the_network_is_slow():
         solve(context, structs.replace(plan.parallel, zero_group=group), AXES).best.cost.gradients for group in (0, 8)
     )
     assert hybrid < whole
+
+
+def test_both_ranks_of_a_stage_share_shards_and_gradients_in_a_bidirectional_pipeline():
+    """Each holds both of a pair of stages: a rank sends (n-1)/n of them with n = 2 dp, and has 1/n of the moments."""
+    one, two = (make_plan(pp=2, dp=2, zero=1, micro_batches=4, schedule=name) for name in ("1f1b", "dualpipe"))
+    every, part = ([item for item in traffic(plan) if item.axis == "dp"] for plan in (two, one))
+    assert {item.members for item in every} == {4} and {item.members for item in part} == {2}
+    assert {item.varying for item in every} == {("cp", "ep", "dp", "pp")}
+    (parameters,) = {dense for dense, _ in rank_parameters(two.model, two.parallel)}
+    assert sent(traffic(two), "dp") == pytest.approx(2 * parameters * 4 * 3 / 4)
+    shares = [rank_state_bytes(1, 0, plan.parallel, plan.job.train).optimizer for plan in (one, two)]
+    assert shares[0] == 2 * shares[1]
+
+
+def test_a_stage_is_paired_with_the_one_at_the_other_end():
+    assert mirrored(np.arange(8).reshape(1, 8), 4).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "apart"),
+    [("1f1b", 1, True), ("interleaved", 2, True), ("zbv", 2, False), ("dualpipev", 2, False), ("dualpipe", 1, False)],
+)
+def test_tied_tables_are_summed_only_where_two_ranks_hold_them(schedule, vpp, apart):
+    """And the step's seconds charge it where it is sent."""
+    plan = make_plan(pp=2, vpp=vpp, micro_batches=4, schedule=schedule, model=tiny_model(tied_embeddings=True))
+    assert sums_table(plan.model, plan.parallel) is apart
+    sent_by_all = [item for rank in every_rank(plan) for item in rank]
+    reduced = [item for item in sent_by_all if (item.axis, item.operation) == ("pp", "all_reduce")]
+    assert bool(reduced) is apart
+    untied = structs.replace(plan.model, tied_embeddings=False)
+    assert not sums_table(untied, plan.parallel)
