@@ -8,6 +8,7 @@ expert, before the last matrix: the result is the same, and the expert's outputs
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,11 +122,28 @@ def _alone(counts: Tensor) -> Tensor:
     return counts
 
 
+class Copies(NamedTuple):
+    """A copy of a token for each of its k choices, sorted by expert."""
+
+    rows: Tensor  # [n * k, hidden]
+    weights: Tensor  # [n * k]
+    counts: Tensor  # int64 [experts of the layer]
+    order: Tensor  # int64 [n * k]: which choice each copy is, token after token
+
+    @classmethod
+    def of(cls, x: Tensor, routing: Routing, experts: int) -> Copies:
+        """Of tokens [n, hidden] for a layer of so many experts."""
+        chosen = routing.experts.flatten()
+        order = chosen.argsort(stable=True)
+        rows, weights = x[order // routing.experts.shape[-1]], routing.weights.flatten()[order]
+        return cls(rows, weights, torch.bincount(chosen, minlength=experts), order)
+
+    def summed(self, out: Tensor, routing: Routing) -> Tensor:
+        """What experts returned for the copies, [n * k, hidden], summed over each token's -> [n, hidden]."""
+        return out[self.order.argsort()].unflatten(0, routing.experts.shape).sum(1)
+
+
 def dispatch(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """All experts on this rank."""
-    chosen = routing.experts.flatten()
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=experts.count)
-    top_k = routing.experts.shape[-1]
-    out = experts(x[order // top_k], counts, routing.weights.flatten()[order])
-    return out[order.argsort()].unflatten(0, (-1, top_k)).sum(1)
+    copies = Copies.of(x, routing, experts.count)
+    return copies.summed(experts(copies.rows, copies.counts, copies.weights), routing)

@@ -5,10 +5,11 @@
 3. shard it over tp: the registry of parameters       tensor.shard
 4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on every layout)
 5. tensor-parallel communication                      tensor.Region, column_parallel, vocab.ShardedLookup
-6. attention over a sequence shard                    context.apply_context_parallel
-7. recomputation of all of the above                  recompute.apply_recompute
-8. compilation, block by block, of all of the above   nn.Module.compile
-9. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
+6. experts over ranks, their terms of the loss        expert.apply_to_experts
+7. attention over a sequence shard                    context.apply_context_parallel
+8. recomputation of all of the above                  recompute.apply_recompute
+9. compilation, block by block, of all of the above   nn.Module.compile
+10. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
-from trainer.model.block import Block
 from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts, term_names
 from trainer.model.init import init_stage
@@ -36,8 +36,7 @@ from trainer.model.state import states
 
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
-from .expert.dispatch import ExpertDispatch
-from .expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
+from .expert.apply import apply_to_experts
 from .params import EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
 from .tensor import EXPERT_COLUMN, EXPERT_ROW, Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
@@ -92,6 +91,10 @@ def build(
     if indices is None:
         indices = range(mesh.coord.pp, count, par.pp)
     stages, table, state_table = list[Stage](), ParamTable(), ParamTable()
+    terms = LossTerms()
+    terms.declare(*term_names(plan.model))
+    if plan.job.train.compile:  # its counters would be constants to the compiler
+        terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     for index in sorted(indices):
         first = sum(par.stage_layers[:index])
         layers = range(first, first + par.stage_layers[index])
@@ -102,12 +105,10 @@ def build(
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         seed_dropout(stage, plan.job.train.seed, device)
         state_table |= allocate_states(stage, mesh, torch.device(device))
-        if par.ep > 1:
-            for block in stage.blocks.values():
-                if isinstance(block.mlp, MixtureOfExperts):
-                    block.mlp.dispatch = ExpertDispatch(mesh.required_group("ep"), None, counter)
         if mesh.group("tp") is not None:
             apply_tensor_parallel(stage, infos, mesh, plan, counter)
+        if plan.model.moe is not None:
+            apply_to_experts(stage, mesh, par.sp, terms, counter)
         if mesh.group("cp") is not None:
             apply_context_parallel(stage, par.cp_method, mesh, counter)
         if plan.model.dropout:
@@ -127,13 +128,6 @@ def build(
         stages[-1].tie()
         info = table["embed.weight"]
         table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
-    terms = LossTerms()
-    terms.declare(*term_names(plan.model))
-    for mixture in (module for stage in stages for module in stage.modules() if isinstance(module, MixtureOfExperts)):
-        mixture.terms = terms
-        mixture.sum_counts = SequenceCounts(mesh, par.sp, counter)
-    if plan.job.train.compile:  # its counters would be constants to the compiler
-        terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms, state_table)
 
 
@@ -197,8 +191,8 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
             block.attn.apply_linears = columns
         block.mlp_out = Region(out, group, counter)
         if isinstance(block.mlp, MixtureOfExperts):
-            apply_to_experts(block, mesh, counter, sp)
-        elif splits:
+            continue  # `apply_to_experts`
+        if splits:
             block.mlp_in = Region(into, group, counter)
         else:
             block.mlp.apply_linears = columns
@@ -213,19 +207,6 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
         stage.head_in = Region(into, group, counter)
     elif stage.last:
         stage.apply_linears = OverlappedColumnLinears(group, counter, sp)
-
-
-def apply_to_experts(block: Block, mesh: Mesh, counter: CommCounter, sp: bool) -> None:
-    """Each expert is cut over tp. Where tokens also go to other ranks, tp ranks with tokens of their own (SP) send
-    those alone and gather what arrived; else they gather the tokens before."""
-    group, mixture = mesh.required_group("tp"), block.mlp
-    assert isinstance(mixture, MixtureOfExperts)
-    if sp and mesh.group("ep") is not None:
-        mixture.dispatch = ExpertDispatch(mesh.required_group("ep"), group, counter)
-        block.mlp_out = nn.Identity()
-        mixture.shared_in, mixture.shared_out = Region(Gather, group, counter), Region(Scatter, group, counter)
-    else:
-        mixture.enter = TokensOfAll(group, counter) if sp else TokensOfOne(group, counter)
 
 
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:

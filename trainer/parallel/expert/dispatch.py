@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_gather, all_gather_uneven, all_to_all, all_to_all_uneven
 from trainer.comm.collectives import reduce_scatter_uneven as scatter_uneven
-from trainer.model.experts import Experts
+from trainer.model.experts import Copies, Experts
 from trainer.model.router import Routing
 
 AXIS, TENSOR_AXIS = "ep", "tp"
@@ -65,11 +65,9 @@ class ExpertDispatch:
         self.expert_group, self.tensor_group, self.counter = expert_group, tensor_group, counter
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        top_k, chosen = routing.experts.shape[-1], routing.experts.flatten()
-        order = chosen.argsort(stable=True)
-        rows, weights = x[order // top_k], routing.weights.flatten()[order]
         ranks = self.expert_group.size() if self.expert_group is not None else 1
-        counts = torch.bincount(chosen, minlength=ranks * experts.count).view(ranks, experts.count)
+        copies = Copies.of(x, routing, ranks * experts.count)
+        rows, weights, counts = copies.rows, copies.weights, copies.counts.view(ranks, experts.count)
         moves = []
         if self.expert_group is not None:
             move, counts = self._to_experts(counts, self.expert_group)
@@ -85,7 +83,7 @@ class ExpertDispatch:
         out = experts(rows[by_expert], counts.sum(0), weights[by_expert])[by_expert.argsort()]
         for move in reversed(moves):
             out = move.reverse(out)
-        return out[order.argsort()].unflatten(0, (-1, top_k)).sum(1)
+        return copies.summed(out, routing)
 
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""

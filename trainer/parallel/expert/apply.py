@@ -1,0 +1,40 @@
+"""Applies expert and tensor parallelism to the experts of a stage, and lets them add their terms to the loss."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.model.block import Block
+from trainer.model.experts import MixtureOfExperts
+from trainer.model.loss import LossTerms
+from trainer.model.stage import Stage
+from trainer.parallel.tensor import Gather, Region, Scatter
+
+from .dispatch import ExpertDispatch
+from .tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
+
+
+def apply_to_experts(stage: Stage, mesh: Mesh, sp: bool, terms: LossTerms, counter: CommCounter) -> None:
+    """After tensor parallelism has been put around the blocks of the stage."""
+    for block in stage.blocks.values():
+        if isinstance(block.mlp, MixtureOfExperts):
+            block.mlp.terms, block.mlp.sum_counts = terms, SequenceCounts(mesh, sp, counter)
+            _place(block, block.mlp, mesh, sp, counter)
+
+
+def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
+    """Experts are spread over ep, each is cut over tp. Where tokens also go to other ranks, tp ranks with tokens of
+    their own (SP) send those alone and gather what arrived; else they gather the tokens before."""
+    experts, tensor = mesh.group("ep"), mesh.group("tp")
+    each_its_own = sp and experts is not None
+    if experts is not None:
+        mixture.dispatch = ExpertDispatch(experts, tensor if each_its_own else None, counter)
+    if tensor is None:
+        return
+    if each_its_own:
+        block.mlp_out = nn.Identity()
+        mixture.shared_in, mixture.shared_out = Region(Gather, tensor, counter), Region(Scatter, tensor, counter)
+    else:
+        mixture.enter = TokensOfAll(tensor, counter) if sp else TokensOfOne(tensor, counter)
