@@ -64,7 +64,8 @@ class Engine:
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = ShardedOptimizer(self.buckets, rules, recipe.master)
         replica = replica_of(par, mesh.coord)
-        self._empty = computed(par, replica) - taken(par)[replica]  # empty micro-batches per step, if others take more
+        self._taken = taken(par)[replica]  # micro-batches per step, but for a batch-size ramp
+        self._empty = computed(par, replica) - self._taken  # empty ones beside them, if others take more
         self.pipeline = Pipeline.from_plan(
             *(plan, self.part.stages, self.part.loss, mesh, self.counter),
             dtype=recipe.param,
@@ -105,7 +106,7 @@ class Engine:
         self.buckets.start_forward()
         par = self.plan.parallel
         samples = par.global_batch_samples
-        if len(batches) != taken(par)[replica_of(par, self.mesh.coord)]:  # a batch-size ramp, on all replicas alike
+        if len(batches) != self._taken:  # a batch-size ramp, on all replicas alike
             samples = len(batches) * par.micro_batch_size * par.dp * par.ep
         self.part.terms.start(
             self.current_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len

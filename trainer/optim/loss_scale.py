@@ -41,11 +41,6 @@ class LossScale:
     def scale(self, value: float) -> None:
         self.current = torch.full_like(self.current, value)
 
-    @property
-    def exhausted(self) -> bool:
-        """Waits for the device."""
-        return self.scale <= LOWEST
-
     def update(self, finite: Tensor) -> None:
         """After a step whose gradient norm was `finite` (it was applied) or not (it was skipped): 0-d bool."""
         good = (self._good_steps + 1) * finite

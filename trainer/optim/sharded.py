@@ -91,12 +91,12 @@ class ShardedOptimizer:
             # a narrow gradient is widened for the update: not those of the whole model at once
             alone = self.buckets.gathers or bucket.grad_shard.dtype != self.master_dtype
             kind = bucket.kind.decay, bucket.kind.whole
-            if alone or kind not in at:
-                groups.append([index])
-            else:
+            if not alone and kind in at:
                 at[kind].append(index)
+                continue
+            groups.append([index])
             if not alone:
-                at.setdefault(kind, groups[-1])
+                at[kind] = groups[-1]
         return groups
 
     @torch.no_grad()
