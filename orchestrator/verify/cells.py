@@ -78,7 +78,7 @@ def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Itera
 
     base = load(["cluster=local", "train.precision=fp32"], config_dir)
     for entry in entries:
-        packed, empty = entry.variation.text == "packed", entry.masks == "empty"
+        packed, empty = entry.variation.text == "packed", entry.variation.masks == "empty"
         yield make(entry.name, of_entry(base, entry), packed=packed, empty=empty)
 
 

@@ -35,6 +35,8 @@ def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
     return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **more)
 
 
+#: Latent attention of a small model.
+MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 _PLAIN = {"bias": False, "position": "rope"}
 _MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
 #: DeepSeek-V3's block: a dense layer first, shared experts, choice among groups, latent attention.
@@ -52,7 +54,7 @@ _DEEPSEEK = {
         top_groups=2,
         balance_loss=0.1,
     ),
-    "mla": Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+    "mla": MLA,
 }
 
 #: Techniques of one axis exclude each other. ZeRO shards over cp where there is cp, else over dp of its own.
@@ -177,14 +179,8 @@ class Entry(NamedTuple):
     @property
     def settings(self) -> tuple[str, ...]:
         """The variation as it is: model, buckets, micro-batches, text, masks."""
-        model, buckets, _, text, size, _ = self.variation
-        return model, buckets, f"{self.accumulation} x {size}", text, self.masks
-
-    @property
-    def masks(self) -> str:
-        """Of one or two micro-batches none is left empty: a step of a few targets measures rounding."""
-        few = self.accumulation * self.degrees["dp"] * self.degrees["ep"] < 3
-        return "uneven" if few else self.variation.masks
+        model, buckets, _, text, size, masks = self.variation
+        return model, buckets, f"{self.accumulation} x {size}", text, masks
 
     @property
     def accumulation(self) -> int:

@@ -15,9 +15,11 @@ from typing import Any
 from msgspec import structs
 
 from orchestrator.config.schema import Config, ModelSpec, ParallelSpec
-from orchestrator.plan.document import Mla, Moe
+from orchestrator.plan.document import Moe
 from orchestrator.plan.schedules import SCHEDULES, illegal
 from orchestrator.planner.model.layers import resolve
+
+from .matrix import MLA
 
 #: Most ranks of a small layout: 32 take ten seconds and a gigabyte on two cores.
 MOST_RANKS = 32
@@ -27,7 +29,6 @@ RANKS = 8
 MOST_PARAMETERS = 50_000_000
 #: What a model that is scaled down gets, and from which size on it gets that.
 HEAD_DIM, VOCAB, MOST_HEADS, MOST_HIDDEN, MOST_STAGES = 8, 257, 32, 512, 16
-MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 #: Least degree at which an axis that is used does all that it does: a hybrid of two groups of two wants four ranks.
 LEAST = 2
 
