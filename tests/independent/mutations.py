@@ -25,6 +25,7 @@ import trainer.optim.loss_scale as loss_scale
 import trainer.optim.sharded as sharded
 import trainer.parallel.apply as apply
 import trainer.train as train
+from tests.mutations.base import after
 from trainer.data.batch import IGNORED
 from trainer.pipeline.runtime import Pipeline
 
@@ -413,25 +414,19 @@ def _(patch):
 
 @mutation("a resumed run has lost its moments", "second moment")
 def _(patch):
-    resumed = engine.Engine.resumed
-
     def lost(self, step, scalars):
-        resumed(self, step, scalars)
         for state in self.optimizer.states:
             state.state["exp_avg_sq"].zero_()
 
-    patch.setattr(engine.Engine, "resumed", lost)
+    after(patch, engine.Engine, "resumed", lost)
 
 
 @mutation("a resumed run begins to count its updates anew", "updates")
 def _(patch):
-    resumed = engine.Engine.resumed
-
     def lost(self, step, scalars):
-        resumed(self, step, scalars)
         self.optimizer.step_count = 0
 
-    patch.setattr(engine.Engine, "resumed", lost)
+    after(patch, engine.Engine, "resumed", lost)
 
 
 def live(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from orchestrator.plan.document import Moe
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter
-from trainer.model.experts import Experts, dispatch
+from trainer.model.experts import Dispatch, Experts, dispatch
 from trainer.model.router import Routing
 from trainer.parallel.expert.dispatch import ExpertDispatch
 from trainer.verify.ranks import run_ranks
@@ -46,35 +46,42 @@ def experts_of(part: slice, width: slice = slice(None)) -> Experts:
     return experts
 
 
+def run(case: str, rank: int, by: Dispatch, experts: Experts) -> dict:
+    """The rank's tokens through `experts` and back, forward and backward."""
+    x, routing = case_of(case, rank)
+    out = by(x, routing, experts)
+    out.backward(torch.full_like(out, 2.0) * (1 + rank))
+    grads = {name: param.grad for name, param in experts.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
+
+
+def compare(found: dict, expected: dict, atol: float) -> None:
+    for what in ("out", "x", "weights"):
+        torch.testing.assert_close(found[what], expected[what], rtol=1e-12, atol=atol)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"])
 def test_tokens_come_back_as_if_all_experts_were_here(case):
     ranks = 3
 
     def on(rank: int) -> dict:
-        x, routing = case_of(case, rank)
         experts, counter = experts_of(slice(rank * 2, rank * 2 + 2)), CommCounter()
-        out = ExpertDispatch(dist.group.WORLD, None, counter)(x, routing, experts)
-        out.backward(torch.full_like(out, 2.0) * (1 + rank))
-        grads = [x.grad, routing.weights.grad, *(param.grad for param in experts.parameters())]
-        return {"out": out, "grads": grads, "bytes": counter.bytes["ep"]}
+        found = run(case, rank, ExpertDispatch(dist.group.WORLD, None, counter), experts)
+        return found | {"bytes": counter.bytes["ep"]}
 
     found = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     for rank in range(ranks):
-        x, routing = case_of(case, rank)
-        out = dispatch(x, routing, experts)
-        torch.testing.assert_close(found[rank]["out"], out.detach(), rtol=1e-12, atol=1e-12)
-        out.backward(torch.full_like(out, 2.0) * (1 + rank))
-        for mine, one in zip(found[rank]["grads"], (x.grad, routing.weights.grad), strict=False):
-            torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-12)
+        compare(found[rank], run(case, rank, dispatch, experts), atol=1e-12)
+        routing = case_of(case, rank)[1]
         away = int((routing.experts // 2 != rank).sum())
         arrived = sum(int((case_of(case, r)[1].experts // 2 == rank).sum()) for r in range(ranks) if r != rank)
         # there and back, forward and backward: a row of 32 each; a weight there, its gradient back; the counts
         rows, weights, counts = 2 * 8 * 32 * (away + arrived), 8 * (away + arrived), 8 * 6 * 2 // 3
         assert found[rank]["bytes"] == rows + weights + counts
-    for index, param in enumerate(experts.parameters()):
-        mine = torch.cat([found[rank]["grads"][2 + index] for rank in range(ranks)])
+    for name, param in experts.named_parameters():
+        mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
         torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
 
 
@@ -92,25 +99,16 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
         for first in range(2 if expert_ranks > 1 else 0):
             group = dist.new_group([first, first + 2])
             over_experts = group if rank % 2 == first else over_experts
-        x, routing = case_of(case, rank)
         expert, part = divmod(rank, 2)
         share = 6 // expert_ranks
         experts = experts_of(slice(expert * share, (expert + 1) * share), slice(part * 6, part * 6 + 6))
-        out = ExpertDispatch(over_experts, over_slices, CommCounter())(x, routing, experts)
-        out.backward(torch.full_like(out, 2.0) * (1 + rank))
-        grads = {name: param.grad for name, param in experts.named_parameters()}
-        return {"out": out, "grads": [x.grad, routing.weights.grad], "experts": grads}
+        return run(case, rank, ExpertDispatch(over_experts, over_slices, CommCounter()), experts)
 
     ranks = 2 * expert_ranks
     found = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     for rank in range(ranks):
-        x, routing = case_of(case, rank)
-        out = dispatch(x, routing, experts)
-        torch.testing.assert_close(found[rank]["out"], out.detach(), rtol=1e-12, atol=1e-11)
-        out.backward(torch.full_like(out, 2.0) * (1 + rank))
-        for mine, one in zip(found[rank]["grads"], (x.grad, routing.weights.grad), strict=True):
-            torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-10)
+        compare(found[rank], run(case, rank, dispatch, experts), atol=1e-11)
     for name, param in experts.named_parameters():
         dim = 2 if name.startswith("down") else 1
         parts = [found[rank]["experts"][name] for rank in range(ranks)]

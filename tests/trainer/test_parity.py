@@ -19,7 +19,7 @@ from tests.beds.plans import make_plan
 from tests.reference import single
 from tests.trainer import samples
 from tests.trainer.parity_cases import GQA, IN_FP32, REPEATS, TECHNIQUES
-from tests.trainer.together import run_together, told
+from tests.trainer.together import run_together, told, world
 from trainer.precision import FP64, recipe
 from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
 from trainer.verify.ranks import run_ranks
@@ -55,24 +55,22 @@ def launches() -> list:
     found: dict[tuple, dict[str, dict]] = {}
     for technique, cases in TECHNIQUES.items():
         for name, case in cases.items():
-            world = 1
-            for axis in ("tp", "cp", "ep", "pp", "dp"):
-                world *= case.get(axis, 1)
-            found.setdefault((technique, "float64", world, name in REPEATS), {})[name] = case
+            ranks = world(case)
+            found.setdefault((technique, "float64", ranks, name in REPEATS), {})[name] = case
             if technique == "layouts" or name in IN_FP32:
-                found.setdefault((technique, "float32", world, name not in IN_FP32), {})[name] = case
+                found.setdefault((technique, "float32", ranks, name not in IN_FP32), {})[name] = case
     return [
-        pytest.param(getattr(torch, dtype), world, cases, id=f"{technique}-{dtype}-{world}{'-repeats' * repeats}",
+        pytest.param(getattr(torch, dtype), ranks, cases, id=f"{technique}-{dtype}-{ranks}{'-repeats' * repeats}",
                      marks=[pytest.mark.full] if repeats else [])
-        for (technique, dtype, world, repeats), cases in sorted(found.items())
+        for (technique, dtype, ranks, repeats), cases in sorted(found.items())
     ]  # fmt: skip
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("dtype", "world", "cases"), launches())
-def test_layouts_equal_one_process(dtype, world, cases):
+@pytest.mark.parametrize(("dtype", "ranks", "cases"), launches())
+def test_layouts_equal_one_process(dtype, ranks, cases):
     made = {name: arguments(case, dtype) for name, case in cases.items()}
-    for case, answers in run_together(run_rank, world, made).items():
+    for case, answers in run_together(run_rank, ranks, made).items():
         with told(case):
             found, expected = set().union(*answers), made[case][2]
             assert len(expected) == STEPS

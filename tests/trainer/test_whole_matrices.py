@@ -8,7 +8,7 @@ import torch
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import GPT, engine_of
 from tests.trainer.states import checkpoints, opened
-from tests.trainer.together import run_together, told
+from tests.trainer.together import assert_equal, run_together, told, world
 from trainer.errors import LayoutError
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
@@ -94,10 +94,6 @@ CASES = {
 }
 
 
-def world(case):
-    return case.get("tp", 1) * case.get("pp", 1) * case.get("dp", 1)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_owners_update_whole_matrices_in_every_layout(ranks):
@@ -108,8 +104,7 @@ def test_owners_update_whole_matrices_in_every_layout(ranks):
             made[name] = (plan, FP64, one_process(plan))
     for case, answers in run_together(run_rank, ranks, made).items():
         with told(case):
-            for worst in answers:
-                assert {what: error for what, error in worst.items() if not error <= LIMIT[torch.float64]} == {}
+            assert_equal(answers, LIMIT[torch.float64])
 
 
 def test_a_skipped_update_changes_nothing():

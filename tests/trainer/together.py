@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.verify.ranks import run_ranks
@@ -31,3 +32,14 @@ def run_together(fn: Callable[..., Any], world: int, cases: Mapping[str, tuple])
 
     answers = run_ranks(work, world, timeout=300.0)
     return {name: [answer[at] for answer in answers] for at, name in enumerate(cases)}
+
+
+def world(case: Mapping[str, Any]) -> int:
+    """Ranks of a layout given as arguments of `make_plan`."""
+    return math.prod(case.get(axis, 1) for axis in ("tp", "cp", "ep", "pp", "dp"))
+
+
+def assert_equal(answers: Sequence[Mapping[str, float]], limit: float) -> None:
+    """`answers`: what `run_rank` found on each rank, worst errors by quantity."""
+    for worst in answers:
+        assert {what: error for what, error in worst.items() if not error <= limit} == {}
