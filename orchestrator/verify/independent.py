@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +195,7 @@ def _plan(config: Config, precision: Precision, turn: int, apart: bool, size: in
 
     par, dp = config.parallel, _dp(config)
     degrees = [par.tp or 1, par.cp or 1, par.ep or 1, par.pp or 1, dp]
-    ranks = degrees[0] * degrees[1] * degrees[2] * degrees[3] * dp
+    ranks = prod(degrees)
     if ranks > MOST_RANKS:
         raise _Refused(f"{ranks} ranks are too many to run on one machine (at most {MOST_RANKS})")
     cluster = one_node(config.cluster, ranks)

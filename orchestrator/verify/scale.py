@@ -9,7 +9,7 @@ scaled in kind: norms, positions, activations and ratios stay, sizes go.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from typing import Any
 
 from msgspec import structs
@@ -49,10 +49,7 @@ def asked(config: Config) -> Degrees:
 
 
 def ranks(degrees: Degrees) -> int:
-    product = 1
-    for degree in degrees.values():
-        product *= degree
-    return product
+    return prod(degrees.values())
 
 
 def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
