@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -13,8 +15,10 @@ from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.compat import foreach_norms
 from trainer.optim.clip import SMALL, TOGETHER, squared_norm
-from trainer.optim.sharded import ShardedOptimizer, rules_of
+from trainer.optim.sharded import ShardedOptimizer, pieces, rules_of
 from trainer.parallel.data.buckets import GradBuckets
+from trainer.parallel.data.flat_bucket import FlatBucket, Kind
+from trainer.parallel.data.layout import Item, make_layout
 from trainer.parallel.params import whole
 
 F64 = torch.float64
@@ -86,3 +90,24 @@ def test_the_norm_of_many_tensors_is_that_of_all_their_elements():
     assert float(squared_norm(tensors)) == pytest.approx(exact, rel=1e-7)
     assert float(torch.stack(foreach_norms(tensors, F64)).square().sum()) == pytest.approx(exact, rel=1e-12)
     assert float(squared_norm([tensor.double() for tensor in tensors])) == pytest.approx(exact, rel=1e-14)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_pieces_are_the_elements_that_they_say(shards):
+    """Parameters that a shard cuts, that end with it and that padding follows: a checkpoint stores what they hold."""
+    sizes = [64, 100, 128, 7, 64]
+    infos = [whole(str(at), (size,)) for at, size in enumerate(sizes)]
+    values = [torch.randn(size) for size in sizes]
+    (layout,) = make_layout([Item(at, size) for at, size in enumerate(sizes)], shards, 1 << 20)
+    ordered = [slot.index for slot in layout.slots]
+    seen = {info.name: torch.zeros(size) for info, size in zip(infos, sizes, strict=True)}
+    for index in range(shards):
+        replaced = dataclasses.replace(layout, key=Kind(torch.float32, False, False, ()))
+        members = [Parameter(values[at].clone()) for at in ordered]
+        bucket = FlatBucket(replaced, members, [infos[at] for at in ordered], shards, index, torch.float32, False)
+        for info, start, stop, at in pieces(bucket):
+            piece = bucket.param_shard[at : at + stop - start]
+            assert piece.numel() == stop - start
+            seen[info.name][start:stop] += piece
+    for info, value in zip(infos, values, strict=True):
+        assert torch.equal(seen[info.name], value)
