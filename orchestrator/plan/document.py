@@ -276,6 +276,8 @@ class Train(Frozen):
     recompute_layers: list[Recompute] = []  # of recompute "budget": what the planner chose for each layer
     batch_ramp: BatchRamp | None = None
     skip_non_finite_steps: int = 0  # in a row, whose gradient is not applied, before the run stops
+    # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
+    partition_activations: bool | UnsetType = UNSET  # tensor-parallel ranks keep a share of each recomputed input
 
 
 class Optim(Frozen):

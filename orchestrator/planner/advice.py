@@ -7,7 +7,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.trained import refusal
 
 from .cost.software import SOFTWARE
-from .cost.traffic import reductions
+from .cost.traffic import reductions, shares_inputs
 
 GIB = 1 << 30
 BUBBLE = 0.20  # share of the step above which it is reported
@@ -36,6 +36,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_lay
         _sequence_length(plan),
         _replicated_state(plan),
         _sharded_gradients(plan),
+        _nothing_to_share(plan),
         _demo(plan),
     ]
     return [line for line in found if line]
@@ -162,6 +163,17 @@ def _sharded_gradients(plan: Plan) -> str | None:
         text = f"zero3 gathers weights twice and reduce-scatters gradients for each of {many} micro-batches:"
         text += f" {3 * many} Psi a step"
     return f"{text} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
+
+
+def _nothing_to_share(plan: Plan) -> str | None:
+    """Partitioned activations where there is nothing to partition."""
+    par, train = plan.parallel, plan.job.train
+    if train.partition_activations is not True or (shares_inputs(par, train) and train.recompute != "none"):
+        return None
+    why = "with tp=1 no rank holds the same activations" if par.tp == 1 else "nothing is recomputed"
+    if par.tp > 1 and par.sp:
+        why = "sequence parallelism (sp) shards the inputs of recomputed layers already"
+    return f"train.partition_activations changes nothing: {why}"
 
 
 def _demo(plan: Plan) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -37,12 +39,14 @@ def make_job(config: Config) -> doc.Job:
 def make_train(config: Config) -> doc.Train:
     """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is derived."""
     train = config.train
-    same = set(doc.Train.__struct_fields__) - {"recompute", "recompute_layers", "batch_ramp", "compile"}
+    derived = {"recompute", "recompute_layers", "batch_ramp", "compile", "partition_activations", "offload"}
+    same = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
     compiled = config.cluster.device == "cuda" if train.compile is None else train.compile
     given = {name: getattr(train, name) for name in same}
-    return doc.Train(**given, recompute=recompute, batch_ramp=ramp, compile=compiled)
+    partition = train.partition_activations or UNSET
+    return doc.Train(**given, recompute=recompute, batch_ramp=ramp, compile=compiled, partition_activations=partition)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

@@ -115,6 +115,7 @@ def of_entry(base: Config, entry: Entry) -> Config:
         recompute=entry.recompute,
         compile=entry.compile,
         clip_grad_norm=CLIP if entry.variation.size != 2 else 0.0,
+        **entry.train,
     )
     optim = structs.replace(base.optim, warmup_steps=0)
     cluster = one_node(base.cluster, entry.processes)

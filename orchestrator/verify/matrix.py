@@ -29,6 +29,7 @@ class Technique(NamedTuple):
     compile: bool = False
     dropout: float = 0.0
     model: dict[str, Any] = {}  # fields of the model that it needs
+    train: dict[str, Any] = {}  # further keys of `train`
 
 
 def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
@@ -56,6 +57,10 @@ _DEEPSEEK = {
     ),
     "mla": MLA,
 }
+
+#: Tensor-parallel ranks that share the inputs of recomputed layers.
+_SHARE = {"partition_activations": True}
+_SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
 
 #: Techniques of one axis exclude each other. ZeRO shards over cp where there is cp, else over dp of its own.
 AXES: dict[str, tuple[Technique, ...]] = {
@@ -103,6 +108,10 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("selective", {}, recompute="selective", deep=True),
         Technique("full", {}, recompute="full", deep=True),
         Technique("budget", {}, recompute="budget", pairs="deep"),
+        *(
+            Technique(f"tp2 pp2 {mode}, inputs shared", _SHARED, recompute=mode, pairs="none", train=_SHARE)
+            for mode in ("selective", "full")
+        ),
     ),
     # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
     "compile": (Technique("compile", {}, compile=True, pairs="none"),),
@@ -229,6 +238,14 @@ class Entry(NamedTuple):
         found = {**MODELS[self.variation.model], "dropout": max((t.dropout for t in self.techniques), default=0.0)}
         for technique in self.techniques:
             found |= technique.model
+        return found
+
+    @property
+    def train(self) -> dict[str, Any]:
+        """Further keys of `train`."""
+        found = dict[str, Any]()
+        for technique in self.techniques:
+            found |= technique.train
         return found
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from orchestrator.plan import AXES, SCHEMA, Plan, seal
 from orchestrator.plan import document as doc
 from orchestrator.plan.ranks import all_groups, coords
@@ -83,6 +85,7 @@ def make_plan(
     trace_steps: int = 0,
     isolate_documents: bool = False,
     model: doc.Model | None = None,
+    partition_activations: bool = False,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
     model = model or tiny_model()
@@ -137,6 +140,7 @@ def make_plan(
                 **{"steps": steps, "seq_len": seq_len, "seed": seed, "precision": precision, "grad_dtype": "fp32"},
                 **{"recompute": recompute, "clip_grad_norm": clip_grad_norm, "log_every_steps": 1},
                 **{"recompute_layers": recompute_layers or [], "compile": compile, "batch_ramp": batch_ramp},
+                partition_activations=partition_activations or UNSET,
             ),
             optim=doc.Optim(
                 **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},

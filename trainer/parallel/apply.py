@@ -37,6 +37,7 @@ from trainer.model.state import states
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
+from .kept_inputs import KeptInputs
 from .params import EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
 from .tensor import EXPERT_COLUMN, EXPERT_ROW, Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
@@ -113,7 +114,7 @@ def build(
             apply_context_parallel(stage, par.cp_method, mesh, counter)
         if plan.model.dropout:
             set_dropout_heads(stage, plan, mesh)
-        apply_recompute(stage, plan.job.train)
+        apply_recompute(stage, plan.job.train, kept_inputs(plan, mesh, counter))
         if plan.job.train.compile:
             for block in stage.blocks.values():
                 if mesh.group("cp") is not None:  # the compiler would trace into its communication
@@ -207,6 +208,14 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
         stage.head_in = Region(into, group, counter)
     elif stage.last:
         stage.apply_linears = OverlappedColumnLinears(group, counter, sp)
+
+
+def kept_inputs(plan: Plan, mesh: Mesh, counter: CommCounter) -> KeptInputs | None:
+    """How recomputed parts keep their inputs; None: whole."""
+    group = mesh.group("tp")
+    if plan.job.train.partition_activations is not True or plan.parallel.sp or group is None:
+        return None
+    return KeptInputs(group, counter)
 
 
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:

@@ -26,6 +26,10 @@ from trainer.model.linear import Linear
 from trainer.model.mlp import MLP
 from trainer.model.stage import Stage
 
+from .kept_inputs import KeptInputs
+
+Function = Callable[..., Any]
+
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 ATTENTION = {
@@ -40,18 +44,25 @@ def recompute_mode(train: Train, layer: int) -> str:
     return train.recompute_layers[layer] if train.recompute == "budget" else train.recompute
 
 
-def apply_recompute(stage: Stage, train: Train) -> None:
-    """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal."""
+def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None) -> None:
+    """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal. `inputs`: how the recomputed parts
+    keep their inputs, if not whole; not the first one's of a stage that holds its input anyway, since it received it.
+    """
+
+    def kept(function: Function, received: bool) -> Function:
+        return function if inputs is None or received else inputs.around(function)
+
+    first = next(iter(stage.blocks), None)
     for layer, block in stage.blocks.items():
-        mode = recompute_mode(train, layer)
+        mode, received = recompute_mode(train, layer), layer == first and not stage.first
         if mode == "full":
-            block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+            block.forward = kept(_checkpointed(block.forward), received)  # type: ignore[method-assign]
         elif mode == "selective":
             contexts = _attention_contexts(block)
-            block.attend = _checkpointed(block.attend, contexts)  # type: ignore[method-assign]
+            block.attend = kept(_checkpointed(block.attend, contexts), received)  # type: ignore[method-assign]
             if isinstance(block.mlp, MLP):  # experts keep all: what lies between their products is little
                 contexts = partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
-                block.mix = _checkpointed(block.mix, contexts)  # type: ignore[method-assign]
+                block.mix = kept(_checkpointed(block.mix, contexts), False)  # type: ignore[method-assign]
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 

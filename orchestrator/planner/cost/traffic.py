@@ -208,7 +208,9 @@ def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[T
     """
     overlap: tuple[Overlap, Overlap] = ("", "") if splits_backward(parallel) else ("attention", "mlp")
     if not parallel.sp:
-        return [("all_reduce", "", 2 + recomputed.layer + recomputed.end), *_each("all_reduce", overlap, 1.0)]
+        again: list[TensorOperation] = [("all_gather", "", recomputed.inputs)] if recomputed.inputs else []
+        summed: TensorOperation = ("all_reduce", "", 2 + recomputed.layer + recomputed.end)
+        return [summed, *_each("all_reduce", overlap, 1.0), *again]
     plain: list[TensorOperation] = [("all_gather", "", 2 * (2 + recomputed.gather))]
     plain += [("reduce_scatter", "", 2 + recomputed.layer + recomputed.end), *_each("reduce_scatter", overlap, 1.0)]
     return plain if splits_backward(parallel) else [*plain, *_each("all_gather", overlap, 1.0 - recomputed.gather)]
@@ -272,6 +274,7 @@ class RecomputedShare(NamedTuple):
     gather: float  # the all-gather of the sequence (sequence parallelism)
     core: float  # attention, with its communication of keys and values (context parallelism)
     end: float  # the layer's last operation too: this trainer stops when it has what backward needs
+    inputs: float = 0.0  # inputs of a recomputed part that its tensor-parallel ranks share, and gather again
 
 
 def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
@@ -284,7 +287,22 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
     orch = software.selective == "orch"
     selective *= orch
     end = 0.0 if orch else full
-    return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1), end)
+    inputs = 0.0
+    if shares_inputs(parallel, train):
+        whole = held_inputs(parallel) / max(1, sum(parallel.stage_layers))
+        inputs = full * (1.0 - whole) + selective * (2.0 - whole)
+    return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1), end, inputs)
+
+
+def shares_inputs(parallel: Parallel, train: Train) -> bool:
+    """Whether tensor-parallel ranks each keep a share of what recomputation starts from (ZeRO-R's Pa, arXiv 1910.02054,
+    section 6.1). Sequence parallelism shares it already."""
+    return train.partition_activations is True and parallel.tp > 1 and not parallel.sp
+
+
+def held_inputs(parallel: Parallel) -> int:
+    """Layers whose input a pipeline stage has received, and holds whole until its gradient is sent back."""
+    return sum(count > 0 for count in parallel.stage_layers[1:])
 
 
 def sums_table(model: Model, parallel: Parallel) -> bool:

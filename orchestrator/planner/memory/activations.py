@@ -13,7 +13,7 @@ from msgspec import Struct
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.flops import layer_moe
 from orchestrator.planner.cost.pipeline import in_flight
-from orchestrator.planner.cost.traffic import boundary_bytes
+from orchestrator.planner.cost.traffic import boundary_bytes, shares_inputs
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
@@ -48,7 +48,7 @@ class Kernels(Struct, frozen=True, kw_only=True):
         True  # outputs of experts are kept, to be weighted; else weights come before the last product
     )
     narrow_activation: bool = False  # experts' activations keep their inputs as narrow as products do
-    shared_inputs: bool = False  # tensor-parallel ranks share the inputs of fully recomputed layers (ZeRO-R's Pa)
+    shared_inputs: bool = False  # tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
     product_width: float | None = None  # bytes of a matrix product's input, where narrower than the tensor
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
@@ -152,7 +152,10 @@ def layer_activation_bytes(
         return ActivationBytes(everything - tensors.get("attention scores", 0.0) - repeated, repeated)
     rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
     everything += tensors["matmul inputs"] * (rows - 1)
+    shared = shares_inputs(parallel, train)  # a gathered input is among the buffers
     if mode == "full":
+        if shared:
+            return ActivationBytes(boundary / parallel.tp, everything - boundary)
         kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
         return ActivationBytes(kept, everything - kept)
     if kernels.selective == "alternate":
@@ -162,11 +165,12 @@ def layer_activation_bytes(
         stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
         return ActivationBytes(stored, everything - stored)
     stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
+    saved = 2 * boundary * (1 - 1 / parallel.tp) if shared else 0.0
     stored -= tensors["mlp"] / (3 if model.mlp == "gated" else 2)  # the input of the down projection
     stored -= tensors.get("attention scores", 0.0)
     if parallel.cp > 1 or not kernels.fused_attention:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
-    return ActivationBytes(stored, everything - stored)
+    return ActivationBytes(stored - saved, everything - stored)
 
 
 def _repeated_modules(
@@ -229,6 +233,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         groups = [group for group in layer_groups(model, train, ranges) if group[2]]
         stored = sum(n * kept[at[kind]][mode].stored for kind, mode, n in groups)
         stored += sum(stage[index == last] for index in stages)
+        stored += sum(received_input_bytes(model, parallel, train, kernels, part) for part in ranges if part.start)
         recomputing = [kept[at[kind]][mode].recomputing for kind, mode, _ in groups]
         ends = last in stages
         if deferred:
@@ -258,6 +263,16 @@ def logits_in_flight(schedule: str, micro_batches: int) -> int:
 def received_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
     """Bytes of a hidden state and a gradient that a pipeline rank has received and not used yet."""
     return 2 * boundary_bytes(model, parallel, train) if parallel.pp > 1 and kernels.keep_sent else 0.0
+
+
+def received_input_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels, layers: range) -> float:
+    """Bytes of the input of a stage that begins inside the model, beyond the share that its first layer keeps: the
+    stage holds it until its gradient is sent back, so sharing it saves nothing."""
+    if not layers or not shares_inputs(parallel, train):
+        return 0.0
+    mode = train.recompute_layers[layers[0]] if train.recompute == "budget" else train.recompute
+    kept = mode == "full" or (mode == "selective" and kernels.selective == "orch")
+    return boundary_bytes(model, parallel, train) * (1 - 1 / parallel.tp) if kept else 0.0
 
 
 def stage_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> tuple[float, float]:

@@ -1,0 +1,103 @@
+"""Inputs of recomputed layers shared by tensor-parallel ranks: the same gradients, 1/tp of the bytes, few messages."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from orchestrator.config.compose import load
+from orchestrator.planner.cost.software import SOFTWARE
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.memory.activations import activations
+from tests.beds.plans import make_plan
+from tests.planner.configs import build_plan
+from tests.trainer.samples import GQA, LLAMA, batch, engine_of, small
+from tests.trainer.test_recompute import live_soon
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.data.order import samples_of_step
+from trainer.metrics.memory import StorageTracker
+from trainer.parallel.apply import build
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import micro_batch
+
+#: mode of recomputation -> inputs of a layer that it keeps
+KEPT = {"full": 1, "selective": 2}
+
+
+def plan_of(mode: str, shared: bool, layers: int = 2, **values):
+    values = {"tp": 2, "sp": False, "micro_batches": 1, "micro_batch_size": 2} | values
+    return make_plan(model=small(**LLAMA, **GQA, layers=layers), recompute=mode, partition_activations=shared, **values)
+
+
+def with_and_without(rank: int, mode: str) -> list[dict]:
+    found = []
+    for shared in (False, True):
+        plan = plan_of(mode, shared)
+        part = build(plan, Mesh.from_plan(plan, rank), CommCounter())
+        (stage,) = part.stages
+        data = batch(plan.model, 2, plan.job.train.seq_len, 0, True)
+        with StorageTracker() as tracker:
+            loss = part.loss(stage(None, data), data.targets)
+            kept = min(live_soon(tracker) for _ in range(20))
+        loss.backward()
+        engine = engine_of(plan, rank)
+        batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)]
+        engine.gradients(batches, 100)
+        found.append({"kept": kept, "sent": engine.counter.take()[0]["tp"], "grads": engine.buckets.full_grads()})
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mode", KEPT)
+def test_half_the_inputs_and_the_same_gradients(mode):
+    plans = [plan_of(mode, shared) for shared in (False, True)]
+    planned = [activations(plan.model, plan.parallel, plan.job.train)[0] for plan in plans]
+    sent = [sum(one.sent_bytes for one in traffic(plan)) for plan in plans]
+    for whole, shared in run_ranks(with_and_without, 2, mode):
+        assert all(whole["grads"][name].equal(grad) for name, grad in shared["grads"].items())
+        plan = plans[0]
+        inputs = KEPT[mode] * plan.model.layers * 2 * plan.job.train.seq_len * plan.model.hidden * 4
+        assert whole["kept"] - shared["kept"] == inputs // 2 == planned[0] - planned[1]
+        assert shared["sent"] - whole["sent"] == inputs // 2 == sent[1] - sent[0]
+
+
+def traffic(plan):
+    return [one for one in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[0]
+            if one.axis == "tp"]  # fmt: skip
+
+
+def test_messages_are_less_than_a_tenth_of_tensor_parallelisms():
+    whole, shared = (sum(one.sent_bytes for one in traffic(plan_of("full", way, tp=4))) for way in (False, True))
+    assert 0 < shared - whole < 0.1 * whole
+
+
+def test_a_stage_that_has_received_its_input_keeps_it_whole():
+    """Its gradient is sent back: half of such an input would come on top of the whole."""
+    planned = [
+        [activations(plan.model, plan.parallel, plan.job.train)[stage] for stage in (0, 1)]
+        for plan in (plan_of("full", shared, 4, pp=2, micro_batches=2) for shared in (False, True))
+    ]
+    once = 2 * 16 * 32 * 4 // 2
+    saved = [before - after for before, after in zip(*planned, strict=True)]
+    assert saved == [2 * 2 * once, once]  # two micro-batches of two layers; of one micro-batch the second layer
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["parallel=tp2_dp4"], "sp"),
+        (["parallel=dp8"], "tp=1"),
+        (["parallel=tp2_dp4_sp0", "train.recompute=none"], "nothing is recomputed"),
+        (["parallel=tp2_dp4_sp0"], None),
+    ],
+)
+def test_a_plan_says_where_it_changes_nothing(words, why):
+    plan = build_plan(load(["cluster=h100x8", "train.recompute=full", "train.partition_activations=true", *words]))
+    said = [line for line in plan.warnings if "partition_activations" in line]
+    assert (why in said[0]) if why else not said
+
+
+def test_a_plan_without_it_does_not_name_it():
+    plan = build_plan(load(["cluster=h100x8", "parallel=tp2_sp0", "train.recompute=full"]))
+    assert b"partition_activations" not in msgspec.json.encode(plan)
