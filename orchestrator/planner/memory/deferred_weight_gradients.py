@@ -110,12 +110,6 @@ def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = Non
     return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
 
 
-def in_flight_before_input_gradient(schedule: str, p: int, m: int, rank: int, held: int) -> int:
-    """Most micro-batches of a rank before their I. `held`: `pipeline.in_flight_on_rank`, before W included."""
-    step = SPLIT_BACKWARD.get(schedule)
-    return held if step is None else min(m, step * (p - 1 - rank) + 1)
-
-
 @lru_cache(maxsize=4096)
 def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
     """Points of a schedule, cached: after a few rounds of micro-batches further ones add no new points."""

@@ -66,7 +66,7 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
 class Candidate:
     """One nesting order and its cost."""
 
-    def __init__(self, order: tuple[Axis, ...], paths: dict[PathKey, Path], work: Work, nodes: tuple[int, ...] = ()):
+    def __init__(self, order: tuple[Axis, ...], paths: Mapping[PathKey, Path], work: Work, nodes: tuple[int, ...] = ()):
         """`nodes`: the node in each slot; empty: the cluster's first nodes in their order."""
         self.order, self.paths, self.work, self.nodes = order, paths, work, nodes
 
@@ -150,6 +150,25 @@ class PathCache:
         return self._seen[slot]
 
 
+class Paths(Mapping[PathKey, Path]):
+    """Paths of a nesting order, each found when it is asked for: most orders are out by the path of their tp groups."""
+
+    def __init__(
+        self, cache: PathCache, order: Sequence[Axis], sizes: Mapping[str, int], wanted: dict[PathKey, bool], group: int
+    ):
+        """`wanted`: keys, and whether the last member of a group sends to the first. `group`: as `zero_group`."""
+        self.cache, self.order, self.sizes, self.wanted, self.group = cache, order, sizes, wanted, group
+
+    def __getitem__(self, key: PathKey) -> Path:
+        return self.cache.path(self.order, self.sizes, key, self.wanted[key], self.group)
+
+    def __iter__(self) -> Iterator[PathKey]:
+        return iter(self.wanted)
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+
 def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
     """What paths the communication of all pipeline ranks takes."""
     ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
@@ -168,12 +187,10 @@ def candidates(
     # only virtual stages send from the last rank to the first
     wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
     wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
-    result = []
-    for order in [tuple(only)] if only else orders(sizes):
-        group = parallel.zero_group
-        paths = {key: path_cache.path(order, sizes, key, wrap, group) for key, wrap in wanted.items()}
-        result.append(Candidate(order, paths, work, path_cache.nodes))
-    return result
+    return [
+        Candidate(order, Paths(path_cache, order, sizes, wanted, parallel.zero_group), work, path_cache.nodes)
+        for order in ([tuple(only)] if only else orders(sizes))
+    ]
 
 
 def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:

@@ -28,8 +28,8 @@ from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank
 from orchestrator.planner.cost.step_time import constant_seconds, step_factor
 from orchestrator.planner.cost.traffic import DENSE_REPLICAS
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.activations import logits_in_flight
-from orchestrator.planner.memory.deferred_weight_gradients import in_flight_before_input_gradient
+from orchestrator.planner.memory.activations import LIMITS, logits_in_flight
+from orchestrator.planner.memory.deferred_weight_gradients import DeferredGradients
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, StageSeconds
@@ -180,7 +180,7 @@ class RecomputeBound:
         layers, as many micro-batches as there are ranks.
         """
         cost, pp, least = self.cost, self.mesh.pp, self.base.shapes.least
-        kept = least * min(one.stored for one in cost.activation_bytes(self.recompute) if one.stored)
+        kept = least * min(one.stored for one in cost.kept("1f1b").layers(self.recompute) if one.stored)
         average, fewest = cost.average_params(pp), cost.fewest_params(least)
         size = max(self._states(*average) + kept, self._states(*fewest) + min(self.mesh.micro_batches, pp) * kept)
         return cost.recipe.process_bytes(size) * ROUNDING
@@ -227,25 +227,43 @@ class PipelineBound:
 
     def kept(self, schedule: str) -> list[float]:
         """Lower bound of the activation bytes of each rank of the shape."""
-        return [self._kept(rank, schedule) for rank in self.shape.ranks]
+        cost, mesh = self.branch.cost, self.branch.mesh
+        if not self.split or cost.kept(schedule).kernels.fills_limit:
+            return [self._kept(rank, schedule) for rank in self.shape.ranks]
+        par = structs.replace(cost.par, schedule=schedule, pp=mesh.pp, vpp=self.vpp, micro_batches=mesh.micro_batches)
+        deferred = DeferredGradients(cost.context.model, par, cost.context.train)
+        return [self._kept(rank, schedule, deferred) for rank in self.shape.ranks]
 
-    def _kept(self, rank: RankShape, schedule: str) -> float:
+    def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None = None) -> float:
         branch, mesh, cost = self.branch, self.branch.mesh, self.branch.cost
-        (dense, dense_more), (moe, moe_more) = (
-            (one.stored, one.recomputing) for one in cost.activation_bytes(branch.recompute)
-        )
-        inner, last = cost.stage_bytes
-        held = rank.dense * dense + rank.moe * moe + (self.held - rank.head) * inner + rank.head * last
-        recomputing = max(dense_more if rank.dense else 0.0, moe_more if rank.moe else 0.0)
-        m = mesh.micro_batches
+        keeps, m = cost.kept(schedule), mesh.micro_batches
+        layers = [
+            (many, kind, one.stored, one.recomputing)
+            for kind, (many, one) in enumerate(zip((rank.dense, rank.moe), keeps.layers(branch.recompute), strict=True))
+            if many
+        ]
+        inner, last = keeps.stage
+        held = sum(many * stored for many, _, stored, _ in layers) + (self.held - rank.head) * inner + rank.head * last
         in_flight = in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank.rank)
-        # deferred weight gradients come on top of this
-        in_flight = in_flight_before_input_gradient(schedule, mesh.pp, m, rank.rank, in_flight)
+        if keeps.kernels.fills_limit and schedule in LIMITS:
+            in_flight = min(m, LIMITS[schedule] * mesh.pp)
+        messages = 1 if rank.head and self.held == 1 else 2  # the last stage receives no gradient
+        received = messages * cost.boundary if mesh.pp > 1 and keeps.kernels.keep_sent else 0.0
+        if deferred:
+            head, loss = (keeps.head, keeps.loss) if rank.head else (None, 0.0)
+            inner = in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank.inner)
+            return (
+                loss
+                + received
+                + max(
+                    deferred.peak(where, count, held / self.held, self.held, layers, head)
+                    for where, count in {(rank.rank, in_flight), (rank.inner, inner)}
+                )
+            )
+        recomputing = max((more for *_, more in layers), default=0.0)
         if rank.head:
             more = logits_in_flight(schedule, m) - 1
-            recomputing = max(recomputing, cost.head_kept) + more * cost.head_kept + cost.loss_bytes
-        messages = 1 if rank.head and self.held == 1 else 2  # the last stage receives no gradient
-        received = messages * cost.boundary if mesh.pp > 1 and cost.kernels.keep_sent else 0.0
+            recomputing = max(recomputing, keeps.head) + more * keeps.head + keeps.loss
         return held / self.held * in_flight + recomputing + received
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:

@@ -23,6 +23,7 @@ from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.traffic import boundary_bytes, grad_bytes, hidden_bytes, recomputed_share
 from orchestrator.planner.memory import activations
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.memory.recipe import Recipe, kernels_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
@@ -79,6 +80,29 @@ def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
     )
 
 
+class Kept:
+    """Activation bytes of the parts of a stage for one micro-batch, with a schedule like `schedule`."""
+
+    def __init__(self, cost: LayerCost, schedule: str):
+        model, train = cost.context.model, cost.context.train
+        self.cost, self.par = cost, structs.replace(cost.par, schedule=schedule)
+        self.kernels = kernels_of(cost.recipe, cost.context.cluster, model, self.par, cost.context.matmul)
+        self.head = activations.head_bytes(model, self.par, train, self.kernels)
+        self.stage = activations.stage_bytes(model, self.par, train, self.kernels)
+        self.loss = activations.loss_bytes(model, self.par, train, self.kernels)
+        self._layers: dict[str, list[activations.ActivationBytes]] = {}
+
+    def layers(self, recompute: str) -> list[activations.ActivationBytes]:
+        """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
+        if recompute not in self._layers:
+            cost, of = self.cost, activations.layer_activation_bytes
+            same = cost.tokens, self.par, cost.context.trains[recompute], self.kernels, recompute
+            self._layers[recompute] = [
+                NO_ACTIVATIONS if layer is None else of(cost.context.model, layer, *same) for layer in cost.kinds
+            ]
+        return self._layers[recompute]
+
+
 class LayerCost:
     """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
 
@@ -87,7 +111,7 @@ class LayerCost:
     ):
         """`par`: of any layout of the mesh; only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
         model, train = context.model, context.train
-        par = structs.replace(par, schedule="1f1b")  # a schedule that splits backward keeps no less
+        par = structs.replace(par, schedule="1f1b")
         self.par, self.context, self.params, self.recipe = par, context, params, recipe
         self.kinds, self.trains = sample_layers(model), context.trains
         self.tokens, self.hidden = par.micro_batch_size * train.seq_len / par.cp, hidden_bytes(model, par, train)
@@ -96,11 +120,7 @@ class LayerCost:
         self.widths = DTYPE_BYTES[train.precision], grad_bytes(train, context.software)
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
-        self.kernels = kernels_of(recipe, context.cluster, model, par, context.matmul)
         self.boundary = boundary_bytes(model, par, train)
-        self.head_kept = activations.head_bytes(model, par, train, self.kernels)
-        self.loss_bytes = activations.loss_bytes(model, par, train, self.kernels)
-        self.stage_bytes = activations.stage_bytes(model, par, train, self.kernels)
         self._known: dict[tuple[object, ...], Any] = {}
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
@@ -164,15 +184,11 @@ class LayerCost:
             self._known[key] = make(*args)
         return self._known[key]
 
-    def activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
-        """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
-        found: list[activations.ActivationBytes] = self._once((recompute,), self._activation_bytes, recompute)
+    def kept(self, schedule: str) -> Kept:
+        """Activation bytes; the same for all schedules that do alike with backward."""
+        alike = schedule if schedule in SPLIT_BACKWARD else "1f1b"
+        found: Kept = self._once((alike,), Kept, self, alike)
         return found
-
-    def _activation_bytes(self, recompute: str) -> list[activations.ActivationBytes]:
-        model, train = self.context.model, self.trains[recompute]
-        of, same = activations.layer_activation_bytes, (self.tokens, self.par, train, self.kernels, recompute)
-        return [NO_ACTIVATIONS if layer is None else of(model, layer, *same) for layer in self.kinds]
 
     # -------------------------------------------------------------------------------------- parameters
 

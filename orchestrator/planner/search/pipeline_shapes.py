@@ -19,6 +19,7 @@ class RankShape(NamedTuple):
     head: int  # copies of the last stage
     table: int  # copies of the first stage
     rank: int  # first of the ranks that hold the same: it has the most micro-batches in flight
+    inner: int  # of these ranks the one farthest from both ends: it defers the most weight gradients
     before: tuple[int, int, int]  # stages, dense layers, MoE layers ahead of the last of these ranks
 
 
@@ -55,15 +56,17 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
     for count in parallel.stage_layers:
         starts.append(starts[-1] + count)
     kinds = [dense_and_moe(model, starts[s], starts[s + 1]) for s in range(stages)]
-    alike: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # held -> (first rank, latest first stage)
+    #: held -> (first rank, innermost rank, latest first stage)
+    alike: dict[tuple[int, int, int, int], tuple[int, int, int]] = {}
     for rank, own in enumerate(held):
         dense, moe = sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)
         holds = dense, moe, own.count(stages - 1), own.count(0)
-        first, latest = alike.get(holds, (rank, 0))
-        alike[holds] = first, max(latest, min(own))
+        first, inner, latest = alike.get(holds, (rank, rank, 0))
+        inner = max(inner, rank, key=lambda one: min(one, len(held) - 1 - one))
+        alike[holds] = first, inner, max(latest, min(own))
     ranks = [
-        RankShape(*holds, rank, (stage, *dense_and_moe(model, 0, starts[stage])))
-        for holds, (rank, stage) in alike.items()
+        RankShape(*holds, rank, inner, (stage, *dense_and_moe(model, 0, starts[stage])))
+        for holds, (rank, inner, stage) in alike.items()
     ]
     copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
     return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1)
