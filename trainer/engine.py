@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
+from orchestrator.plan.document import Train
 from orchestrator.plan.schedules import schedule_of
 
 from .checkpoint.format import StatePiece
@@ -24,6 +26,7 @@ from .comm.collectives import CommCounter, all_reduce
 from .comm.mesh import Mesh
 from .comm.timers import PhaseTimer
 from .data.batch import MicroBatch, without_targets
+from .host import HostMemory
 from .optim.clip import clip_coefficient, grad_norm
 from .optim.loss_scale import LossScale
 from .optim.sharded import ShardedOptimizer, rules_of
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
     from .parallel.data.fsdp import FullyShardedParameters
 
     Buckets = GradBuckets | FullyShardedParameters
+
+
+def offloads(train: Train) -> bool:
+    """Whether the optimizer is outside of the device's memory."""
+    return train.offload is not UNSET and bool(train.offload.optimizer)
 
 
 class Engine:
@@ -61,8 +69,9 @@ class Engine:
         self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
         rules, table = rules_of(plan.job.optim), self.part.table
         table |= {name: replace(info, whole=True) for name, info in table.items() if rules.owns(info)}
+        self.host = HostMemory(device) if offloads(plan.job.train) else None
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
-        self.optimizer = ShardedOptimizer(self.buckets, rules, recipe.master)
+        self.optimizer = ShardedOptimizer(self.buckets, rules, recipe.master, self.host)
         replica = replica_of(par, mesh.coord)
         self._taken = taken(par)[replica]  # micro-batches per step, but for a batch-size ramp
         self._empty = computed(par, replica) - self._taken  # empty ones beside them, if others take more
@@ -82,7 +91,8 @@ class Engine:
         kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
         params = list(self.part.parameters())
         classes = classes_of(par.ep)
-        buckets = kind(params, self.mesh, zero, self.recipe.reduce, par.bucket_bytes, self.counter, classes)
+        recipe, size = self.recipe, par.bucket_bytes
+        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self.host)
         buckets.gather_ahead(self.part.stages)
         return buckets
 
@@ -94,6 +104,7 @@ class Engine:
             *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
             interleaved=pipelined,
             classes=classes_of(self.plan.parallel.ep),
+            host=self.host,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:

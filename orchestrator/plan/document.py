@@ -238,6 +238,7 @@ class Memory(Frozen, omit_defaults=True):
     capacity: int
     worst_rank: int
     sd: float = 0.0  # standard deviation of the relative error of `total`, from the profile
+    host: int = 0  # offloaded: in the memory of the rank's host, no part of `total`
 
 
 class Time(Frozen, omit_defaults=True):
@@ -263,6 +264,16 @@ class BatchRamp(Frozen):
     over_samples: int  # from this many consumed samples on it is `parallel.global_batch_samples`
 
 
+class Offload(Frozen, omit_defaults=True):
+    """What is kept outside of the device's memory."""
+
+    optimizer: Literal["", "host", "disk"] = ""  # gradients, master weights and moments; "": on the device
+    activations: bool = False  # inputs of recomputed layers on the host
+    delayed: bool = False  # an update is computed during the next step, whose forward does not know it
+    dir: str = ""  # of "disk"; "": the run folder
+    buffer_bytes: int = 0  # of "disk": host memory through which the state passes, on each rank
+
+
 class Train(Frozen):
     steps: int
     seq_len: int
@@ -278,6 +289,7 @@ class Train(Frozen):
     skip_non_finite_steps: int = 0  # in a row, whose gradient is not applied, before the run stops
     # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
     partition_activations: bool | UnsetType = UNSET  # tensor-parallel ranks keep a share of each recomputed input
+    offload: Offload | UnsetType = UNSET
 
 
 class Optim(Frozen):

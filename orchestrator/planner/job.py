@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from orchestrator.config.schema import BatchRampSpec, Config
+from orchestrator.config.schema import BatchRampSpec, Config, TrainSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
@@ -45,8 +45,21 @@ def make_train(config: Config) -> doc.Train:
     recompute = train.recompute or "none"
     compiled = config.cluster.device == "cuda" if train.compile is None else train.compile
     given = {name: getattr(train, name) for name in same}
-    partition = train.partition_activations or UNSET
-    return doc.Train(**given, recompute=recompute, batch_ramp=ramp, compile=compiled, partition_activations=partition)
+    return doc.Train(
+        **given,
+        recompute=recompute,
+        batch_ramp=ramp,
+        compile=compiled,
+        partition_activations=train.partition_activations or UNSET,
+        offload=make_offload(train),
+    )
+
+
+def make_offload(train: TrainSpec) -> doc.Offload | UnsetType:
+    """What is kept outside of the device's memory; UNSET: nothing."""
+    if train.offload == "none":
+        return UNSET
+    return doc.Offload(optimizer=train.offload)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

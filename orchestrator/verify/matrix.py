@@ -58,6 +58,8 @@ _DEEPSEEK = {
     "mla": MLA,
 }
 
+#: Gradients, master weights and moments in the memory of the host.
+_HOST = {"offload": "host"}
 #: Tensor-parallel ranks that share the inputs of recomputed layers.
 _SHARE = {"partition_activations": True}
 _SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
@@ -73,6 +75,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
         Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
         Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
+        Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
+        *(
+            Technique(f"zero{zero} on the host", {"zero": zero, "dp": 2}, pairs="none", train=_HOST)
+            for zero in (0, 2, 3)
+        ),
+        Technique("zero2 hybrid on the host", {"zero": 2, "dp": 4, "zero_group": 2}, pairs="none", train=_HOST),
     ),
     "tensor": (
         Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),

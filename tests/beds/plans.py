@@ -86,6 +86,7 @@ def make_plan(
     isolate_documents: bool = False,
     model: doc.Model | None = None,
     partition_activations: bool = False,
+    offload: doc.Offload | None = None,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
     model = model or tiny_model()
@@ -141,6 +142,7 @@ def make_plan(
                 **{"recompute": recompute, "clip_grad_norm": clip_grad_norm, "log_every_steps": 1},
                 **{"recompute_layers": recompute_layers or [], "compile": compile, "batch_ramp": batch_ramp},
                 partition_activations=partition_activations or UNSET,
+                offload=offload or UNSET,
             ),
             optim=doc.Optim(
                 **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.plan import Plan
+from orchestrator.plan.document import Offload
 from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
@@ -22,6 +23,7 @@ LLAMA = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 
 GPT = LLAMA | {"norm": "layer", "mlp": "plain", "position": "learned", "activation": "gelu", "bias": True}
 GPT |= {"tied_embeddings": True, "max_seq_len": 128}
 PIPE = {"pp": 2, "micro_batches": 4}
+HOST = Offload(optimizer="host")
 
 QUICK = {
     "one process": {},
@@ -31,6 +33,8 @@ QUICK = {
     "pp2": PIPE,
     "cp2 selective": {"cp": 2, "recompute": "selective"},
     "dp2 zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
+    "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
+    "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
 }
 MORE = {
     "selective": {"recompute": "selective"},
@@ -59,6 +63,9 @@ MORE = {
     "tp2 pp2 zb_h1": PIPE | {"tp": 2, "schedule": "zb_h1"},
     "pp4 zb_h2": {"pp": 4, "micro_batches": 8, "schedule": "zb_h2"},
     "GPT, tied": {"model": GPT},
+    "on the host": {"offload": HOST},
+    "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
+    "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
 }
 #: Close to others: with the published proof, `make verify`.
@@ -66,7 +73,7 @@ FULL = {
     "two samples", "tp2 without sp, selective", "pp2 full", "pp2 all forward first", "cp2 all-gather", "cp2 full",
     "pp2 dp2 zero3", "pp2 zb_h1 selective", "tp2 pp2 zb_h1", "GPT, tied, pp2",
 }  # fmt: skip
-STATES = ("params", "grads", "optimizer")
+STATES = ("params", "grads", "optimizer", "host")
 
 
 def plan_of(layout: dict) -> Plan:
@@ -139,7 +146,7 @@ def test_planned_is_measured(layouts):
         for planned, held, padding in found:
             with told(name):
                 # fp32: the only padded cases
-                padded = {"params": 4 * padding, "grads": 4 * padding, "optimizer": 8 * padding}
+                padded = {"params": 4 * padding, "grads": 4 * padding, "optimizer": 8 * padding, "host": 0}
                 assert {one: held[one] - planned[one] for one in STATES} == padded
                 assert planned["activations"] == pytest.approx(held["activations"], rel=0.05)
 

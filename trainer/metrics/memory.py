@@ -3,7 +3,7 @@
 `params`, `grads` and `optimizer` are storages that the trainer registers; weights that ZeRO-3 gathers temporarily are
 params too. `activations` are kept for backward: what autograd saves, what outlives the forward that made it, what
 recomputation computes again. `buffers` is everything else inside a step: temporaries, gradients not yet reduced,
-communication buffers. `total` is the sum.
+communication buffers. `total` is their sum. `host` is what was offloaded there, and no part of it.
 
 A dispatch mode tracks every storage that an operator creates until it is freed. It costs some microseconds per operator
 and runs only on measured steps. With compiled blocks it stays off, since it would be compiled too or prevent
@@ -30,7 +30,7 @@ from trainer.compat import DispatchMode, storage_key, top_saved_tensors_hook, wa
 if TYPE_CHECKING:
     from trainer.engine import Engine
 
-CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
+CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers", "host")
 
 #: What `torch.tensor(data)` does last: its argument has just been made and no operator has shown it yet.
 LIFT = torch.ops.aten.lift_fresh.default
@@ -68,7 +68,8 @@ class Point(NamedTuple):
 
     @property
     def total(self) -> int:
-        return sum(self.held.values())
+        """On the device."""
+        return sum(self.held.values()) - self.held.get("host", 0)
 
 
 class StorageTracker(DispatchMode):
@@ -279,6 +280,9 @@ class StepMemory:
 
         lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, optimizer)
         registered = dict(zip(("params", "grads", "optimizer"), lists, strict=True))
+        if engine.host is not None:
+            host = engine.host  # first: a gradient shard that is there is not on the device
+            registered = {"host": lambda: host.tensors, **registered}
         running, opaque = engine.pipeline.action_times.running, engine.plan.job.train.compile
         found = cls(engine.device, registered, running, opaque)
         engine.pipeline.weight_grads.on_defer = lambda grad: found.tracker.keep(grad)
@@ -303,4 +307,5 @@ class StepMemory:
             yield
         highest = max(self.points(), key=_total, default=Point(0.0, dict.fromkeys(CATEGORIES, 0)))
         unseen = max(torch.cuda.max_memory_allocated(self.device) - highest.total, 0) if cuda else 0
-        result.update(highest.held, buffers=highest.held["buffers"] + unseen, total=highest.total + unseen)
+        held = {name: size for name, size in highest.held.items() if name != "host" or size}
+        result.update(held, buffers=held["buffers"] + unseen, total=highest.total + unseen)

@@ -63,7 +63,7 @@ def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups in buckets.classes:
         owned = [bucket.grad_shard for bucket in buckets.buckets if bucket.owner and bucket.kind.groups == groups]
-        squares = squared_norm(owned) if owned else torch.zeros_like(total)
+        squares = squared_norm(owned).to(device) if owned else torch.zeros_like(total)
         if buckets.zero:
             all_reduce(squares, buckets.mesh.group(groups.shard), "norm", buckets.counter)
         total += all_reduce(squares, buckets.mesh.group(groups.model), "norm", buckets.counter)

@@ -16,6 +16,7 @@ from torch import Tensor
 from orchestrator.plan.document import Optim
 from trainer.compat import foreach_copy_, foreach_mul_
 from trainer.errors import LayoutError
+from trainer.host import HostMemory
 from trainer.parallel.data.buckets import ShardedBucket, Sharding
 from trainer.parallel.params import ParamInfo, StateKind
 
@@ -52,11 +53,14 @@ class BucketState:
 class ShardedOptimizer:
     """Updates the shard that this rank owns of every bucket, then gathers the parameters."""
 
-    def __init__(self, buckets: Sharding, rules: Rules, master_dtype: torch.dtype):
-        """Raises LayoutError for whole matrices under ZeRO-3, which cuts each one into rows."""
+    def __init__(self, buckets: Sharding, rules: Rules, master_dtype: torch.dtype, host: HostMemory | None = None):
+        """`host`: where master weights and moments are, and updates are computed. Raises LayoutError for whole matrices
+        under ZeRO-3, which cuts each one into rows."""
         if buckets.zero == 3 and any(bucket.kind.whole for bucket in buckets.buckets):
             raise LayoutError("ZeRO-3 cuts every matrix into rows: an optimizer of whole matrices needs zero 0, 1 or 2")
-        self.buckets, self.rules, self.master_dtype = buckets, rules, master_dtype
+        if host is not None and any(bucket.kind.whole for bucket in buckets.buckets):
+            raise LayoutError("an optimizer of whole matrices computes on the device: train.offload=none")
+        self.buckets, self.rules, self.master_dtype, self.host = buckets, rules, master_dtype, host
         self.states = [self._new_state(bucket) for bucket in buckets.buckets]
         self.groups = self._grouped()
         device = self.states[0].master.device if self.states else torch.device("cpu")
@@ -81,6 +85,10 @@ class ShardedOptimizer:
 
     def _new_state(self, bucket: ShardedBucket) -> BucketState:
         shard = bucket.param_shard
+        if self.host is not None:
+            master, *rest = (self.host.zeros(shard.numel(), self.master_dtype) for _ in ("", *self._rule(bucket).kinds))
+            master.copy_(shard)
+            return BucketState(master, dict(zip(self._rule(bucket).kinds, rest, strict=True)))
         master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
         return BucketState(master, {kind: torch.zeros_like(master) for kind in self._rule(bucket).kinds})
 
@@ -89,7 +97,7 @@ class ShardedOptimizer:
         groups, at = list[list[int]](), dict[tuple[bool, bool], list[int]]()
         for index, bucket in reversed(list(enumerate(self.buckets.buckets))):
             # a narrow gradient is widened for the update: not those of the whole model at once
-            alone = self.buckets.gathers or bucket.grad_shard.dtype != self.master_dtype
+            alone = self.buckets.gathers or self.host is not None or bucket.grad_shard.dtype != self.master_dtype
             kind = bucket.kind.decay, bucket.kind.whole
             if not alone and kind in at:
                 at[kind].append(index)
@@ -103,6 +111,9 @@ class ShardedOptimizer:
     def step(self, lr: float, grad_scale: Tensor, finite: Tensor) -> None:
         """One update with the gradients times `grad_scale` (clipping, loss scale), or none if not `finite`: both 0-d,
         decided on the device. Starts the parameter gathers in forward order; `buckets.wait_params()` waits for them."""
+        if self.host is not None:  # it decides, and waits for the gradients
+            grad_scale, finite = grad_scale.cpu(), finite.cpu()
+            self.host.wait()
         if self._steps.device != finite.device:  # a rank without parameters, in its first step
             self._steps, self._skip = self._steps.to(finite.device), self._skip.to(finite.device)
         if self.copied is not None:  # the stream waits, not the host
@@ -115,12 +126,15 @@ class ShardedOptimizer:
             factor = grad_scale.to(self.master_dtype)
         for group in self.groups:
             buckets, states = [self.buckets.buckets[at] for at in group], [self.states[at] for at in group]
-            grads = [bucket.grad_shard.to(self.master_dtype) for bucket in buckets]
+            grads = [_gradient(bucket).to(self.master_dtype) for bucket in buckets]
             if factor is not None:
                 foreach_mul_(grads, factor)
             self._update(buckets, states, grads, Update(lr, self._steps, self._skip))
             copies = [pair for pair in zip(buckets, states, strict=True) if pair[1].master is not pair[0].param_shard]
-            if copies:
+            if self.host is not None:
+                for bucket, state in copies:
+                    _give_back(bucket, state.master)
+            elif copies:
                 foreach_copy_([bucket.param_shard for bucket, _ in copies], [state.master for _, state in copies])
             for bucket in buckets:
                 self.buckets.gather(bucket)
@@ -169,12 +183,28 @@ class ShardedOptimizer:
         self.buckets.wait_params()
 
     def tensors(self) -> list[Tensor]:
-        """State held in addition to the parameters, for memory metrics."""
-        result = []
+        """State on the device in addition to the parameters, for memory metrics."""
+        result = list[Tensor]()
+        if self.host is not None:
+            return result
         for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
             result += [] if state.master is bucket.param_shard else [state.master]
             result += state.state.values()
         return result
+
+
+def _gradient(bucket: ShardedBucket) -> Tensor:
+    return bucket.grad_shard if bucket.host_grad is None else bucket.host_grad
+
+
+def _give_back(bucket: ShardedBucket, master: Tensor) -> None:
+    """Start to copy updated weights to the device. They are narrowed where the gradient was, which nobody reads any
+    more: page-locked memory, so the copy runs beside the next bucket's update."""
+    if master.dtype != bucket.param_shard.dtype:
+        assert bucket.host_grad is not None
+        room = bucket.host_grad.view(torch.uint8)[: bucket.param_shard.nbytes]
+        master = room.view(bucket.param_shard.dtype).copy_(master)
+    bucket.param_shard.copy_(master, non_blocking=True)
 
 
 def pieces(bucket: ShardedBucket) -> Iterator[tuple[ParamInfo, int, int, int]]:

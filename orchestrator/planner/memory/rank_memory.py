@@ -5,7 +5,7 @@ States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the re
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 from orchestrator.plan.schedules import copies_of
@@ -23,6 +23,7 @@ class StateBytes(Struct, frozen=True):
     params: float
     grads: float
     optimizer: float
+    host: float = 0.0  # what is offloaded, in the host's memory or on its disk
 
 
 def rank_state_bytes(
@@ -34,7 +35,7 @@ def rank_state_bytes(
     AdamW's two moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
     shard over cp * dp, all other weights over cp * ep * dp; where a pipeline holds the model twice, over both copies.
     """
-    params = grads = optimizer = 0.0
+    params = grads = optimizer = host = 0.0
     copies = copies_of(parallel)
     for count, replicas in (
         (dense, parallel.cp * parallel.ep * parallel.dp),
@@ -44,7 +45,8 @@ def rank_state_bytes(
         params += count * each.params
         grads += count * each.grads
         optimizer += count * each.optimizer
-    return StateBytes(params, grads, optimizer)
+        host += count * each.host
+    return StateBytes(params, grads, optimizer, host)
 
 
 def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> StateBytes:
@@ -59,11 +61,27 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
         return StateBytes(weight, 0.0, 0.0)
     if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
         gradient += recipe.more_gradient
+    if offloaded(train):
+        wide = max(
+            DTYPE_BYTES[train.precision], 4
+        )  # the master weights: a copy of its own, also of weights that are as wide
+        sharded = shards if parallel.zero >= 1 else 1
+        return StateBytes(
+            params=weight,
+            grads=0.0 if parallel.zero == 2 and shards > 1 else gradient / (shards if parallel.zero >= 2 else 1),
+            optimizer=0.0,
+            host=(2 * moment + wide + recipe.more_optimizer + gradient) / sharded,
+        )
     return StateBytes(
         params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
         grads=gradient / (shards if parallel.zero >= 2 else 1),
         optimizer=(2 * moment + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
     )
+
+
+def offloaded(train: Train) -> bool:
+    """Whether the optimizer is outside of the device's memory."""
+    return train.offload is not UNSET and bool(train.offload.optimizer)
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:
@@ -140,7 +158,8 @@ def memory_by_pp_rank(
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
         parts = {name: round(size) for name, size in sizes.items()}
         total = sum(parts.values())
-        result.append(Memory(**parts, total=total, capacity=recipe.capacity(cluster), worst_rank=pp_rank, sd=recipe.sd))
+        place = {"capacity": recipe.capacity(cluster), "worst_rank": pp_rank, "host": round(states.host)}
+        result.append(Memory(**parts, total=total, **place, sd=recipe.sd))
     return result
 
 

@@ -36,6 +36,7 @@ from trainer.comm.collectives import (
 )
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
+from trainer.host import HostMemory
 from trainer.model.stage import Stage
 from trainer.parallel.data.flat_bucket import FlatBucket, Kind
 from trainer.parallel.data.layout import Item, Slot, make_layout
@@ -68,6 +69,7 @@ class ShardedBucket(Protocol):
     range: tuple[int, int]  # of the shard, in elements of the bucket
     param_shard: Tensor
     grad_shard: Tensor
+    host_grad: Tensor | None  # the same on the host, where the optimizer is there
 
     @property
     def layout(self) -> ShardLayout: ...
@@ -114,16 +116,17 @@ class GradBuckets:
         bucket_bytes: int,
         counter: CommCounter,
         classes: Sequence[GradGroups] = (DENSE,),
+        host: HostMemory | None = None,
     ):
         """`params` in forward order, each once. Their storage moves into the buckets. `classes`: all that any rank has
-        parameters of. Raises LayoutError for a `zero` that this class is not, ValueError for a parameter that appears
-        twice or whose class is not listed."""
+        parameters of. `host`: where the summed gradients go, bucket by bucket. Raises LayoutError for a `zero` that
+        this class is not, ValueError for a parameter that appears twice or whose class is not listed."""
         if zero not in ((0, 1) if self.keeps_whole_grads else (2,)):
             raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         if len({id(param) for _, param, _ in params}) != len(params):
             raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
         check_classes([info for _, _, info in params], classes)
-        self.mesh, self.zero, self.counter, self.classes = mesh, zero, counter, classes
+        self.mesh, self.zero, self.counter, self.classes, self.host = mesh, zero, counter, classes, host
         self.passes = 0
         self._ahead: set[int] = set()  # buckets that parts of the stages wait for
         self._aside: torch.cuda.Stream | None = None  # where sums over replicas wait for their shards
@@ -136,7 +139,7 @@ class GradBuckets:
         self.buckets: list[FlatBucket] = []
         self._slot_of: dict[Tensor, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._received: list[list[int]] = []  # gradients of this step, by bucket and slot
-        self._uses: list[list[float]] | None = None  # gradients of a parameter in one pass; None before the first step
+        self._uses: list[list[float]] | None = None  # gradients in one pass, inf: varies; None before the first step
         for number, layout in enumerate(layouts):
             members = [params[slot.index] for slot in layout.slots]
             infos = [info for _, _, info in members]
@@ -144,7 +147,7 @@ class GradBuckets:
                 raise ValueError(f"parameters {[i.name for i in infos]} share a bucket but not an owner")
             tensors = [param for _, param, _ in members]
             place = self._shards_of(layout.key), mesh.index(infos[0].groups.shard) if zero else 0
-            self.buckets.append(FlatBucket(layout, tensors, infos, *place, reduce_dtype, self.keeps_whole_grads))
+            self.buckets.append(FlatBucket(layout, tensors, infos, *place, reduce_dtype, self.keeps_whole_grads, host))
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._slot_of[param] = number, position
@@ -220,8 +223,12 @@ class GradBuckets:
             bucket.reduction = start_all_reduce(bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter)
         self.counter.subject = ""
         self.launched += 1
-        if self.zero and self.launched > SUMS_BEHIND:
-            self._sum_replicas(self.buckets[self.launched - 1 - SUMS_BEHIND])
+        if self.launched > SUMS_BEHIND:
+            behind = self.buckets[self.launched - 1 - SUMS_BEHIND]
+            if self.zero:
+                self._sum_replicas(behind)
+            if not behind.kind.sums and not behind.summed:
+                behind.leave(self.host)
 
     def _sum_replicas(self, bucket: FlatBucket) -> None:
         """When the shard is reduced, start its sum over the replicas; no computation waits for the one before.
@@ -252,7 +259,7 @@ class GradBuckets:
         self._sum_parts()
         self.launched = 0
         if self._uses is None:
-            self._uses = [[self._uses_of(count) for count in received] for received in self._received]
+            self._uses = [[math.inf if n % self.passes else n // self.passes for n in row] for row in self._received]
 
     def _sum_parts(self) -> None:
         """The sums that follow the first one, on the shards only."""
@@ -263,10 +270,8 @@ class GradBuckets:
             bucket.summed = False
             for name in bucket.kind.sums:
                 all_reduce(bucket.grad_shard, self.mesh.group(name), AXIS_OF_GROUP.get(name, name), self.counter)
-
-    def _uses_of(self, count: int) -> float:
-        """Gradients per pass, from those of the first step; inf for a parameter that only some passes used."""
-        return math.inf if count % self.passes else count // self.passes
+            bucket.leave(self.host)
+            bucket.taken = False
 
     # ------------------------------------------------------------------------------------------- parameters
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainer.comm.collectives import Handle
+from trainer.host import HostMemory
 from trainer.parallel.data.layout import Bucket
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
@@ -28,7 +29,7 @@ class FlatBucket:
     """The buffers of one bucket, and this rank's shard of each as a view."""
 
     def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shards: int, shard_index: int,
-                 reduce_dtype: torch.dtype, allocate_grads: bool):  # fmt: skip
+                 reduce_dtype: torch.dtype, allocate_grads: bool, host: HostMemory | None = None):  # fmt: skip
         device = params[0].device
         self.shards, self.shard_index = shards, shard_index
         self.layout, self.infos, self.range = layout, infos, layout.shard(shard_index, shards)
@@ -47,8 +48,14 @@ class FlatBucket:
         if allocate_grads:
             self.open()
             self.grad_shard = self.whole_grads[slice(*self.range)]
+        elif host is not None:
+            self.grad_shard = host.zeros(self.param_shard.numel(), reduce_dtype)
         else:
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
+        self.host_grad: Tensor | None = None  # where the optimizer reads `grad_shard`, if it is on the host
+        if host is not None:
+            self.host_grad = host.zeros(self.grad_shard.numel(), reduce_dtype) if allocate_grads else self.grad_shard
+        self.taken = False  # this step's `grad_shard` is on its way to the host
         self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
         self.reduction: Handle | None = None
         self.gathering: Handle | None = None
@@ -76,6 +83,18 @@ class FlatBucket:
         if self.reduction is not None:
             self.reduction.wait()
             self.reduction = None
+
+    def leave(self, host: HostMemory | None) -> None:
+        """Start to copy the summed gradient to the host, if the optimizer is there, once a step; on CUDA while its
+        reduction is in progress."""
+        if host is None or self.host_grad is None or self.taken:
+            return
+        self.taken, work = True, None
+        if self.grad_shard.is_cuda and self.reduction is not None:
+            work = self.reduction.work
+        else:
+            self.wait_reduction()
+        host.take(self.host_grad, self.grad_shard, work)
 
     def wait_gather(self) -> None:
         """Wait until the parameters are whole, if they are being gathered."""

@@ -31,6 +31,7 @@ from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, st
 from trainer.comm.mesh import Mesh
 from trainer.compat import real_tensors
 from trainer.errors import LayoutError
+from trainer.host import HostMemory
 from trainer.model.stage import Stage
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo, ParamTable
 from trainer.precision import Recipe
@@ -70,6 +71,7 @@ class ShardedParameter:
         self.kind: Kind = kind_of(param.dtype, info)
         self.param_shard = _local(param)
         self.grad_shard = self.param_shard[:0]  # the gradient from `finish` to the next step, else empty
+        self.host_grad: Tensor | None = None
 
 
 class FullyShardedParameters:
@@ -88,12 +90,14 @@ class FullyShardedParameters:
         device: torch.device,
         interleaved: bool,
         classes: Sequence[GradGroups] = (DENSE,),
+        host: HostMemory | None = None,
     ):
         """`stages`, in the master dtype, are sharded in place over the shard group of each parameter's class, which has
         at least two ranks. `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline).
-        Raises LayoutError for a class that is sharded over no ranks, or that shares a module with another."""
+        `host`: where the summed gradients go. Raises LayoutError for a class that is sharded over no ranks, or that
+        shares a module with another."""
         check_classes(list(table.values()), classes)
-        self.mesh, self.counter, self.classes = mesh, counter, classes
+        self.mesh, self.counter, self.classes, self.host = mesh, counter, classes, host
         ranks = {groups: _device_mesh(mesh, groups, device) for groups in classes}
         policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
         self.modules: list[FSDPModule] = []
@@ -121,6 +125,9 @@ class FullyShardedParameters:
         self.buckets = [
             ShardedParameter(param, table[name], mesh) for stage in stages for name, param in stage.named_parameters()
         ]
+        if host is not None:
+            for bucket in self.buckets:
+                bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
 
     # ------------------------------------------------------------------------------------------- gradients
 
@@ -148,6 +155,10 @@ class FullyShardedParameters:
             self._sum([bucket for bucket in self.buckets if bucket.kind.groups == groups], groups.replica)
         for name in sorted({name for bucket in self.buckets for name in bucket.kind.sums}):  # everywhere in this order
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
+        if self.host is not None:
+            for bucket in self.buckets:
+                assert bucket.host_grad is not None
+                self.host.take(bucket.host_grad, bucket.grad_shard)
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
         """Sum the gradient shards over one group, in one message."""

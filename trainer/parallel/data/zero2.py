@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.comm.collectives import Handle, start_reduce_scatter
+from trainer.comm.collectives import Handle, all_reduce, start_reduce_scatter
 
-from .buckets import FlatBucket, GradBuckets
+from .buckets import AXIS_OF_GROUP, FlatBucket, GradBuckets
 
 #: Most reductions in progress; each holds one bucket's whole gradient.
 MOST_IN_FLIGHT = 2
@@ -33,6 +33,8 @@ class ShardedGradBuckets(GradBuckets):
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         if any(bucket.grads is not None for bucket in self.buckets):
             raise RuntimeError("expect() before finish() of the previous step")
+        if self.host is not None:
+            self.host.settle()
         self.passes = passes
         self._under_way: list[tuple[FlatBucket, Handle, Tensor]] = []
         for number, bucket in enumerate(self.buckets):
@@ -70,7 +72,7 @@ class ShardedGradBuckets(GradBuckets):
 
     def _arrive(self) -> None:
         bucket, handle, _ = self._under_way.pop(0)
-        bucket.grad_shard.add_(handle.wait())
+        bucket.grad_shard.add_(handle.wait().to(bucket.grad_shard.device))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -82,10 +84,25 @@ class ShardedGradBuckets(GradBuckets):
             self._arrive()
         self._sum_parts()
 
+    def _sum_parts(self) -> None:
+        if self.host is None:
+            super()._sum_parts()
+            return
+        for bucket in self.buckets:  # one shard at a time is back on the device for the sums after the first
+            names = [bucket.kind.groups.replica, *bucket.kind.sums]
+            groups = [(name, self.mesh.group(name)) for name in names]
+            if any(group is not None for _, group in groups):
+                shard = bucket.grad_shard.to(bucket.params.device)
+                for name, group in groups:
+                    axis = "dp" if name == bucket.kind.groups.replica else AXIS_OF_GROUP.get(name, name)
+                    all_reduce(shard, group, axis, self.counter)
+                bucket.grad_shard.copy_(shard)
+
     def grad_of(self, param: Tensor) -> Tensor:
         raise NotImplementedError("ZeRO-2 holds no parameter's whole gradient; see full_grads")
 
     def grad_tensors(self) -> list[Tensor]:
         """The shards, and the whole buffers that exist now."""
         whole = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
-        return [bucket.grad_shard for bucket in self.buckets] + whole
+        shards = [bucket.grad_shard for bucket in self.buckets] if self.host is None else []
+        return shards + whole
