@@ -8,17 +8,18 @@ so parity tests run exactly the code that trains.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec import UNSET
 from torch import Tensor
 
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
-from orchestrator.plan.document import Train
+from orchestrator.plan.document import Offload
 from orchestrator.plan.schedules import schedule_of
 
 from .checkpoint.format import StatePiece
@@ -28,7 +29,9 @@ from .comm.timers import PhaseTimer
 from .data.batch import MicroBatch, without_targets
 from .host import HostMemory
 from .optim.clip import clip_coefficient, grad_norm
+from .optim.disk import DiskOptimizer
 from .optim.loss_scale import LossScale
+from .optim.rule import Rules
 from .optim.sharded import ShardedOptimizer, rules_of
 from .parallel import apply
 from .parallel.context.apply import shard_batch
@@ -44,19 +47,20 @@ if TYPE_CHECKING:
     Buckets = GradBuckets | FullyShardedParameters
 
 
-def offloads(train: Train) -> bool:
-    """Whether the optimizer is outside of the device's memory."""
-    return train.offload is not UNSET and bool(train.offload.optimizer)
-
-
 class Engine:
     """Model part, pipeline, gradient buckets and optimizer of one rank."""
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, device: torch.device, recipe: Recipe, counter: CommCounter | None = None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        recipe: Recipe,
+        counter: CommCounter | None = None,
+        scratch: Path | None = None,
     ):
-        """`counter`: the default is one for the collectives of the device. Raises LayoutError for a plan that this
-        trainer does not run."""
+        """`counter`: the default is one for the collectives of the device. `scratch`: for what is offloaded to a disk,
+        if the plan names no folder. Raises LayoutError for a plan that this trainer does not run."""
         par = plan.parallel
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
         self.counter, self.timer = counter or CommCounter(gloo=device.type == "cpu"), PhaseTimer()
@@ -69,9 +73,10 @@ class Engine:
         self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
         rules, table = rules_of(plan.job.optim), self.part.table
         table |= {name: replace(info, whole=True) for name, info in table.items() if rules.owns(info)}
-        self.host = HostMemory(device) if offloads(plan.job.train) else None
+        self.offload = plan.job.train.offload or Offload()
+        self.host = HostMemory(device) if self.offload.optimizer else None
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
-        self.optimizer = ShardedOptimizer(self.buckets, rules, recipe.master, self.host)
+        self.optimizer = self._optimizer(rules, scratch)
         replica = replica_of(par, mesh.coord)
         self._taken = taken(par)[replica]  # micro-batches per step, but for a batch-size ramp
         self._empty = computed(par, replica) - self._taken  # empty ones beside them, if others take more
@@ -85,6 +90,18 @@ class Engine:
             terms=self.part.terms,
         )
 
+    def _optimizer(self, rules: Rules, scratch: Path | None) -> ShardedOptimizer | DiskOptimizer:
+        if self.host is None or self.offload.optimizer == "host":
+            return ShardedOptimizer(self.buckets, rules, self.recipe.master, self.host)
+        folder = Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
+        size = self.offload.buffer_bytes
+        return DiskOptimizer(self.buckets, rules, self.recipe.master, folder, size, self.host)
+
+    @property
+    def _host_of_gradients(self) -> HostMemory | None:
+        """Where summed gradients go; on the device they stay where memory is too small for the whole state."""
+        return self.host if self.offload.optimizer == "host" else None
+
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
         alone = self.mesh.size("shard") == 1  # nothing to shard over: all ZeRO stages are equal
@@ -92,7 +109,7 @@ class Engine:
         params = list(self.part.parameters())
         classes = classes_of(par.ep)
         recipe, size = self.recipe, par.bucket_bytes
-        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self.host)
+        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self._host_of_gradients)
         buckets.gather_ahead(self.part.stages)
         return buckets
 
@@ -104,7 +121,7 @@ class Engine:
             *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
             interleaved=pipelined,
             classes=classes_of(self.plan.parallel.ep),
-            host=self.host,
+            host=self._host_of_gradients,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:

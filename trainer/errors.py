@@ -65,6 +65,19 @@ class SaveError(TrainerError):
             self.cause = "disk_full"
 
 
+class DiskError(TrainerError):
+    """The disk that holds offloaded state is missing, full or fails; checkpoints are elsewhere and intact."""
+
+    exit = Exit.CONFIG
+
+    def __init__(self, message: str, number: int | None = None):
+        super().__init__(message)
+        if number in NO_ROOM:
+            self.exit, self.cause = Exit.USER, "disk_full"
+        elif number == errno.EIO:  # a fault of the node's
+            self.exit = Exit.NODE
+
+
 class DeviceError(TrainerError):
     """The plan needs a device that this node does not have: a fault of the node, not of the job."""
 

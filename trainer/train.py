@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -146,7 +147,7 @@ class Run:
         self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
         self.loader, self.reporter, self.termination = loader, reporter, termination
         torch.manual_seed(plan.job.train.seed)
-        self.engine = Engine(plan, mesh, device, recipe)
+        self.engine = Engine(plan, mesh, device, recipe, scratch=Path(env.run_dir) / "offload")
         folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(
             folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory, control
@@ -192,7 +193,10 @@ class Run:
             if self.step == job.train.steps:
                 break
             if every and self.step % every == 0:
-                self._keep(self.checkpoints.start)
+                on_disk = (
+                    self.engine.offload.optimizer == "disk"
+                )  # no memory for a copy to write while training goes on
+                self._keep(self.checkpoints.save if on_disk else self.checkpoints.start)
                 self.engine.optimizer.copied = self.checkpoints.copied
             if self.checkpoints.replicas is not None and self.step % replicate_every == 0:
                 self._keep(self.checkpoints.replicas.replicate)

@@ -241,7 +241,9 @@ class TrainSpec(Frozen):
     )
     recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
     partition_activations: bool = False  # tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
-    offload: Literal["none", "host"] = "none"  # gradients, master weights and moments: where, if not on the device
+    offload: Literal["none", "host", "disk"] = "none"  # where master weights and moments are, if not on the device
+    offload_dir: Path | None = None  # of offload=disk: a folder of a disk of each node; None: in the run folder
+    offload_buffer_mib: Positive = 256.0  # of offload=disk: host memory through which the state passes, on each rank
     batch_ramp: BatchRampSpec | None = None
     clip_grad_norm: NonNegative = 1.0  # 0: off
     skip_non_finite_steps: Natural = 0  # in a row, whose gradient is inf or nan and not applied, before the run stops

@@ -239,6 +239,7 @@ class Memory(Frozen, omit_defaults=True):
     worst_rank: int
     sd: float = 0.0  # standard deviation of the relative error of `total`, from the profile
     host: int = 0  # offloaded: in the memory of the rank's host, no part of `total`
+    disk: int = 0  # offloaded: on a disk of its node
 
 
 class Time(Frozen, omit_defaults=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType
 
-from orchestrator.config.schema import BatchRampSpec, Config, TrainSpec
+from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
+from orchestrator.plan.offload import STATE_KINDS, chunk_elements
 
 
 def make_job(config: Config) -> doc.Job:
@@ -51,15 +52,29 @@ def make_train(config: Config) -> doc.Train:
         batch_ramp=ramp,
         compile=compiled,
         partition_activations=train.partition_activations or UNSET,
-        offload=make_offload(train),
+        offload=make_offload(config),
     )
 
 
-def make_offload(train: TrainSpec) -> doc.Offload | UnsetType:
-    """What is kept outside of the device's memory; UNSET: nothing."""
-    if train.offload == "none":
-        return UNSET
-    return doc.Offload(optimizer=train.offload)
+def make_offload(config: Config) -> doc.Offload | UnsetType:
+    """What is kept outside of the device's memory; UNSET: nothing. Raises OrchError."""
+    train = config.train
+    if train.offload != "disk":
+        if train.offload_dir is not None:
+            raise OrchError("train.offload_dir is the folder of train.offload=disk", Exit.CONFIG)
+        return doc.Offload(optimizer="host") if train.offload == "host" else UNSET
+    if config.checkpoint.memory_every_steps:
+        raise OrchError(
+            "train.offload=disk keeps state that is larger than memory: copies in memory"
+            " (checkpoint.memory_every_steps) need checkpoint.memory_every_steps=0",
+            Exit.CONFIG,
+        )
+    size, width = int(train.offload_buffer_mib * 2**20), 8 if train.precision == "fp64" else 4
+    if not chunk_elements(size, STATE_KINDS, width):
+        raise OrchError(
+            f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1", Exit.CONFIG
+        )
+    return doc.Offload(optimizer="disk", dir=train.offload_dir or "", buffer_bytes=size)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

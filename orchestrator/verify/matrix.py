@@ -60,6 +60,8 @@ _DEEPSEEK = {
 
 #: Gradients, master weights and moments in the memory of the host.
 _HOST = {"offload": "host"}
+#: On a disk, through so little memory that every bucket is several chunks.
+_DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 #: Tensor-parallel ranks that share the inputs of recomputed layers.
 _SHARE = {"partition_activations": True}
 _SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
@@ -80,6 +82,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
             Technique(f"zero{zero} on the host", {"zero": zero, "dp": 2}, pairs="none", train=_HOST)
             for zero in (0, 2, 3)
         ),
+        *(Technique(f"zero{zero} on a disk", {"zero": zero, "dp": 2}, pairs="none", train=_DISK) for zero in (1, 2, 3)),
         Technique("zero2 hybrid on the host", {"zero": 2, "dp": 4, "zero_group": 2}, pairs="none", train=_HOST),
     ),
     "tensor": (

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 
+from orchestrator.config.compose import load
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
 from orchestrator.plan.document import Offload
+from orchestrator.plan.offload import BLOCK, buffer_size, chunk_elements
 from tests.beds.plans import make_plan
+from tests.planner.configs import build_plan
 from tests.trainer.samples import GQA, LLAMA, engine_of, small
 from trainer.checkpoint.format import StatePiece
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
+from trainer.errors import DiskError, exit_code
 from trainer.host import HostMemory
 from trainer.metrics.memory import StepMemory
+from trainer.optim.disk import StateFile
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
 HOST = Offload(optimizer="host")
+#: Through three chunks of 1024 elements.
+DISK = Offload(optimizer="disk", buffer_bytes=buffer_size(100_000 * 2, 3, 4))
 LAYOUTS = {
     "dp2": {"dp": 2, "bucket_bytes": 1 << 12},
     "zero1": {"dp": 2, "zero": 1, "bucket_bytes": 1 << 12, "precision": "bf16"},
@@ -39,37 +51,40 @@ def train(engine: Engine, steps: range) -> None:
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Weights, and every kind of state of a parameter as this rank holds it, in one piece."""
     engine.buckets.wait_params()
-    found = {f"{piece.kind} {piece.info.name} {piece.offset}": piece.data.clone() for piece in engine.pieces(own=False)}
-    return found | {f"weight {info.name}": whole.clone() for info, whole in engine.buckets.full_params()}
+    found: dict[str, list[StatePiece]] = {}
+    for piece in engine.pieces(own=False):
+        found.setdefault(f"{piece.kind} {piece.info.name}", []).append(piece)
+    whole = {
+        name: torch.cat([one.data for one in sorted(some, key=lambda one: one.offset)]) for name, some in found.items()
+    }
+    return whole | {f"weight {info.name}": tensor.clone() for info, tensor in engine.buckets.full_params()}
 
 
-def moved(rank: int, layout: str) -> dict[str, bool]:
-    """Three steps on the device, and three of which the first two are offloaded, in two engines."""
-    device, host = (engine_of(plan_of(layout, way), rank) for way in (None, HOST))
+def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
+    """Three steps on the device, and three offloaded of which the last follows on a copy of the state."""
+    device, away = (engine_of(plan_of(layout, way), rank) for way in (None, offload))
     train(device, range(2))
-    train(host, range(2))
-    resumed = engine_of(plan_of(layout, HOST), rank)
-    pieces = {(p.kind, p.info.name, p.offset): p.data for p in host.pieces(own=False)}
+    train(away, range(2))
+    resumed = engine_of(plan_of(layout, offload), rank)
+    pieces = {(p.kind, p.info.name, p.offset): p.data for p in away.pieces(own=False)}
     for piece in resumed.pieces(own=False):
-        fill(piece, pieces)
-    resumed.resumed(2, host.scalars())
+        piece.data.copy_(pieces[piece.kind, piece.info.name, piece.offset])
+    resumed.resumed(2, away.scalars())
     train(device, range(2, 3))
     train(resumed, range(2, 3))
     expected, found = state(device), state(resumed)
     assert expected.keys() == found.keys()
-    where = [tensor.device.type for tensor in host.optimizer.tensors()]
+    where = away.optimizer.tensors()
     return {name: torch.equal(found[name], expected[name]) for name in expected} | {"no state elsewhere": not where}
 
 
-def fill(piece: StatePiece, pieces: dict) -> None:
-    piece.data.copy_(pieces[piece.kind, piece.info.name, piece.offset])
-
-
 @pytest.mark.process
+@pytest.mark.parametrize("place", [HOST, DISK], ids=["host", "disk"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_and_states_are_those_of_the_device(layout):
-    for equal in run_ranks(moved, 2, layout):
+def test_weights_and_states_are_those_of_the_device(layout, place):
+    for equal in run_ranks(moved, 2, layout, place):
         assert len(equal) > 10 and all(equal.values()), [name for name, same in equal.items() if not same]
 
 
@@ -116,3 +131,101 @@ def test_no_host_memory_is_one_line():
     with pytest.raises(MemoryError, match="GiB of host memory for what is offloaded") as error:
         HostMemory(torch.device("cpu")).zeros(1 << 60, torch.float32)
     assert "\n" not in str(error.value)
+
+
+def disk_run(rank: int) -> dict[str, int]:
+    engine = engine_of(plan_of("zero1", DISK), rank)
+    optimizer, memory, peak = engine.optimizer, StepMemory.of_engine(engine), dict[str, int]()
+    with memory.measure(peak):
+        train(engine, range(1))
+    padding = sum(chunk.stride * 3 - (chunk.stop - chunk.start) * 12 for chunk in optimizer.chunks)
+    numel = sum(bucket.param_shard.numel() for bucket in engine.buckets.buckets)
+    return {
+        "host": peak["host"],
+        "disk": optimizer.bytes - padding,
+        "state": 12 * numel,
+        "chunks": len(optimizer.chunks),
+    }
+
+
+@pytest.mark.process
+def test_memory_of_the_host_is_what_was_asked_for_whatever_the_model():
+    for found in run_ranks(disk_run, 2):
+        assert found["host"] == buffer_size(DISK.buffer_bytes, 3, 4) <= DISK.buffer_bytes
+        assert found["disk"] == found["state"]
+        assert found["chunks"] > len(LAYOUTS)
+
+
+def test_a_buffer_is_whole_blocks_and_too_small_ones_hold_none():
+    for size in (0, 1, 50_000, 100_000, 1 << 20, 1 << 28):
+        chunk = chunk_elements(size, 3, 4)
+        assert chunk * 4 % BLOCK == 0 and buffer_size(size, 3, 4) <= max(size, 3 * BLOCK)
+    assert chunk_elements(3 * BLOCK, 3, 4) == 0 < chunk_elements(3 * BLOCK + 3 * 4 * BLOCK, 3, 4)
+
+
+def aligned_block() -> torch.Tensor:
+    room = torch.zeros(2 * BLOCK, dtype=torch.uint8)
+    start = -room.data_ptr() % BLOCK
+    return room[start : start + BLOCK]
+
+
+FAILURES = {
+    errno.ENOSPC: (Exit.USER, "disk_full"),
+    errno.EDQUOT: (Exit.USER, "disk_full"),
+    errno.EIO: (Exit.NODE, ""),
+    errno.EROFS: (Exit.CONFIG, ""),
+}
+
+
+@pytest.mark.parametrize("number", FAILURES)
+@pytest.mark.parametrize("call", ["posix_fallocate", "preadv", "pwritev"])
+def test_a_disk_that_fails_ends_with_one_line_and_its_code(tmp_path, monkeypatch, number, call):
+    def fail(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    data = aligned_block()
+    with pytest.raises(DiskError) as error:
+        monkeypatch.setattr(os, call, fail)
+        file = StateFile(tmp_path, BLOCK)
+        file.write(data, 0)
+        file.read(data, 0)
+    text = str(error.value)
+    assert str(tmp_path) in text and os.strerror(number) in text and "\n" not in text
+    assert (exit_code(error.value), error.value.cause) == FAILURES[number]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_disk_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match=r"train.offload_dir .*file cannot hold") as error:
+        StateFile(tmp_path / "file", BLOCK)
+    assert exit_code(error.value) == Exit.CONFIG
+
+
+def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
+    file = StateFile(tmp_path, 4 * BLOCK)
+    assert not list(tmp_path.iterdir())
+    block = aligned_block()
+    block.copy_(torch.arange(BLOCK) % 251)
+    file.write(block, 2 * BLOCK)
+    mapped = file.mapped()
+    assert torch.equal(mapped[2 * BLOCK : 3 * BLOCK], block)
+    mapped[2 * BLOCK] = 77  # as a checkpoint is loaded
+    del mapped
+    file.read(block, 2 * BLOCK)
+    assert block[0] == 77
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train.offload=disk", "checkpoint.memory_every_steps=2"], "checkpoint.memory_every_steps=0"),
+        (["train.offload=disk", "train.offload_buffer_mib=0.01"], "too small: at least 0.1"),
+        (["train.offload=host", "train.offload_dir=/x"], "is the folder of train.offload=disk"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_at_plan_time(words, line):
+    with pytest.raises(OrchError, match=line) as error:
+        build_plan(load(["cluster=h100x8", "parallel=dp8", *words]))
+    assert error.value.exit == Exit.CONFIG and "\n" not in error.value.message

@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec import UNSET, Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
+from orchestrator.plan.offload import STATE_KINDS, buffer_size
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
@@ -23,7 +24,8 @@ class StateBytes(Struct, frozen=True):
     params: float
     grads: float
     optimizer: float
-    host: float = 0.0  # what is offloaded, in the host's memory or on its disk
+    host: float = 0.0  # offloaded to the host's memory
+    disk: float = 0.0  # offloaded to its disk
 
 
 def rank_state_bytes(
@@ -35,7 +37,7 @@ def rank_state_bytes(
     AdamW's two moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
     shard over cp * dp, all other weights over cp * ep * dp; where a pipeline holds the model twice, over both copies.
     """
-    params = grads = optimizer = host = 0.0
+    params = grads = optimizer = host = disk = 0.0
     copies = copies_of(parallel)
     for count, replicas in (
         (dense, parallel.cp * parallel.ep * parallel.dp),
@@ -45,8 +47,8 @@ def rank_state_bytes(
         params += count * each.params
         grads += count * each.grads
         optimizer += count * each.optimizer
-        host += count * each.host
-    return StateBytes(params, grads, optimizer, host)
+        host, disk = host + count * each.host, disk + count * each.disk
+    return StateBytes(params, grads, optimizer, host, disk)
 
 
 def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> StateBytes:
@@ -66,11 +68,14 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
             DTYPE_BYTES[train.precision], 4
         )  # the master weights: a copy of its own, also of weights that are as wide
         sharded = shards if parallel.zero >= 1 else 1
+        state = (2 * moment + wide + recipe.more_optimizer) / sharded
+        if train.offload is not UNSET and train.offload.optimizer == "disk":  # gradients stay on the device
+            return StateBytes(weight, gradient / (shards if parallel.zero >= 2 else 1), 0.0, disk=state)
         return StateBytes(
             params=weight,
             grads=0.0 if parallel.zero == 2 and shards > 1 else gradient / (shards if parallel.zero >= 2 else 1),
             optimizer=0.0,
-            host=(2 * moment + wide + recipe.more_optimizer + gradient) / sharded,
+            host=state + gradient / sharded,
         )
     return StateBytes(
         params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
@@ -158,7 +163,15 @@ def memory_by_pp_rank(
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
         parts = {name: round(size) for name, size in sizes.items()}
         total = sum(parts.values())
-        place = {"capacity": recipe.capacity(cluster), "worst_rank": pp_rank, "host": round(states.host)}
+        place = {
+            "capacity": recipe.capacity(cluster),
+            "worst_rank": pp_rank,
+            "host": round(states.host),
+            "disk": round(states.disk),
+        }
+        if states.disk and train.offload is not UNSET:
+            width = max(DTYPE_BYTES[train.precision], 4)
+            place["host"] = buffer_size(train.offload.buffer_bytes, STATE_KINDS, width)
         result.append(Memory(**parts, total=total, **place, sd=recipe.sd))
     return result
 
