@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,13 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after)
 
 
-def submit_options(args: argparse.Namespace, dry_run: bool) -> SubmitOptions:
-    """From the flags of `add_request_arguments`, and this shell."""
-    wishes = {"env": tuple(args.env), "in_place": args.in_place, "run_id": args.run_id, "after": tuple(args.after)}
+def submit_options(args: argparse.Namespace, dry_run: bool, overrides: Sequence[str] = ()) -> SubmitOptions:
+    """From the flags of `add_request_arguments`, and this shell. `overrides`: of the command line; where they name a
+    model or its training, a program is planned by it."""
+    from orchestrator.submit.submission import names_model
+
+    wishes: dict[str, Any] = {"env": tuple(args.env), "in_place": args.in_place, "run_id": args.run_id, "after": tuple(args.after)}
+    wishes["program"] = bool(args.command) and not names_model(overrides)
     return from_here(command=tuple(args.command or ()), dry_run=dry_run, **wishes)
 
 

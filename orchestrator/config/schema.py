@@ -324,4 +324,5 @@ class Config(Frozen):
     cost: CostSpec = CostSpec()
     experiment: ExperimentSpec | None = None
     nodes: NodeRange | None = None  # sizes that the job may be started at, in place of cluster.nodes
+    nproc: Degree | None = None  # ranks of a user's program; None: what parallel gives, else all of the cluster's
     choices: dict[str, str] = {}

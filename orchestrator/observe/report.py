@@ -49,6 +49,7 @@ def make_report(
     world = plan.parallel.world_size
     losses = {line.step: line.loss for line in kept if line.loss is not None}
     executed = {(line.epoch, line.step) for line in lines if line.rank == first_rank}
+    known = None if plan.program else plan  # nothing of this is predicted of a user's program
     return {
         "schema": SCHEMA,
         "run_id": state.run_id,
@@ -63,28 +64,28 @@ def make_report(
         "faults": msgspec.to_builtins(spent.faults),
         "samples": {"consumed": counted.samples, "undone_steps": counted.undone, "problems": counted.problems},
         "steps": {
-            "planned": plan.job.train.steps,
+            "planned": known and known.job.train.steps,
             "completed": max((line.step for line in kept), default=0),
             "replayed": len(executed) - len({step for _, step in executed}),
             "tokens": sum(line.tokens for line in lead),
         },
         "loss": {"first": losses.get(min(losses, default=0)), "last": losses.get(max(losses, default=0))},
         "step_s": {
-            "planned": plan.time.step_s,
+            "planned": known and known.time.step_s,
             "measured": step_s,
             **_against(plan.time.step_s, plan.time.sd, step_s),
             "p95": _quantile(steps_s, 0.95),
             "phases": _medians([line.phase_s for line in steady]),
         },
         "tokens_per_s_per_gpu": {
-            "planned": plan.tokens_per_s_per_gpu,
+            "planned": known and known.tokens_per_s_per_gpu,
             "measured": tokens / step_s / world if tokens and step_s else None,
         },
         "bubble_ratio": {
-            "planned": plan.time.bubble_ratio,
+            "planned": known and known.time.bubble_ratio,
             "measured": _median([line.bubble_ratio for line in kept]),
         },
-        "mfu": {"planned": plan.mfu, "measured": _median([line.mfu for line in steady])},
+        "mfu": {"planned": known and known.mfu, "measured": _median([line.mfu for line in steady])},
         "hfu": {"measured": _median([line.hfu for line in steady])},
         "memory": _memory(plan, kept),
         "comm_bytes_per_step": _comm(plan, kept),
@@ -125,8 +126,8 @@ def _steady(lead: list[StepLine]) -> list[StepLine]:
 
 def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
     """By category: the planned worst rank against the worst rank that was seen."""
-    planned = {name: getattr(plan.memory, name) for name in ("params", "grads", "optimizer", "activations", "buffers")}
-    planned |= {"total": plan.memory.total}
+    names = ("params", "grads", "optimizer", "activations", "buffers", "total")
+    planned = {} if plan.program else {name: getattr(plan.memory, name) for name in names}
     seen: dict[str, int] = {}
     for line in lines:
         for category, size in line.memory_bytes.items():
@@ -134,7 +135,8 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}
     }
-    found["total"] |= _against(plan.memory.total, plan.memory.sd, seen.get("total"))
+    if not plan.program:
+        found["total"] |= _against(plan.memory.total, plan.memory.sd, seen.get("total"))
     return found
 
 
@@ -150,7 +152,11 @@ def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any
 
 def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:
     """Bytes that the busiest rank sends in a step, by axis."""
-    planned = {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in plan.placement.items()}
+    planned = {
+        axis: sum(place.bytes_per_step_by_level.values())
+        for axis, place in plan.placement.items()
+        if not plan.program
+    }
     sums: dict[tuple[int, str], list[int]] = {}
     for line in lines:
         for axis, size in line.comm_bytes.items():

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from .batch import check_batch
-from .document import SCHEMA, Plan
+from .document import NO_MODEL, SCHEMA, Plan
 from .ranks import check_ranks
 
 
@@ -32,6 +32,13 @@ _OTHER_VERSION = (
 )
 
 
+def _problem(plan: Plan) -> str | None:
+    """None, or one line: what in the plan contradicts something else in it."""
+    if plan.program != (plan.model == NO_MODEL):
+        return "only the plan of a user's program is without a model, and it has none"
+    return check_ranks(plan) or check_batch(plan.parallel)
+
+
 def _canonical(plan: Plan) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(plan, hash=""), order="sorted")
 
@@ -43,7 +50,7 @@ def plan_hash(plan: Plan) -> str:
 
 def seal(plan: Plan) -> Plan:
     """The same plan with its hash filled in. Raises PlanError if rank map or batch contradict the degrees."""
-    problem = check_ranks(plan) or check_batch(plan.parallel)
+    problem = _problem(plan)
     if problem:
         raise PlanError(problem)
     return msgspec.structs.replace(plan, hash=plan_hash(plan))
@@ -74,7 +81,7 @@ def from_json(raw: bytes | str) -> Plan:
             missing = ", ".join(_missing(msgspec.json.decode(raw), msgspec.to_builtins(plan)))
             raise PlanError(f"plan {plan.hash[:12]} does not have {missing or 'all fields'}; {_OTHER_VERSION}")
         raise PlanError(f"plan hash {plan.hash[:12] or '(empty)'} does not match its content {plan_hash(plan)[:12]}")
-    problem = check_ranks(plan) or check_batch(plan.parallel)
+    problem = _problem(plan)
     if problem:
         raise PlanError(problem)
     return plan
@@ -129,4 +136,8 @@ def load_plan(path: str | Path) -> Plan:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a plan document (draft 2020-12)."""
     schema = msgspec.json.schema(Plan)
+    for part in ("Plan", "Job"):  # what a program's plan leaves out has no value that a reader may assume
+        for name, field in schema["$defs"][part]["properties"].items():
+            if "$ref" in field or name in ("mfu", "tokens_per_s_per_gpu"):
+                field.pop("default", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}

@@ -330,10 +330,46 @@ class Metrics(Frozen):
     trace_steps: int = 0  # the first steps are recorded: what ran when, memory by category over time
 
 
-class Job(Frozen, omit_defaults=True):
-    train: Train
-    optim: Optim
-    data: Data
+#: What stands in memory for what nobody knows of a user's program. Documents do not name it: see `Plan.program`.
+NO_MODEL = Model(
+    **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "max_seq_len"), 0),
+    **dict.fromkeys(("name", "source"), ""),
+    **dict.fromkeys(("norm_eps", "rope_theta"), 0.0),
+    **dict.fromkeys(("bias", "tied_embeddings", "causal"), False),
+    **{"norm": "rms", "position": "none", "mlp": "plain", "activation": "gelu", "parameters": 0},
+)
+NO_MEMORY = Memory(
+    **dict.fromkeys(("params", "grads", "optimizer", "activations", "buffers", "total", "capacity", "worst_rank"), 0)
+)
+NO_TIME = Time(step_s=0.0, compute_s=0.0, exposed_comm_s={}, bubble_ratio=0.0, limited_by="")
+NO_TRAIN = Train(
+    steps=0,
+    seq_len=0,
+    seed=0,
+    precision="fp32",
+    grad_dtype="fp32",
+    recompute="none",
+    clip_grad_norm=0.0,
+    log_every_steps=1,
+)
+NO_OPTIM = Optim(
+    lr=0.0,
+    min_lr_ratio=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    decay_steps=0,
+    beta1=0.0,
+    beta2=0.0,
+    eps=0.0,
+    weight_decay=0.0,
+)
+NO_DATA = Data(name="", paths=[], extensions=[], tokenizer="", seed=0, cache_dir="")
+
+
+class Job(Frozen, omit_defaults=True, kw_only=True):
+    train: Train = NO_TRAIN
+    optim: Optim = NO_OPTIM
+    data: Data = NO_DATA
     checkpoint: Checkpoint
     metrics: Metrics
     matmul: Matmul = ""  # "": in `train.precision`
@@ -342,19 +378,23 @@ class Job(Frozen, omit_defaults=True):
 # ---------------------------------------------------------------------------------------------- the plan
 
 
-class Plan(Frozen):
+class Plan(Frozen, omit_defaults=True, kw_only=True):
+    """Of a user's program (`program`) it holds ranks, groups and placement; model, memory, time and rates are not in
+    the document, because nobody knows them."""
+
     schema: str
     hash: str  # sha256 of the canonical JSON with this field empty; "" until sealed
     cluster: Cluster
-    model: Model
+    model: Model = NO_MODEL
     parallel: Parallel
     job: Job
     ranks: list[Rank]  # ranks[i].rank == i
     groups: dict[str, list[list[int]]]  # axis -> rank lists in order of the coordinate; also grad, model, embedding
     placement: dict[str, AxisPlacement]
-    memory: Memory
-    time: Time
-    mfu: float
-    tokens_per_s_per_gpu: float
+    memory: Memory = NO_MEMORY
+    time: Time = NO_TIME
+    mfu: float = 0.0
+    tokens_per_s_per_gpu: float = 0.0
     warnings: list[str]
-    certificate: Certificate | None = None
+    certificate: Certificate | None
+    program: bool = False  # the plan of a user's program that no model was named for

@@ -119,6 +119,8 @@ def check_ranks(plan: Plan) -> str | None:
 
 def _stages_problem(plan: Plan) -> str | None:
     par = plan.parallel
+    if plan.program:
+        return "the plan of a program has no layers, and no stage_layers" if par.stage_layers else None
     if len(par.stage_layers) != par.pp * par.vpp or sum(par.stage_layers) != plan.model.layers:
         return f"stage_layers {par.stage_layers} must be {par.pp * par.vpp} numbers that sum to {plan.model.layers}"
     return None

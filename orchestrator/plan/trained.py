@@ -100,6 +100,9 @@ def case_of(plan: Plan) -> Case:
 
 def problems(plan: Plan) -> Iterator[str]:
     """Every reason for which the bundled trainer does not run a plan, in the order in which a reader would fix them."""
+    if plan.program:
+        yield "it is the plan of a user's program: it has no model"
+        return
     case, train, layers = case_of(plan), plan.job.train, plan.model.layers
     yield from filter(None, (rule(case) for rule in (*TRAINER.values(), *LAYOUT.values())))
     if train.recompute == "budget" and len(train.recompute_layers) != layers:
@@ -108,5 +111,7 @@ def problems(plan: Plan) -> Iterator[str]:
 
 def refusal(plan: Plan) -> str | None:
     """One line for people: why the bundled trainer does not run what the planner has taken. None where it does."""
+    if plan.program:
+        return f"{NOT_RUN}: it is of a program of the user's, without a model"
     found = broken(case_of(plan), TRAINER)
     return found and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"

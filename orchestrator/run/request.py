@@ -181,7 +181,7 @@ def make_request(
         worker = Worker(argv=argv, cwd=str(run.code if copied else run.path), bundled=True)
     contents = {
         run.plan.name: to_json(plan, indent=1) + b"\n",
-        run.config.name: frozen_config(config),
+        run.config.name: frozen_config(config, plan.program),
         **{run.sized_plan(nodes).name: to_json(sized, indent=1) + b"\n" for nodes, sized in sizes.items()},
     }
     files = [
@@ -205,9 +205,9 @@ def make_request(
         gpus_per_node=plan.cluster.gpus_per_node,
         summary={
             "cluster": plan.cluster.name,
-            "model": plan.model.name,
-            "parallel": parallel,
-            "steps": plan.job.train.steps,
+            **({} if plan.program else {"model": plan.model.name}),
+            "parallel": "" if plan.program and parallel == "default" else parallel,
+            **({} if plan.program else {"steps": plan.job.train.steps}),
             "world_size": plan.parallel.world_size,
             "program": "trainer" if worker.bundled else " ".join(worker.argv)[:200],
         },
@@ -350,6 +350,20 @@ def redacted(value: object, name: str = "") -> object:
     return HIDDEN
 
 
-def frozen_config(config: msgspec.Struct) -> bytes:
-    """The resolved configuration as YAML, redacted: what config.yaml of a run holds."""
-    return msgspec.yaml.encode(redacted(msgspec.to_builtins(config)), order="deterministic")
+def config_tree(config: msgspec.Struct) -> dict[str, Any]:
+    """The configuration as plain values, without `nproc` where nobody gave it: only programs know that key."""
+    found: dict[str, Any] = msgspec.to_builtins(config)
+    if found.get("nproc", 0) is None:
+        del found["nproc"]
+    return found
+
+
+def frozen_config(config: msgspec.Struct, program: bool = False) -> bytes:
+    """The resolved configuration as YAML, redacted: what config.yaml of a run holds. `program`: without what describes
+    a model and its training."""
+    found = config_tree(config)
+    if program:
+        for of_model in ("model", "data", "optim", "train", "cost", "experiment"):
+            found.pop(of_model, None)
+            found["choices"].pop(of_model, None)
+    return msgspec.yaml.encode(redacted(found), order="deterministic")

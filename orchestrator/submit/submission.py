@@ -6,6 +6,7 @@ Nothing here prints or reads the shell: what a submission depends on is in `Subm
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from msgspec import Struct, structs
 
 from orchestrator.backends.base import After, Backend, Prefetching, Queueing, Rendering, get_backend
+from orchestrator.config.validate import default_name
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
@@ -41,6 +43,7 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()  # the user's program; empty: the bundled trainer
     env: tuple[str, ...] = ()  # names of further variables to pass on
     in_place: bool = False  # the program runs in `cwd`, not in a copy of it
+    program: bool = False  # `command` is planned without a model, because none was named for it
     run_id: str | None = None
     after: tuple[str, ...] = ()  # `RUN` or `HOW:RUN`: runs to wait for
     dry_run: bool = False  # nothing will be sent, so the cluster is not asked ahead
@@ -78,9 +81,12 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
         backend.look_ahead(config)
     from orchestrator.planner.elastic.sizes import plan_sizes  # while the cluster answers
 
+    if options.program:
+        config = structs.replace(config, run=structs.replace(config.run, name=program_name(config, options.command)))
     options = structs.replace(options, run_id=new_id(config, options))
     own = bool(options.command)
-    sizes = plan_sizes(config, resolve, any_memory=own, any_layout=own, profile=resolve.profile(config)).legal
+    profile = None if options.program else resolve.profile(config)
+    sizes = plan_sizes(config, resolve, own, own, profile, options.program).legal
     plans = {size.nodes: size.plan for size in sizes} if config.nodes else {}
     candidates = []
     for size in sizes:
@@ -106,6 +112,26 @@ def parse_after(words: Sequence[str], home: Path) -> list[After]:
 def new_id(config: Config, options: SubmitOptions) -> str:
     """The id that was asked for, or one of the job's name."""
     return options.run_id if options.run_id is not None else new_run_id(job_name(config), time.time())
+
+
+#: Groups that describe a model and its training.
+_OF_A_MODEL = frozenset({"model", "experiment", "data", "optim", "train", "cost"})
+
+
+def names_model(words: Sequence[str]) -> bool:
+    """Whether words of a command line name a model or its training: then a program is planned by it."""
+    return any(re.split(r"[=.@/]", word.lstrip("+~"), maxsplit=1)[0] in _OF_A_MODEL for word in words)
+
+
+def program_name(config: Config, command: Sequence[str]) -> str:
+    """The run's name: as configured, else that of the script, module or program that is run."""
+    if config.run.name and config.run.name != default_name(config):
+        return config.run.name
+    words = list(command)
+    if len(words) > 1 and Path(words[0]).name.startswith("python"):
+        words = words[words.index("-m") + 1 :] if "-m" in words[:-1] else [x for x in words[1:] if x[:1] != "-"]
+    name = Path(words[0] if words else command[0]).name.removesuffix(".py").lower()
+    return re.sub(r"[^a-z0-9]+", "-", name)[:40].strip("-") or "program"
 
 
 def job_name(config: Config) -> str:

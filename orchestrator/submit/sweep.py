@@ -13,7 +13,7 @@ from orchestrator.backends.base import ArraySubmission, Backend
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import new_run_id
 
-from .submission import SizeCandidate, SubmitOptions, check, choose, job_name, prepare, register
+from .submission import SizeCandidate, SubmitOptions, check, choose, job_name, prepare, program_name, register
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -44,7 +44,7 @@ def prepare_sweep(
         label = " ".join(member.varied)
         try:
             config = load(member.words)
-            run_id = f"{stem}-{index}" if options.run_id else f"{job_name(config)}{stem}-{index}"
+            run_id = f"{stem}-{index}" if options.run_id else f"{_name(config, options)}{stem}-{index}"
             submission = prepare(config, structs.replace(options, run_id=run_id))
             check(submission, structs.replace(options, dry_run=False))
             if backend is not None and type(submission.backend) is not type(backend):
@@ -58,6 +58,10 @@ def prepare_sweep(
         runs.append(SweepRun(_labelled(candidate, label), label))
     assert backend is not None
     return backend, runs
+
+
+def _name(config: Config, options: SubmitOptions) -> str:
+    return program_name(config, options.command) if options.program else job_name(config)
 
 
 def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:

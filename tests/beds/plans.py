@@ -174,5 +174,6 @@ def make_plan(
         mfu=0.1,
         tokens_per_s_per_gpu=1000.0,
         warnings=[],
+        certificate=None,
     )
     return seal(plan)

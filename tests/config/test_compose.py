@@ -160,7 +160,7 @@ def test_two_loads_do_not_touch_each_other(tmp_path):
 
 
 def test_every_group_is_a_part_of_the_configuration():
-    assert set(GROUPS) == set(fields(Config)) - {"run", "cost", "nodes", "choices"}
+    assert set(GROUPS) == set(fields(Config)) - {"run", "cost", "nodes", "nproc", "choices"}
 
 
 def test_the_structured_config_has_exactly_the_schemas_keys():

@@ -119,6 +119,8 @@ class ScaleUp:
         stable = now - self.changed
         step = max(context.furthest_step, reported_step(context))
         left_s = (context.plan.job.train.steps - step) * context.plan.time.step_s
+        if context.plan.program:  # nobody knows its end: a program that has run for an hour is given another one
+            left_s = now - self._began
         horizon = horizon_s(left_s, now - self._began, self.faults, stable)
         cost_s = sizes.policy.cost_s if self._cost_s is None else self._cost_s
         times = {"stable_s": stable, "dwell_s": sizes.policy.dwell_s, "horizon_s": horizon, "cost_s": cost_s}

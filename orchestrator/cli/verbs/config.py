@@ -24,11 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.choices:
         return _choices(args, overrides)
-    import msgspec
-
     from orchestrator.config.compose import load
+    from orchestrator.run.request import config_tree
 
-    tree = msgspec.to_builtins(load(overrides, args.config_dir))
+    tree = config_tree(load(overrides, args.config_dir))
     if args.json:
         print(json.dumps(tree))
     else:

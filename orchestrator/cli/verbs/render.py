@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.submit.submission import check, choose, prepare, render
 
-    options = submit_options(args, dry_run=True)  # a scheduler's refusal is not ours: nothing is sent to it
+    options = submit_options(args, True, overrides)  # a scheduler's refusal is not ours: nothing is sent to it
     submission = prepare(load(overrides, args.config_dir, ranges=True), options)
     backend, candidates = submission
     if not isinstance(backend, Rendering):

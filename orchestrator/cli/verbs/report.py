@@ -95,6 +95,6 @@ def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
     from orchestrator.observe.plots.memory_picture import figure
     from orchestrator.observe.plots.plan_picture import write
 
-    title = f"{plan.model.name} on {plan.cluster.name}: {run_id}"
+    title = f"{plan.model.name or 'program'} on {plan.cluster.name}: {run_id}"
     notes = [f"{step.name}: peak {sum(timeline.peak(step).values()):,} bytes" for step in timeline.steps]
     write(figure(timeline, title), path, title, notes)

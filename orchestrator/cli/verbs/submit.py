@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.submit.submission import check, choose, prepare, send
 
-    options = submit_options(args, args.dry_run)
+    options = submit_options(args, args.dry_run, overrides)
     if args.multirun:
         return _sweep(args, overrides, options)
     submission = prepare(load(overrides, args.config_dir, ranges=True), options)

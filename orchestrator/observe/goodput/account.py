@@ -41,20 +41,23 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 class Account(msgspec.Struct, frozen=True):
     wall_s: float
-    seconds: dict[WallState, float]  # by state; they sum to wall_s
+    seconds: dict[WallState, float]  # by state; they sum to wall_s; empty where steps are not reported
     ettr: float | None  # productive / wall
     intervals: list[Interval]
     faults: list[Fault]
 
 
 def account(run: RunTimeline, now: float) -> Account:
-    """`now`: where a run that goes on is cut off."""
+    """`now`: where a run that goes on is cut off. Of a program that reports no steps, nobody knows what its time went
+    into: no ETTR and no seconds by state, but its faults."""
     end = run.ended if run.ended is not None else max(now, run.created)
     steps = _by_epoch(run.steps)
     over = _ends(run, steps)
     intervals = partition(run.created, end, _moments(run, steps, over), _pieces(run, steps, over, end))
     seconds = totals(intervals)
     wall = end - run.created
+    if not run.reports_steps:
+        return Account(wall, {}, None, [], _faults(run, steps, over, []))
     ettr = seconds["productive"] / wall if wall > 0 else None
     return Account(wall, seconds, ettr, intervals, _faults(run, steps, over, intervals))
 

@@ -34,8 +34,9 @@ class WallMeter:
 
     @property
     def ettr(self) -> float | None:
+        """None before the first step: a program may never report one."""
         total = sum(self.seconds.values())
-        return self.seconds["productive"] / total if total > 0 else None
+        return self.seconds["productive"] / total if total > 0 and self._furthest else None
 
     def enter(self, state: WallState, now: float) -> None:
         """From now on. `hang` is entered by steps alone: while they follow each other, it is what none of them ends."""

@@ -36,6 +36,7 @@ class RunTimeline(msgspec.Struct, frozen=True):
     pauses: list[tuple[float, float]] = []  # ended, resumed
     arrivals: list[float] = []  # agents start
     saves: list[tuple[float, float, int]] = []  # durable at, seconds that training waited for it, epoch
+    reports_steps: bool = True  # False: a user's program that has told nothing of its steps
 
 
 def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) -> RunTimeline:
@@ -71,6 +72,7 @@ def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) ->
         epochs=epochs,
         steps=steps,
         pauses=list(state.pauses),
+        reports_steps=bool(steps) or "model" in state.summary or "program" not in state.summary,
         arrivals=[event.at for event in events if event.name == "agent_started"],
         saves=[
             (event.at, float(event.fields.get("stall_s") or 0.0), event.epoch)

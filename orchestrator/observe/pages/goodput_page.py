@@ -30,9 +30,11 @@ def goodput(report: Mapping[str, Any], style: Style) -> str:
     lines = [style.title(head)]
     if found["intervals"]:
         lines += [strip(found["intervals"], found["wall_s"], style, style.width), *_scale(found["wall_s"], style)]
+    if not found["seconds"]:
+        lines.append("unknown: the program reports no steps")
     wall = found["wall_s"] or 1.0
     for state in STATES:
-        spent = found["seconds"][state]
+        spent = found["seconds"].get(state, 0.0)
         if spent > 0:
             name = f"{LETTER[state]} {state.replace('_', ' ')}"
             bar = style.bar(spent / wall, 30, COLOUR[state])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.observe.pages.placement_grid import grid
@@ -32,24 +33,44 @@ MEANING = {
 def render(plan: Plan, style: Style | None = None) -> str:
     """The page, without a final newline."""
     style = style or Style()
-    parts = [_header(plan, style), _placement(plan, style), _memory(plan, style), _time(plan, style)]
+    if plan.program:
+        parts = [_program_header(plan, style), _placement(plan, style)]
+    else:
+        parts = [_header(plan, style), _placement(plan, style), _memory(plan, style), _time(plan, style)]
     if plan.warnings:
         parts.append(_warnings(plan, style))
     return "\n\n".join(parts)
 
 
+def _program_header(plan: Plan, style: Style) -> str:
+    par = plan.parallel
+    nesting = f"  (nesting {' < '.join(_moving(plan))})" if len(_moving(plan)) > 1 else ""
+    rows = [
+        ("cluster", _cluster(plan)),
+        ("ranks", f"{par.world_size}: {_degrees(plan) or 'one process'}{f'  zero={par.zero}' * bool(par.zero)}{nesting}"),
+        ("plan", plan.hash[:16]),
+    ]
+    return _rows("Plan of a program", rows, style)
+
+
+def _cluster(plan: Plan) -> str:
+    cluster = plan.cluster
+    spare = len(cluster.node_names) - -(-plan.parallel.world_size // cluster.gpus_per_node)
+    nodes = f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
+    return nodes + (f", {spare} of them spare" if spare else "")
+
+
+def _degrees(plan: Plan) -> str:
+    return "  ".join(f"{axis}={getattr(plan.parallel, axis)}" for axis in AXES if getattr(plan.parallel, axis) > 1)
+
+
 def _header(plan: Plan, style: Style) -> str:
     par, model, cluster, train = plan.parallel, plan.model, plan.cluster, plan.job.train
-    spare = len(cluster.node_names) - -(-par.world_size // cluster.gpus_per_node)
-    word = "  ".join(f"{axis}={getattr(par, axis)}" for axis in AXES if getattr(par, axis) > 1) or "one GPU"
+    word = _degrees(plan) or "one GPU"
     extra = [f"zero={par.zero}"] + ([f"vpp={par.vpp}"] if par.vpp > 1 else []) + (["sp"] if par.sp else [])
     rows = [
         ("model", f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden {model.hidden}"),
-        (
-            "cluster",
-            f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
-            + (f", {spare} of them spare" if spare else ""),
-        ),
+        ("cluster", _cluster(plan)),
         *([("links", f"{cluster.measured.source} (cluster.measured=false: as described)")] if cluster.measured else []),
         ("parallel", f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})"),
         (
@@ -65,7 +86,11 @@ def _header(plan: Plan, style: Style) -> str:
         ),
         ("plan", plan.hash[:16]),
     ]
-    lines = [style.title("Plan")]
+    return _rows("Plan", rows, style)
+
+
+def _rows(title: str, rows: Sequence[tuple[str, str]], style: Style) -> str:
+    lines = [style.title(title)]
     for name, text in rows:
         wrapped = textwrap.wrap(text, max(20, style.width - 11))
         lines.append(f"{style.paint(f'{name:<10}', GRAY)} {wrapped[0]}")
@@ -102,7 +127,7 @@ def _placement(plan: Plan, style: Style) -> str:
         name = style.paint(f"{axis}", AXIS_COLOUR[axis], bold=True)
         groups = f"{count} group{'s' * (count > 1)} of {getattr(plan.parallel, axis)}"
         text = f" {MEANING[axis]}: {groups}, within {where.worst_level}"
-        lines.append(f"{name}{text}; {sent or 'nothing'} a step and rank")
+        lines.append(f"{name}{text}" + ("" if plan.program else f"; {sent or 'nothing'} a step and rank"))
     if plan.certificate and plan.parallel.world_size > 1:
         lines.append(_certificate(plan.certificate))
     return "\n".join(lines)

@@ -22,9 +22,15 @@ Pair = Mapping[str, float | None]  # "planned" and "measured"; of some also "low
 
 def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None) -> str:
     """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded."""
-    parts = [_run(report, style), goodput(report, style), _speed(report, style), _memory(report["memory"], style)]
+    parts = [_run(report, style), goodput(report, style)]
+    if report["step_s"]["measured"] is not None or not plan.program:
+        parts.append(_speed(report, style))
+    if report["memory"]:
+        parts.append(_memory(report["memory"], style))
     if timeline is not None and timeline.steps:
         parts.append(_first_steps(timeline, style))
+    if plan.program:
+        return "\n\n".join(parts)
     if plan.parallel.world_size > 1:
         parts.append(_communication(report, style))
     parts.append(_formulas(report, plan, style))
@@ -37,7 +43,7 @@ def _run(report: dict[str, Any], style: Style) -> str:
     rows = [
         ("run", f"{report['run_id']}: {report['state']}" + (f", {report['reason']}" if report["reason"] else "")),
         ("plan", report["plan_hash"][:16]),
-        ("steps", f"{steps['completed']} of {steps['planned']}, {si(steps['tokens'])} tokens{replayed}"),
+        ("steps", _steps(steps) + replayed),
     ]
     if report["wall_s"] is not None:
         epochs = len(report["epochs"])
@@ -45,6 +51,12 @@ def _run(report: dict[str, Any], style: Style) -> str:
     if loss["last"] is not None:
         rows.append(("loss", f"{loss['first']:.4f} at first, {loss['last']:.4f} at last"))
     return "\n".join([style.title("Report"), *(f"{style.paint(f'{name:<10}', GRAY)} {text}" for name, text in rows)])
+
+
+def _steps(steps: Mapping[str, Any]) -> str:
+    if steps["planned"] is not None:
+        return f"{steps['completed']} of {steps['planned']}, {si(steps['tokens'])} tokens"
+    return f"{steps['completed']}, {si(steps['tokens'])} tokens" if steps["completed"] else "none reported"
 
 
 def _speed(report: dict[str, Any], style: Style) -> str:
@@ -116,6 +128,8 @@ def _communication(report: dict[str, Any], style: Style) -> str:
 
 def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
     """How MFU and HFU of this run are counted, in numbers."""
+    if plan.program:
+        return []
     train, gpu = plan.job.train, plan.cluster.gpu
     shape = plan.model, train.seq_len
     model, attention = model_flops_per_token(*shape), 3 * attention_core_flops(*shape)

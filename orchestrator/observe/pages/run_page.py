@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+from collections.abc import Mapping
 
 from orchestrator.observe.goodput.account import Account
 from orchestrator.observe.live import Live, NodeLive
@@ -56,7 +57,9 @@ def request_page(request: LaunchRequest, style: Style) -> str:
 def run_page(state: RunState, live: Live, style: Style, spent: Account | None = None) -> str:
     """One run: where it is, how fast, what it uses, where its time went, and what went wrong."""
     s = state.summary
-    where = f"{s.get('model')} on {s.get('cluster')}, {s.get('parallel') or 'one GPU'}, {s.get('world_size')} workers"
+    what = s.get("model") or s.get("program")
+    layout = s.get("parallel") or ("one GPU" if "model" in s else "")
+    where = ", ".join(filter(None, (f"{what} on {s.get('cluster')}", layout, f"{s.get('world_size')} workers")))
     where += f" on {len(state.nodes)} nodes" if len(state.nodes) > 1 else ""
     head = style.paint(state.state, COLOUR.get(state.state), bold=True)
     reason = state.reason if state.reason and state.state != "done" else None
@@ -77,6 +80,10 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
         bar = style.bar(live.step / live.steps, 30, GREEN)
         left = f", {seconds(live.left_s)} left" if live.left_s and state.state == "running" else ""
         rows.append(("step", f"{live.step} of {live.steps} {bar}{left}"))
+    elif live.step is not None:
+        rows.append(("step", str(live.step)))
+    elif "model" not in s and state.state in ("running", "done"):
+        rows.append(("progress", "unknown: the program reports none (orch_report.report, or metrics.pattern)"))
     elif live.doing and not state.is_final:
         rows.append(("doing", live.doing))
     if live.loss is not None:
@@ -123,7 +130,7 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
         return f"{name}  {live.doing or state.reason or ''}"
     width = 20 if style.width >= 100 else 10
     bar = style.bar(live.step / live.steps, width, GREEN) if live.steps else ""
-    parts = [f"step {live.step}/{live.steps}", bar, *_known(loss=live.loss)]
+    parts = [f"step {live.step}/{live.steps}" if live.steps else f"step {live.step}", bar, *_known(loss=live.loss)]
     if live.tokens_per_s:
         parts.append(f"{three(live.tokens_per_s)} tok/s")
     if live.mfu is not None and style.width >= 100:
@@ -142,11 +149,18 @@ def end_lines(state: RunState, style: Style) -> list[str]:
 
 def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
     """One run of `list_page`. `now`: Unix seconds."""
-    job = f"{state.summary.get('model')} {state.summary.get('parallel', '')} on {state.summary.get('cluster')}"
+    s = state.summary
+    job = " ".join(filter(None, (str(s.get("model") or _short(s)), str(s.get("parallel", "")), f"on {s.get('cluster')}")))
     job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
-    step = f"{live.step if live.step is not None else '-'}/{live.steps or '?'}"
+    total = f"/{live.steps or '?'}" if "model" in state.summary or live.steps else ""
+    step = f"{live.step if live.step is not None else '-'}{total}"
     loss = three(live.loss) if live.loss is not None else "-"
     return state.run_id, state.state, job, step, loss, seconds(max(0.0, now - state.created_at))
+
+
+def _short(summary: Mapping[str, str | int]) -> str:
+    """A program's command in a few words."""
+    return textwrap.shorten(str(summary.get("program", "")), 40, placeholder="...")
 
 
 def list_page(rows: list[tuple[str, ...]], style: Style) -> str:

@@ -64,7 +64,10 @@ def pays(current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s
     The run must have been stable for `dwell_s`, and the faster steps must save more in `horizon_s` than the `cost_s` of
     saving, stopping and starting. All in seconds.
     """
-    saved = horizon_s * (1 - larger.time.step_s / current.time.step_s)
+    faster = current.parallel.world_size / larger.parallel.world_size  # of a program's steps nothing else is known
+    if not larger.program:
+        faster = larger.time.step_s / current.time.step_s
+    saved = horizon_s * (1 - faster)
     return stable_s >= dwell_s and saved > cost_s
 
 

@@ -18,6 +18,7 @@ from orchestrator.planner.placement.axis_order import CostContext, axis_placemen
 from orchestrator.planner.placement.node_placement import certified, place_job
 from orchestrator.planner.placement.rank_assignment import assign_ranks
 from orchestrator.planner.plan_cost import context_of
+from orchestrator.planner.program import place_program
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
@@ -25,6 +26,8 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
 
     The nesting order is chosen again: the best one depends on the nodes.
     """
+    if plan.program:
+        return place_program(plan, cluster)
     gpus = len(cluster.node_names) * cluster.gpus_per_node
     world = plan.parallel.world_size
     if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > gpus:
@@ -42,6 +45,8 @@ def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
     `cluster` has each new node at the index of the node that it replaces, so all other ranks stay on their nodes, with
     their caches and the state in their memory.
     """
+    if plan.program:
+        return place_program(plan, cluster)
     context = context_of(plan, cluster=cluster)
     order = plan.parallel.order
     context, certificate = place_job(context, plan.parallel, order, move=False)
@@ -91,7 +96,7 @@ class Difference(Struct, frozen=True, kw_only=True):
     @property
     def cost(self) -> float:
         """Predicted slow-down: 0.05 is 5 % slower than planned."""
-        return self.step_s[1] / self.step_s[0] - 1
+        return self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0  # nothing is predicted of a program
 
     @property
     def text(self) -> str:
@@ -101,7 +106,8 @@ class Difference(Struct, frozen=True, kw_only=True):
         levels = [f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()]
         change = "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
         where = f"on {compress(self.nodes)}" if not self.same_nodes else f"{self.moved_ranks} ranks moved"
-        return f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}; {change}"
+        said = f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}"
+        return f"{said}; {change}" if self.step_s[0] else said
 
 
 def difference(planned: Plan, real: Plan) -> Difference:

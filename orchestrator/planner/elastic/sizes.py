@@ -88,13 +88,19 @@ def plan_sizes(
     any_memory: bool = False,
     any_layout: bool = False,
     profile: Profile | None = None,
+    program: bool = False,
 ) -> Sizes:
     """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
 
     `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of the user's
-    (`build_plan`). `profile`: of all sizes, as there. Raises OrchError (65) when no size is legal, telling what is
+    (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for that program. Raises OrchError (65) when no size is legal, telling what is
     wrong with the largest; (64) when the range contradicts another key.
     """
+    if program:
+        return _program_sizes(config, resolve)
+    if config.nproc is not None:
+        text = f"nproc={config.nproc} is for a program of your own, without a model: orch submit nproc=N -- program"
+        raise OrchError(text, Exit.USAGE)
     if config.nodes is None:
         plan = plan_of(config, resolve(config.cluster), any_layout, profile)
         return Sizes([Size(config.cluster.nodes, config, plan)], {})
@@ -133,6 +139,36 @@ def plan_sizes(
             found[nodes] = other
             del refused[nodes]
     return Sizes([found[nodes] for nodes in sorted(found, reverse=True)], dict(sorted(refused.items(), reverse=True)))
+
+
+def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
+    """As `plan_sizes`, of a program that no model was named for."""
+    from orchestrator.planner.program import plan_program
+
+    if config.nodes is None:
+        return Sizes([Size(config.cluster.nodes, config, plan_program(config, resolve(config.cluster)))], {})
+    first, last = node_range(config.nodes)
+    if config.nproc is not None or config.parallel.dp is not None:
+        raise OrchError(f"nodes={config.nodes} changes the ranks with the size: leave nproc and dp out", Exit.USAGE)
+    if last > config.cluster.nodes and config.cluster.topology_file is None:
+        text = f"cluster {config.cluster.name} has {config.cluster.nodes} nodes; cluster.nodes={last} gives it more"
+        raise OrchError(text, Exit.CONFIG)
+    found, refused = [], {}
+    for nodes in range(last, first - 1, -1):
+        at = _at(config, nodes)
+        try:
+            cluster = resolve(at.cluster)
+            plan = plan_program(at, cluster)
+            used = -(-plan.parallel.world_size // cluster.gpus_per_node)
+            if used == nodes:
+                found.append(Size(nodes, at, plan))
+            else:
+                refused[nodes] = f"groups that stay in their NVLink domain use {used} of these nodes"
+        except OrchError as error:
+            refused[nodes] = error.message
+    if not found:
+        raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
+    return Sizes(found, refused)
 
 
 def node_range(text: str) -> tuple[int, int]:
