@@ -80,7 +80,12 @@ def submit_options(args: argparse.Namespace, dry_run: bool, overrides: Sequence[
     model or its training, a program is planned by it."""
     from orchestrator.submit.submission import names_model
 
-    wishes: dict[str, Any] = {"env": tuple(args.env), "in_place": args.in_place, "run_id": args.run_id, "after": tuple(args.after)}
+    wishes: dict[str, Any] = {
+        "env": tuple(args.env),
+        "in_place": args.in_place,
+        "run_id": args.run_id,
+        "after": tuple(args.after),
+    }
     wishes["program"] = bool(args.command) and not names_model(overrides)
     return from_here(command=tuple(args.command or ()), dry_run=dry_run, **wishes)
 

@@ -153,9 +153,7 @@ def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any
 def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:
     """Bytes that the busiest rank sends in a step, by axis."""
     planned = {
-        axis: sum(place.bytes_per_step_by_level.values())
-        for axis, place in plan.placement.items()
-        if not plan.program
+        axis: sum(place.bytes_per_step_by_level.values()) for axis, place in plan.placement.items() if not plan.program
     }
     sums: dict[tuple[int, str], list[int]] = {}
     for line in lines:

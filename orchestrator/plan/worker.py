@@ -32,6 +32,8 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
     plan_hash: str
     run_dir: str
     report_fd: int | None
+    nodes: int = 0  # that have ranks; 0: all have as many as this one
+    max_restarts: int = 0
 
     def variables(self) -> dict[str, str]:
         """The environment variables of this worker (torchrun's names first)."""
@@ -41,7 +43,7 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
             "WORLD_SIZE": self.world_size,
             "LOCAL_WORLD_SIZE": self.local_world_size,
             "GROUP_RANK": self.node_rank,
-            "GROUP_WORLD_SIZE": self.world_size // max(self.local_world_size, 1),
+            "GROUP_WORLD_SIZE": self.nodes or self.world_size // max(self.local_world_size, 1),
             "ROLE_RANK": self.rank,
             "ROLE_WORLD_SIZE": self.world_size,
             "ROLE_NAME": "default",
@@ -49,7 +51,8 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
             "MASTER_PORT": self.master_port,
             "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_RESTART_COUNT": self.epoch,
-            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
+            "TORCHELASTIC_ERROR_FILE": Path(self.run_dir, "logs", f"error-{self.epoch}-{self.rank}.json"),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "ORCH_RUN_ID": self.run_id,
             "ORCH_EPOCH": self.epoch,

@@ -140,7 +140,7 @@ def _worst(cluster: doc.Cluster, groups: Sequence[Sequence[int]]) -> str:
 
 
 def _first_nodes(cluster: doc.Cluster, parallel: doc.Parallel) -> doc.Cluster:
-    """The cluster with the nodes that the ranks use first, packed under as few switches as they fit, and spares last."""
+    """The cluster with the nodes of the ranks first, packed under as few switches as they fit, and spares last."""
     from .placement.node_placement import reorder
 
     need = -(-parallel.world_size // cluster.gpus_per_node)

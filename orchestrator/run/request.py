@@ -78,11 +78,12 @@ class File(Frozen):
     sha256: str  # "" for a secret, which the backend draws when it sends
 
 
-class Environment(Frozen):
+class Environment(Frozen, omit_defaults=True, kw_only=True):
     names: list[str]  # taken from the environment of whoever submits or resumes, when set there
     values: dict[str, str]
     path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
     python_path_first: list[str]
+    defaults: dict[str, str] = {}  # where the shell does not set them: what torchrun gives its workers
 
 
 class Policy(Frozen):
@@ -272,14 +273,19 @@ def _environment(config: Config, plan: Plan, site: Site, keep: Iterable[str], py
             raise OrchError(
                 f"backend.env.{name} looks like a secret, which would be written down: {how}", Exit.SECURITY
             )
-    values = {"PYTHONUNBUFFERED": "1"}
-    if plan.cluster.device == "cpu":
+    values, defaults = {"PYTHONUNBUFFERED": "1"}, {}
+    if plan.program:
+        defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM"}
+        if min(plan.parallel.world_size, plan.cluster.gpus_per_node) > 1:
+            defaults["OMP_NUM_THREADS"] = "1"
+    elif plan.cluster.device == "cpu":
         values["OMP_NUM_THREADS"] = "1"  # all ranks share this machine's cores
     return Environment(
         names=sorted(set(passed_names(site.environment_names)) | set(keep)),
         values=values | dict(config.backend.env),
         path_first=[str(Path(site.python).parent)],
         python_path_first=python_path,
+        defaults=defaults,
     )
 
 
@@ -290,7 +296,7 @@ def passed_names(names: Iterable[str]) -> list[str]:
 
 def compose_environment(environment: Environment, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of agents, and of workers but for their ranks: allowed names of `environ`, then fixed values."""
-    result = {name: environ[name] for name in environment.names if name in environ}
+    result = environment.defaults | {name: environ[name] for name in environment.names if name in environ}
     result |= environment.values
     for variable, first in (("PATH", environment.path_first), ("PYTHONPATH", environment.python_path_first)):
         parts = [*first, *filter(None, result.get(variable, "").split(":"))]

@@ -1,4 +1,4 @@
-"""A user's program is planned without a model: ranks, groups and placement, and nothing that only a model could tell."""
+"""A user's program is planned without a model: ranks, groups, placement, and nothing that only a model could tell."""
 
 from __future__ import annotations
 
@@ -126,9 +126,7 @@ def test_a_spare_takes_the_place_of_a_lost_node():
 def test_one_switch_is_filled_where_the_order_of_nodes_has_no_meaning(tmp_path):
     """Imported nodes: two ranks of nodes that lie under one switch, although the first two in the list do not."""
     topology = tmp_path / "topology.conf"
-    topology.write_text(
-        "SwitchName=a Nodes=n0,n2\nSwitchName=b Nodes=n1,n3,n4\nSwitchName=top Switches=a,b\n"
-    )
+    topology.write_text("SwitchName=a Nodes=n0,n2\nSwitchName=b Nodes=n1,n3,n4\nSwitchName=top Switches=a,b\n")
     words = ["cluster=h100x64", "cluster.nodes=5", f"cluster.topology_file={topology}", "parallel=tp8_dp3"]
     plan = plan_of(*words)
     assert sorted({rank.node for rank in plan.ranks}) == ["n1", "n3", "n4"]

@@ -14,7 +14,7 @@ from orchestrator.plan import Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, identity, send_signal
-from orchestrator.run.request import LaunchRequest, Worker
+from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 
 from .fork_server import REPORT_FD
 from .recorder import Recorder
@@ -40,6 +40,7 @@ class WorkerControl:
         self.plan = plan
         self._folder, self._worker, self._node = folder, request.worker, node
         self._recorder, self._send, self._replans = recorder, send, replans
+        self._max_restarts = request.policy.max_restarts
         program = preloaded(request.worker)
         known = {"ORCH_PLAN": str(folder.plan)}
         self._workers = Workers(self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known)
@@ -149,6 +150,8 @@ class WorkerControl:
             plan_hash=self.plan.hash,
             run_dir=str(self._folder.path),
             report_fd=REPORT_FD,
+            nodes=len(used_nodes(self.plan)),
+            max_restarts=self._max_restarts,
         )
 
     # ---------------------------------------------------------------------------------- examine

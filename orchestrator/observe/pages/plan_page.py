@@ -47,7 +47,10 @@ def _program_header(plan: Plan, style: Style) -> str:
     nesting = f"  (nesting {' < '.join(_moving(plan))})" if len(_moving(plan)) > 1 else ""
     rows = [
         ("cluster", _cluster(plan)),
-        ("ranks", f"{par.world_size}: {_degrees(plan) or 'one process'}{f'  zero={par.zero}' * bool(par.zero)}{nesting}"),
+        (
+            "ranks",
+            f"{par.world_size}: {_degrees(plan) or 'one process'}{f'  zero={par.zero}' * bool(par.zero)}{nesting}",
+        ),
         ("plan", plan.hash[:16]),
     ]
     return _rows("Plan of a program", rows, style)

@@ -47,7 +47,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("", shlex.join(request.worker.argv)),
         ("", f"in {request.worker.cwd}"),
         ("variables", ", ".join(env.names) or "none of this shell's"),
-        *[("", f"{name}={value}") for name, value in sorted(env.values.items())],
+        *[("", f"{name}={value}") for name, value in sorted((env.defaults | env.values).items())],
         ("restarts", f"{request.policy.max_restarts} after failures; {request.policy.grace_s:g} s to save"),
         ("files", ", ".join(f"{file.path} ({si(file.size, 'B')})" for file in request.files)),
     ]
@@ -150,7 +150,9 @@ def end_lines(state: RunState, style: Style) -> list[str]:
 def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
     """One run of `list_page`. `now`: Unix seconds."""
     s = state.summary
-    job = " ".join(filter(None, (str(s.get("model") or _short(s)), str(s.get("parallel", "")), f"on {s.get('cluster')}")))
+    job = " ".join(
+        filter(None, (str(s.get("model") or _short(s)), str(s.get("parallel", "")), f"on {s.get('cluster')}"))
+    )
     job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
     total = f"/{live.steps or '?'}" if "model" in state.summary or live.steps else ""
     step = f"{live.step if live.step is not None else '-'}{total}"

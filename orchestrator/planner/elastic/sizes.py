@@ -93,8 +93,9 @@ def plan_sizes(
     """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
 
     `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of the user's
-    (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for that program. Raises OrchError (65) when no size is legal, telling what is
-    wrong with the largest; (64) when the range contradicts another key.
+    (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for that program.
+    Raises OrchError (65) when no size is legal, telling what is wrong with the largest; (64) when the range contradicts
+    another key.
     """
     if program:
         return _program_sizes(config, resolve)

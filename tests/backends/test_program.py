@@ -1,0 +1,119 @@
+"""A user's program from the command line: a job of its own kind, without anything of a model that it does not train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.run.folder import RunFolder
+from tests.beds.bundles import wait_end
+
+from .test_verbs import home, orch, program
+
+__all__ = ["home"]  # the fixture
+
+
+@pytest.mark.process
+def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
+    """Five ranks on two nodes, which are no multiple of anything. Nothing that is shown or kept of the run names a
+    model, a batch, a memory or a rate; where progress is unknown, it says so."""
+    program("import os; print('rank', *(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_WORLD_SIZE')))")
+    code, out, err = orch(capsys, "submit", "nproc=5", "--json", "--", "python", "my_train.py")
+    assert code == 0, err
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    assert wait_end(folder).state == "done"
+    assert [folder.rank_log(rank).read_text().split("\n")[-2] for rank in range(5)] == [
+        f"rank {rank} 5 2" for rank in range(5)
+    ]
+    pages = {}
+    for verb in ("list", "status", "report"):
+        for flag in ([], ["--json"]):
+            code, pages[verb, bool(flag)], _ = orch(capsys, verb, *flag)
+            assert code == 0
+    assert folder.run_id.startswith("my-train-")
+    assert "python my_train.py on local, 5 workers on 2 nodes" in pages["status", False]
+    assert "progress    unknown" in pages["status", False]
+    assert json.loads(pages["status", True])["goodput"]["ettr"] is None
+    report = json.loads(pages["report", True])
+    assert report["step_s"]["planned"] is None and report["mfu"] == {"planned": None, "measured": None}
+    assert not report["memory"]
+    for word in ("tiny", "ETTR", "MFU", "stdlib"):
+        for (verb, as_json), text in pages.items():
+            assert as_json or word not in text, (verb, word)
+            assert word != "tiny" or word not in text, verb
+        for path in (folder.plan, folder.config, folder.request):
+            assert word not in path.read_text(), (path, word)
+
+
+def test_the_dry_run_of_a_program_names_nothing_of_a_model(home, capsys):
+    program("")
+    _, out, _ = orch(capsys, "submit", "parallel=tp2", "--dry-run", "--", "python", "my_train.py")
+    assert "Plan of a program" in out and "tp=2  dp=4" in out
+    for word in ("tiny", "MFU", "Memory", "tokens", "stdlib", "adamw"):
+        assert word not in out, word
+    _, judged, _ = orch(capsys, "submit", "model=tiny", "parallel=tp2", "--dry-run", "--", "python", "my_train.py")
+    assert "MFU" in judged and "tiny" in judged  # a program is judged by the model that is named for it
+
+
+def test_the_run_is_named_by_what_it_runs(home, capsys):
+    Path("pkg").mkdir()
+    Path("pkg/my_loop.py").touch()
+    program("", "a b.py")
+    named = {
+        ("python", "-u", "a b.py"): "a-b-",
+        ("python", "-m", "pkg.my_loop"): "pkg-my-loop-",
+        ("python", "a b.py"): "a-b-",
+        ("/bin/echo", "hello"): "echo-",
+    }
+    for command, name in named.items():
+        _, out, _ = orch(capsys, "submit", "nproc=1", "--dry-run", "--json", "--", *command)
+        assert json.loads(out)["run_id"].startswith(name), command
+    _, out, _ = orch(capsys, "submit", "nproc=1", "run.name=mine", "--dry-run", "--json", "--", "/bin/echo")
+    assert json.loads(out)["run_id"].startswith("mine-")
+
+
+#: Variables of torchrun whose values another launcher gives otherwise, and why.
+OTHERWISE = {
+    "MASTER_ADDR": "the address of rank 0's node",
+    "MASTER_PORT": "a free port there",
+    "TORCHELASTIC_RUN_ID": "the run's id",
+    "TORCHELASTIC_ERROR_FILE": "in the run's folder",
+    "TORCHELASTIC_MAX_RESTARTS": "orch restarts unless told not to",
+    "TORCHELASTIC_USE_AGENT_STORE": "rank 0 opens the store",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "which signals the launcher passes on",
+}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkeypatch):
+    """Two workers on one node under both launchers; all of torchrun's variables are there, those that are not the
+    launcher's own to choose with the same values. What the user has set stays."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    dump = program("import json, os; print(json.dumps([os.environ['RANK'], dict(os.environ)]))")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", dump]
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=300, check=True)
+    theirs = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    code, out, err = orch(capsys, "submit", "nproc=2", "--json", "--", "python", dump)
+    assert code == 0, err
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    assert wait_end(folder).state == "done"
+    ours = dict(json.loads(folder.rank_log(rank).read_text().splitlines()[-1]) for rank in range(2))
+    launchers = {name for name in theirs["0"] if name not in {*os.environ, "COLUMNS", "LINES", "LC_CTYPE"}}
+    assert launchers >= {"RANK", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", *OTHERWISE}
+    for rank in ("0", "1"):
+        for name in launchers:
+            assert name in ours[rank], name
+            assert name in OTHERWISE or ours[rank][name] == theirs[rank][name], name
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    code, out, _ = orch(capsys, "submit", "nproc=2", "--json", "--", "python", dump)
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    assert wait_end(folder).state == "done"
+    _, kept = json.loads(folder.rank_log(1).read_text().splitlines()[-1])
+    assert (kept["OMP_NUM_THREADS"], kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "0")
