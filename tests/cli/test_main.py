@@ -10,7 +10,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import msgspec
 import pytest
 import yaml
 
@@ -20,6 +19,7 @@ from orchestrator.cli.verbs import VERBS, version
 from orchestrator.config.compose import load
 from orchestrator.plan import from_json, load_plan
 from orchestrator.plan.exits import MEANING, Exit
+from orchestrator.run.request import config_tree
 
 main = front.main
 ORCH = [sys.executable, "-m", "orchestrator.cli.main"]
@@ -142,7 +142,7 @@ def test_config_prints_what_it_loads(capsys, tmp_path: Path):
     as_yaml = yaml.safe_load(capsys.readouterr().out)
     assert main(["config", *words, "--json"]) == 0
     as_json = json.loads(capsys.readouterr().out)
-    assert as_yaml == as_json == msgspec.to_builtins(load(words))
+    assert as_yaml == as_json == config_tree(load(words))
 
 
 def test_every_choice_says_what_it_is(capsys):

@@ -133,6 +133,8 @@ def _of_the_most(plan: Plan, one: WorkerStatus) -> float:
     """Own time of a rank, seconds, scaled to the largest number of micro-batches that any replica computes."""
     par = plan.parallel
     assert one.usual_own_s is not None
+    if plan.program:  # nobody knows of batches
+        return one.usual_own_s
     return one.usual_own_s * par.micro_batches / computed(par, replica_of(par, plan.ranks[one.rank].coord))
 
 
