@@ -7,9 +7,10 @@ The JSON schema of this file is `plan.schema.json` in this folder (a test keeps 
 
 from __future__ import annotations
 
-from typing import Literal, dataclass_transform
+from typing import Any, Literal, dataclass_transform
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import fields
 
 SCHEMA = "orch.plan/1"
 
@@ -331,39 +332,24 @@ class Metrics(Frozen):
 
 
 #: What stands in memory for what nobody knows of a user's program. Documents do not name it: see `Plan.program`.
-NO_MODEL = Model(
-    **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "max_seq_len"), 0),
-    **dict.fromkeys(("name", "source"), ""),
-    **dict.fromkeys(("norm_eps", "rope_theta"), 0.0),
-    **dict.fromkeys(("bias", "tied_embeddings", "causal"), False),
-    **{"norm": "rms", "position": "none", "mlp": "plain", "activation": "gelu", "parameters": 0},
-)
-NO_MEMORY = Memory(
-    **dict.fromkeys(("params", "grads", "optimizer", "activations", "buffers", "total", "capacity", "worst_rank"), 0)
-)
-NO_TIME = Time(step_s=0.0, compute_s=0.0, exposed_comm_s={}, bubble_ratio=0.0, limited_by="")
-NO_TRAIN = Train(
-    steps=0,
-    seq_len=0,
-    seed=0,
-    precision="fp32",
-    grad_dtype="fp32",
-    recompute="none",
-    clip_grad_norm=0.0,
-    log_every_steps=1,
-)
-NO_OPTIM = Optim(
-    lr=0.0,
-    min_lr_ratio=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    decay_steps=0,
-    beta1=0.0,
-    beta2=0.0,
-    eps=0.0,
-    weight_decay=0.0,
-)
-NO_DATA = Data(name="", paths=[], extensions=[], tokenizer="", seed=0, cache_dir="")
+_NONE: dict[str, Any] = {
+    "norm": "rms",
+    "position": "none",
+    "mlp": "plain",
+    "activation": "gelu",
+    "schedule": "constant",
+}
+_NONE |= {"name": "", "source": "", "limited_by": "", "tokenizer": "", "cache_dir": "", "paths": [], "extensions": []}
+_NONE |= {"precision": "fp32", "grad_dtype": "fp32", "recompute": "none", "exposed_comm_s": {}}
+
+
+def _nothing(kind: type[Struct]) -> dict[str, Any]:
+    """The fields of `kind` that have no default, each nought."""
+    return {field.name: _NONE.get(field.name, 0) for field in fields(kind) if field.required}
+
+
+NO_MODEL, NO_MEMORY, NO_TIME = Model(**_nothing(Model)), Memory(**_nothing(Memory)), Time(**_nothing(Time))
+NO_TRAIN, NO_OPTIM, NO_DATA = Train(**_nothing(Train)), Optim(**_nothing(Optim)), Data(**_nothing(Data))
 
 
 class Job(Frozen, omit_defaults=True, kw_only=True):

@@ -58,7 +58,7 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     """One run: where it is, how fast, what it uses, where its time went, and what went wrong."""
     s = state.summary
     what = s.get("model") or s.get("program")
-    layout = s.get("parallel") or ("one GPU" if "model" in s else "")
+    layout = str(s.get("parallel") or ("one GPU" if "model" in s else ""))
     where = ", ".join(filter(None, (f"{what} on {s.get('cluster')}", layout, f"{s.get('world_size')} workers")))
     where += f" on {len(state.nodes)} nodes" if len(state.nodes) > 1 else ""
     head = style.paint(state.state, COLOUR.get(state.state), bold=True)
