@@ -15,12 +15,14 @@ from orchestrator.planner.cost.pipeline import in_flight, in_flight_on_rank
 from orchestrator.planner.memory.activations import Kernels, activations, layer_activations
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
 from orchestrator.planner.memory.rank_memory import rank_state_bytes, zero_buffers
+from orchestrator.planner.memory.unequal_stages import StageBytes, unequal_peak
 from orchestrator.planner.model.layers import layer_params, parameter_count
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes
 
 GIB = 1 << 30
+SEVERAL_STAGES = ("interleaved", "zbv", "dualpipe", "dualpipev")  # of a rank
 #: Megatron-LM as Korthikanti et al. ran it: no fused attention, dropout, inputs gathered again in backward.
 MEGATRON = Kernels(fused_attention=False, selective="core", keep_sent=False)
 # name: layers, hidden, heads, pp, vpp, micro-batch (arXiv 2205.05198, table 3; tp 8, s 2048)
@@ -185,3 +187,35 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
     assert found >= most * (1 - 1e-9)  # a whole backward where an I might have been is the safe side
     if name in ("zb_h1", "zb_h2"):
         assert found == pytest.approx(most)
+
+
+@given(
+    st.sampled_from(("interleaved", "zbv", "dualpipe", "dualpipev")), st.integers(2, 6), st.integers(1, 30), st.data()
+)
+@settings(max_examples=80, deadline=None)
+def test_unequal_stages_are_counted_on_the_schedule(name, pp, m, data):
+    """Most bytes at the start of a backward, with a weight of its own for each stage and a head on the last."""
+    vpp = data.draw(st.sampled_from((2, 3))) if name == "interleaved" else SCHEDULES[name].vpp[0]
+    if illegal(name, pp, m, vpp):
+        return
+    rank, schedule = data.draw(st.integers(0, pp - 1)), build(name, pp, m, vpp)
+    sizes = st.floats(0, 9)
+    stages = [
+        StageBytes(*data.draw(st.tuples(*[sizes] * len(StageBytes._fields)))) for _ in range(schedule.model_stages)
+    ]
+    stages = [one._replace(deferred=one.deferred + one.head_deferred) for one in stages]
+    held = tuple(sorted({stage % schedule.model_stages for _, stage, _ in schedule.orders[rank]}))
+    now = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
+    most = 0.0
+    for kind, stage, _ in schedule.orders[rank]:
+        at = stage % schedule.model_stages
+        one, split = stages[at], kind is Kind.I
+        if kind in (Kind.B, Kind.I):
+            kept = sum(now[0][s] * (stages[s].stored + stages[s].head) + now[1][s] * stages[s].deferred for s in held)
+            layers = kept - one.head + one.during + (one.head_deferred if split else 0.0)
+            end = kept - one.head - one.stored + one.deferred + one.in_last
+            most = max(most, layers, max(end, kept + one.in_head) if split else kept)
+        now[0][at] += (kind is Kind.F) - (kind in (Kind.B, Kind.I))
+        now[1][at] += split - (kind is Kind.W)
+    found = unequal_peak((name, pp, m, vpp), rank, held, [stages[stage] for stage in held])
+    assert found == pytest.approx(most)

@@ -12,12 +12,14 @@ from msgspec import Struct
 
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.schedules import TABLE, schedule_of
 from orchestrator.planner.cost.pipeline import in_flight
 from orchestrator.planner.cost.traffic import boundary_bytes, shares_inputs
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients
+from .unequal_stages import StageBytes, unequal_peak
 
 #: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on every rank (ZB-1p and
 #: ZB-2p of arXiv 2401.10241, section 5.3).
@@ -228,7 +230,29 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     held = in_flight(parallel)
     if kernels.fills_limit and parallel.schedule in LIMITS:
         held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
+
+    schedule = (
+        schedule_of(parallel)
+        if parallel.schedule == TABLE
+        else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
+    )
+
+    def one_stage(index: int) -> StageBytes:
+        layers = [
+            (n, kind, kept[at[kind]][mode].stored, kept[at[kind]][mode].recomputing)
+            for kind, mode, n in layer_groups(model, train, [stage_range(parallel, index)])
+            if n
+        ]
+        stored = sum(n * own for n, _, own, _ in layers) + stage[index == last]
+        own_head = head if index == last else 0.0
+        if deferred:
+            return deferred.stage(layers, stored, own_head)
+        return StageBytes(stored, own_head, max((more for *_, more in layers), default=0.0))
+
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
+        if len(stages) > 1 and len(set(parts := [one_stage(index) for index in stages])) > 1:
+            result.append(unequal_peak(schedule, rank, stages, parts))
+            continue
         ranges = [stage_range(parallel, place) for place in stages]
         groups = [group for group in layer_groups(model, train, ranges) if group[2]]
         stored = sum(n * kept[at[kind]][mode].stored for kind, mode, n in groups)

@@ -14,6 +14,8 @@ from orchestrator.plan.flops import layer_moe
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
 from orchestrator.planner.model.layers import DTYPE_BYTES, sample_layers
 
+from .unequal_stages import StageBytes
+
 #: Schedules that split backward -> forwards that a rank is ahead of its backwards for each later rank, and W that it is
 #: behind them for each earlier rank; None: counted on the schedule.
 SPLIT_BACKWARD: dict[str, int | None] = {"zb_h1": 1, "zb_h2": 2, "zbv": None, "dualpipe": None, "dualpipev": None}
@@ -72,6 +74,21 @@ class DeferredGradients:
                 (full - 1) * stored + (count + 1) * deferred + max(0.0, in_last),
             )
             for full, count in peak_points(self.parallel, rank, in_flight_count if deferred <= stored else None)
+        )
+
+    def stage(self, layers: Sequence[tuple[int, int, float, float]], stored: float, head: float) -> StageBytes:
+        """Of one stage. layers: as in `peak`; stored: as in `peak`; head: bytes of output projection and loss, or 0."""
+        whole, last = self.parallel.schedule in WHOLE_AT_PEAK, head > 0.0
+        during = [more + (0.0 if whole else self.layers[kind][1]) for _, kind, _, more in layers]
+        in_last = (own + more - self.layers[kind][0] for (_, kind, own, _), more in zip(layers, during, strict=True))
+        return StageBytes(
+            stored=stored,
+            head=head,
+            during=max(during, default=0.0),
+            deferred=sum(n * self.layers[kind][0] for n, kind, *_ in layers) + self.head * last,
+            in_head=self.logits * last,
+            head_deferred=self.head * last,
+            in_last=max(0.0, *in_last) if layers else 0.0,
         )
 
 

@@ -30,6 +30,7 @@ from orchestrator.planner.cost.traffic import DENSE_REPLICAS
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.activations import LIMITS, logits_in_flight
 from orchestrator.planner.memory.deferred_weight_gradients import DeferredGradients
+from orchestrator.planner.memory.unequal_stages import unequal_peak
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, StageSeconds
@@ -225,46 +226,46 @@ class PipelineBound:
 
     # ---------------------------------------------------------------------------------- of one schedule and ZeRO
 
-    def kept(self, schedule: str) -> list[float]:
-        """Lower bound of the activation bytes of each rank of the shape."""
-        cost, mesh = self.branch.cost, self.branch.mesh
-        if not self.split or cost.kept(schedule).kernels.fills_limit:
-            return [self._kept(rank, schedule) for rank in self.shape.ranks]
-        par = structs.replace(cost.par, schedule=schedule, pp=mesh.pp, vpp=self.vpp, micro_batches=mesh.micro_batches)
-        deferred = DeferredGradients(cost.context.model, par, cost.context.train)
-        return [self._kept(rank, schedule, deferred) for rank in self.shape.ranks]
+    def kept(self, schedule: str, exact: bool = False) -> list[float]:
+        """Lower bound of the activation bytes of each rank of the shape.
 
-    def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None = None) -> float:
-        branch, mesh, cost = self.branch, self.branch.mesh, self.branch.cost
-        keeps, m = cost.kept(schedule), mesh.micro_batches
-        layers = [
-            (many, kind, one.stored, one.recomputing)
-            for kind, (many, one) in enumerate(zip((rank.dense, rank.moe), keeps.layers(branch.recompute), strict=True))
-            if many
-        ]
-        inner, last = keeps.stage
-        held = sum(many * stored for many, _, stored, _ in layers) + (self.held - rank.head) * inner + rank.head * last
-        in_flight = in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank.rank)
-        if keeps.kernels.fills_limit and schedule in LIMITS:
-            in_flight = min(m, LIMITS[schedule] * mesh.pp)
+        exact: also of ranks with unequal stages; otherwise as if all were like the smallest, which is quick.
+        """
+        cost, mesh, deferred = self.branch.cost, self.branch.mesh, None
+        if self.split and not cost.kept(schedule).kernels.fills_limit:
+            names = {"schedule": schedule, "pp": mesh.pp, "vpp": self.vpp, "micro_batches": mesh.micro_batches}
+            deferred = DeferredGradients(cost.context.model, structs.replace(cost.par, **names), cost.context.train)
+        return [self._kept(rank, schedule, deferred, exact) for rank in self.shape.ranks]
+
+    def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool) -> float:
+        mesh, cost = self.branch.mesh, self.branch.cost
+        keeps, m, recompute = cost.kept(schedule), mesh.micro_batches, self.branch.recompute
         messages = 1 if rank.head and self.held == 1 else 2  # the last stage receives no gradient
-        received = messages * cost.boundary if mesh.pp > 1 and keeps.kernels.keep_sent else 0.0
+        rest = messages * cost.boundary if mesh.pp > 1 and keeps.kernels.keep_sent else 0.0
+        rest += keeps.loss if rank.head else 0.0
+
+        def in_flight(where: int) -> int:
+            if keeps.kernels.fills_limit and schedule in LIMITS:
+                return min(m, LIMITS[schedule] * mesh.pp)
+            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, where)
+
+        if exact and len(rank.unlike) > 1:
+            parts = [keeps.stage_bytes(recompute, one, deferred) for one in rank.stages]
+            return rest + unequal_peak((schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, parts)
+        stored = min(keeps.stored(recompute, one) for one in rank.unlike)
+        if len(rank.unlike) > 1:
+            return rest + stored * in_flight(rank.rank)
+        layers = keeps.stage_layers(recompute, rank.dense, rank.moe)
         if deferred:
-            head, loss = (keeps.head, keeps.loss) if rank.head else (None, 0.0)
-            inner = in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank.inner)
-            return (
-                loss
-                + received
-                + max(
-                    deferred.peak(where, count, held / self.held, self.held, layers, head)
-                    for where, count in {(rank.rank, in_flight), (rank.inner, inner)}
-                )
+            head = keeps.head if rank.head else None
+            return rest + max(
+                deferred.peak(where, in_flight(where), stored, self.held, layers, head)
+                for where in {rank.rank, rank.inner}
             )
         recomputing = max((more for *_, more in layers), default=0.0)
         if rank.head:
-            more = logits_in_flight(schedule, m) - 1
-            recomputing = max(recomputing, keeps.head) + more * keeps.head + keeps.loss
-        return held / self.held * in_flight + recomputing + received
+            recomputing = max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
+        return rest + stored * in_flight(rank.rank) + recomputing
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""

@@ -23,8 +23,9 @@ from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.traffic import boundary_bytes, grad_bytes, hidden_bytes, recomputed_share
 from orchestrator.planner.memory import activations
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD, DeferredGradients
 from orchestrator.planner.memory.recipe import Recipe, kernels_of
+from orchestrator.planner.memory.unequal_stages import StageBytes
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
@@ -37,7 +38,7 @@ from orchestrator.planner.model.layers import (
 from orchestrator.planner.placement.axis_order import CostContext
 
 from .best_paths import BestPaths
-from .pipeline_shapes import PipelineShape, RankShape
+from .pipeline_shapes import PipelineShape, RankShape, StageShape
 from .space import Mesh
 
 Pair = tuple[float, float]  # of a dense layer, of an MoE layer
@@ -101,6 +102,24 @@ class Kept:
                 NO_ACTIVATIONS if layer is None else of(cost.context.model, layer, *same) for layer in cost.kinds
             ]
         return self._layers[recompute]
+
+    def stage_layers(self, recompute: str, dense: int, moe: int) -> list[tuple[int, int, float, float]]:
+        """(number, kind, bytes until backward, further bytes while it is recomputed) of these layers."""
+        kinds = enumerate(zip((dense, moe), self.layers(recompute), strict=True))
+        return [(many, kind, one.stored, one.recomputing) for kind, (many, one) in kinds if many]
+
+    def stored(self, recompute: str, stage: StageShape) -> float:
+        """Bytes of one micro-batch in a stage until backward, without output projection and loss."""
+        dense, moe = self.layers(recompute)
+        return stage.dense * dense.stored + stage.moe * moe.stored + self.stage[stage.last]
+
+    def stage_bytes(self, recompute: str, stage: StageShape, deferred: DeferredGradients | None) -> StageBytes:
+        """Of one micro-batch in one of a rank's several stages."""
+        layers, stored = self.stage_layers(recompute, stage.dense, stage.moe), self.stored(recompute, stage)
+        head = self.head if stage.last else 0.0
+        if deferred:
+            return deferred.stage(layers, stored, head)
+        return StageBytes(stored, head, max((more for *_, more in layers), default=0.0))
 
 
 class LayerCost:

@@ -11,6 +11,14 @@ from orchestrator.planner.model.layers import dense_and_moe
 from orchestrator.planner.model.stages import rank_stages
 
 
+class StageShape(NamedTuple):
+    """What a stage keeps activations of."""
+
+    dense: int
+    moe: int
+    last: bool
+
+
 class RankShape(NamedTuple):
     """What a pipeline rank holds, in both directions where a schedule has two."""
 
@@ -19,8 +27,11 @@ class RankShape(NamedTuple):
     head: int  # copies of the last stage
     table: int  # copies of the first stage
     rank: int  # first of the ranks that hold the same: it has the most micro-batches in flight
-    inner: int  # of these ranks the one farthest from both ends: it defers the most weight gradients
     before: tuple[int, int, int]  # stages, dense layers, MoE layers ahead of the last of these ranks
+    inner: int  # of these ranks the one farthest from both ends: it defers the most weight gradients
+    held: tuple[int, ...]  # model stages of `rank`
+    stages: tuple[StageShape, ...]  # of `rank`
+    unlike: tuple[StageShape, ...]  # of `stages` each once: several keep unequally much
 
 
 class PipelineShape(NamedTuple):
@@ -56,18 +67,17 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
     for count in parallel.stage_layers:
         starts.append(starts[-1] + count)
     kinds = [dense_and_moe(model, starts[s], starts[s + 1]) for s in range(stages)]
-    #: held -> (first rank, innermost rank, latest first stage)
-    alike: dict[tuple[int, int, int, int], tuple[int, int, int]] = {}
+    found: dict[tuple[object, ...], RankShape] = {}
     for rank, own in enumerate(held):
-        dense, moe = sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)
-        holds = dense, moe, own.count(stages - 1), own.count(0)
-        first, inner, latest = alike.get(holds, (rank, rank, 0))
-        inner = max(inner, rank, key=lambda one: min(one, len(held) - 1 - one))
-        alike[holds] = first, inner, max(latest, min(own))
-    ranks = [
-        RankShape(*holds, rank, inner, (stage, *dense_and_moe(model, 0, starts[stage])))
-        for holds, (rank, inner, stage) in alike.items()
-    ]
+        each = tuple(StageShape(*kinds[stage], stage == stages - 1) for stage in own)
+        ahead = (min(own), *dense_and_moe(model, 0, starts[min(own)]))
+        alike = own.count(0), *sorted(each)
+        dense, moe, head = (sum(column) for column in zip(*each, strict=True))
+        unlike = tuple(set(each))
+        first = found.get(alike) or RankShape(dense, moe, head, own.count(0), rank, ahead, rank, own, each, unlike)
+        inner = max(first.inner, rank, key=lambda one: min(one, len(held) - 1 - one))
+        found[alike] = first._replace(before=max(first.before, ahead), inner=inner)
+    ranks = list(found.values())
     copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
     return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1)
 
