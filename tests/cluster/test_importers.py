@@ -85,6 +85,41 @@ def test_ragged_drained_and_unlabelled_nodes():
     assert (found.machines["n1"].reason, found.machines["n2"].reason) == ("cordoned", "taint broken")
 
 
+@pytest.mark.parametrize("name", [n for n, p in profiles().items() if p.levels and n != "generic"])
+def test_every_family_of_labels_beside_cpu_nodes_and_ragged(name):
+    """System pools have zones and no GPUs; of the GPU nodes three do not say under which leaf they are."""
+    keys = [keys[0] for keys in profiles()[name].levels.values()]
+    labels = {f"cpu{i}": {"topology.kubernetes.io/zone": f"z{i}"} for i in range(9)}
+    for i in range(12):
+        path = [f"v{i >> (len(keys) - depth)}" for depth in range(len(keys))]
+        labels[f"n{i}"] = {**dict(zip(keys, path, strict=True)), "topology.kubernetes.io/zone": "z"}
+    for i in (3, 7, 11):
+        del labels[f"n{i}"][keys[-1]]
+    system = {f"cpu{i}": {"status": {"allocatable": {"cpu": "8"}}} for i in range(9)}
+    found = parse_nodes(samples.kubernetes(labels, **system))
+    assert found.tiers[0].name == list(profiles()[name].levels)[-1]
+    leaves = found.tiers[0].switches
+    assert [nodes for nodes in leaves.values() if {"n3", "n7", "n11"} & set(nodes)] == [("n3",), ("n7",), ("n11",)]
+    assert ("n0", "n1") in leaves.values() and not any("cpu" in str(nodes) for nodes in leaves.values())
+    assert {found.machines[f"cpu{i}"].reason for i in range(9)} == {"no GPUs"}
+    assert found.free == found.order(f"n{i}" for i in range(12))
+
+
+def test_a_missing_level_is_that_of_the_neighbours():
+    labels = {f"n{i}": {"z": f"zone{i // 4}", "r": f"rack{i // 2}"} for i in range(8)}
+    del labels["n1"]["z"], labels["n6"]["r"], labels["n6"]["z"]
+    labels["n6"]["nvidia.com/gpu.clique"] = labels["n7"]["nvidia.com/gpu.clique"] = "nvl"
+    found = parse_nodes(samples.kubernetes(labels), profile_of("zone=z,rack=r"))
+    assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
+
+
+def test_other_makers_gpus_count():
+    taints = [{"key": "amd.com/gpu", "effect": "NoSchedule"}]
+    amd = {"status": {"allocatable": {"amd.com/gpu": "8"}}, "spec": {"taints": taints}}
+    found = parse_nodes(samples.kubernetes({"n0": {}, "n1": {}}, n0=amd, n1={"status": {"allocatable": {}}}))
+    assert (found.machines["n0"].gpus, found.free) == (8, ["n0"])
+
+
 def test_nvlink_racks_and_slinky():
     labels = {f"n{i}": {"nvidia.com/gpu.clique": f"uuid.{i // 4}"} for i in range(8)}
     found = parse_nodes(samples.kubernetes(labels))

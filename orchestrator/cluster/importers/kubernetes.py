@@ -6,12 +6,13 @@ their labels, so none of them is known to the code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from orchestrator.cluster.model import Machine, Tier, Topology, bad, check, from_paths
 from orchestrator.errors import did_you_mean
@@ -31,6 +32,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Taint(Struct, frozen=True):
     key: str = ""
+    value: str = ""
     effect: str = ""
 
 
@@ -105,8 +107,38 @@ def parse_nodes(text: str, profile: str | Profile = "auto") -> Topology:
     return from_nodes(nodes, profile)
 
 
-def from_nodes(nodes: list[Node], profile: str | Profile = "auto") -> Topology:
-    """As `parse_nodes`, of nodes that have been read."""
+def gpu_nodes(nodes: Sequence[Node], gpu: str = "") -> list[Node]:
+    """Those that have the resource `gpu` ("": any that is called `.../gpu`); all of them where none has it."""
+    return [node for node in nodes if _gpus(node, gpu)] or list(nodes)
+
+
+def pick_profile(nodes: Sequence[Node], profile: str | Profile = "auto") -> Profile:
+    """The profile of that name; of `auto` the one that says most of these nodes. OrchError (65) for an unknown name."""
+    if not isinstance(profile, str):
+        return profile
+    shipped = profiles()
+    if profile != "auto" and profile not in shipped:
+        raise bad(WHERE, f"no profile {profile!r}; {did_you_mean(profile, ['auto', *shipped])}")
+    return shipped[_best(nodes) if profile == "auto" else profile]
+
+
+def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
+    """Level -> the label by which pods can ask for its switches: one that all nodes that know the level carry."""
+    found = {}
+    for name, keys in profile.levels.items():
+        known = [node for node in nodes if _value(node, keys)]
+        for key in keys:
+            if known and all(node.metadata.labels.get(key) == _value(node, keys) for node in known):
+                found[name] = key
+                break
+    return found
+
+
+def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = "") -> Topology:
+    """As `parse_nodes`, of nodes that have been read. Only those with GPUs stand under switches, if any has some.
+
+    A node that does not know its switch stands alone: nobody can say who is beside it.
+    """
     names: set[str] = set()
     for index, node in enumerate(nodes):
         if node.metadata.name in names:
@@ -114,20 +146,16 @@ def from_nodes(nodes: list[Node], profile: str | Profile = "auto") -> Topology:
         names.add(node.metadata.name)
     if not nodes:
         raise bad(WHERE, "there are none")
-    if isinstance(profile, str):
-        shipped = profiles()
-        if profile != "auto" and profile not in shipped:
-            raise bad(WHERE, f"no profile {profile!r}; {did_you_mean(profile, ['auto', *shipped])}")
-        profile = shipped[_best(nodes) if profile == "auto" else profile]
-    machines = {node.metadata.name: _machine(node) for node in nodes}
+    workers = gpu_nodes(nodes, gpu)
+    profile = pick_profile(workers, profile)
+    machines = {node.metadata.name: _machine(node, gpu) for node in nodes}
+    if any(machine.gpus for machine in machines.values()):
+        no_gpus = {"free": False, "reason": "no GPUs"}
+        machines = {n: m if m.gpus or m.reason else structs.replace(m, **no_gpus) for n, m in machines.items()}
     if profile.annotation:
-        return _annotated(nodes, profile.annotation, machines)
-    used = {name: keys for name, keys in profile.levels.items() if any(_value(node, keys) for node in nodes)}
-    paths = {}
-    for node in nodes:
-        values = tuple(_value(node, keys) for keys in used.values())
-        if any(values):  # a node that lacks one level stands there alone with its kind
-            paths[node.metadata.name] = tuple(value or "none" for value in values)
+        return _annotated(workers, profile.annotation, machines)
+    used = {name: keys for name, keys in profile.levels.items() if any(_value(node, keys) for node in workers)}
+    paths = _paths(workers, list(used.values()), profile.domain)
     domains: dict[str, list[str]] = {}
     for node in nodes:
         if value := _value(node, profile.domain):
@@ -138,16 +166,44 @@ def from_nodes(nodes: list[Node], profile: str | Profile = "auto") -> Topology:
     return check(Topology(kind if tiers else "flat", tiers, domains=kept, machines=machines), WHERE)
 
 
-def _best(nodes: list[Node]) -> str:
-    """The profile whose labels are on most nodes, more levels first; ties go to the earlier one."""
+def _paths(nodes: Sequence[Node], levels: Sequence[list[str]], domain: list[str]) -> dict[str, tuple[str, ...]]:
+    """Each node's switches, coarse to fine; nodes without any label have none.
 
-    def score(item: tuple[str, Profile]) -> tuple[int, int]:
+    A switch that a node does not name is the one above its own next finer switch, or above its NVLink domain, as other
+    nodes know it. Else it is called by what is below it, with a `/`, which no label's value has.
+    """
+    found = {node.metadata.name: [_value(node, keys) for keys in (*levels, domain)] for node in nodes}
+    for depth in range(len(levels) - 1, -1, -1):
+        above: dict[str, set[str]] = {}
+        for path in found.values():
+            if path[depth] and path[depth + 1]:
+                above.setdefault(path[depth + 1], set()).add(path[depth])
+        for path in found.values():
+            if not path[depth] and len(known := above.get(path[depth + 1], set())) == 1:
+                path[depth] = next(iter(known))
+    return {
+        name: tuple(
+            value or "/".join(("unknown", next(filter(None, path[depth + 1 :]), name)))
+            for depth, value in enumerate(path[:-1])
+        )
+        for name, path in found.items()
+        if any(path[:-1])
+    }
+
+
+def _best(nodes: Sequence[Node]) -> str:
+    """The profile that says most: labels of a network before NVLink domains, and these before zones, which every cloud
+    has; then the one on most nodes, then the one with more levels; ties go to the earlier one."""
+
+    def score(item: tuple[str, Profile]) -> tuple[int, int, int]:
         name, profile = item
         if profile.annotation:
-            return sum(profile.annotation in node.metadata.annotations for node in nodes), 1
+            count = sum(profile.annotation in node.metadata.annotations for node in nodes)
+            return 2 * (count > 0), count, 1
         keys = list(profile.levels.values())
-        count = sum(bool(_value(node, keys[-1] if keys else profile.domain)) for node in nodes)
-        return count, -1 if name == "generic" else sum(any(_value(node, k) for node in nodes) for k in keys)
+        count = sum(any(_value(node, key) for key in keys or [profile.domain]) for node in nodes)
+        kind = 0 if name == "generic" or not count else 2 if keys else 1
+        return kind, count, sum(any(_value(node, key) for node in nodes) for key in keys)
 
     return max(profiles().items(), key=score)[0]
 
@@ -179,13 +235,21 @@ def _annotated(nodes: list[Node], key: str, machines: dict[str, Machine]) -> Top
     return check(Topology("tree" if tiers else "flat", tuple(tiers), machines=machines), WHERE)
 
 
-def _machine(node: Node) -> Machine:
+def _gpus(node: Node, gpu: str) -> int:
+    amounts = node.status.allocatable
+    if gpu:
+        return _count(amounts.get(gpu))
+    return max((_count(amount) for name, amount in amounts.items() if name.endswith("/gpu")), default=0)
+
+
+def _machine(node: Node, gpu: str) -> Machine:
     spec, status = node.spec, node.status
     ready = next((c.status for c in status.conditions if c.type == "Ready"), "True")
-    taints = [t.key for t in spec.taints if t.effect in ("NoSchedule", "NoExecute") and t.key != GPU]
+    gpu_taints = {gpu} if gpu else {name for name in status.allocatable if name.endswith("/gpu")} | {GPU}
+    taints = [t.key for t in spec.taints if t.effect in ("NoSchedule", "NoExecute") and t.key not in gpu_taints]
     reason = "cordoned" if spec.unschedulable else "" if ready == "True" else "not ready"
     return Machine(
-        gpus=_count(status.allocatable.get(GPU)),
+        gpus=_gpus(node, gpu),
         gpu=node.metadata.labels.get(PRODUCT, ""),
         nics=max([_count(status.allocatable[name]) for name in NICS if name in status.allocatable], default=0),
         free=not reason and not taints,
