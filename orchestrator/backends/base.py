@@ -53,6 +53,7 @@ class Backend(ABC):
     #: Runs are processes of this machine, which has no queue and nobody else's work: the runs of a sweep follow one
     #: another, and drills need no leave.
     on_this_machine: ClassVar[bool] = False
+    shares_folders: ClassVar[bool] = True  # all its nodes see this machine's folders under the same paths
     #: A node that is lost comes back by itself, for one restart of the run.
     replaces_lost_nodes: ClassVar[bool] = False
 

@@ -71,6 +71,15 @@ def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
 
     module = import_module(f"orchestrator.cli.verbs.{name}")
     command = None
+    if verb.rest:
+        parser = make_parser(name, verb)
+        module.add_arguments(parser)
+        args, overrides = parser.parse_args(words), []
+        while args.script and module.is_override(args.script[0]):
+            word, *after = args.script
+            overrides.append(word)
+            args = parser.parse_args(after, args)
+        return int(module.run(args, overrides) or 0)
     if "--" in words:
         cut = words.index("--")
         words, command = words[:cut], words[cut + 1 :]

@@ -69,7 +69,11 @@ def request_of_run(folder: RunFolder) -> LaunchRequest:
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `submit_options` reads."""
     parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
-    parser.add_argument("--in-place", action="store_true", help="run the program here, not in a copy of this folder")
+    where = parser.add_mutually_exclusive_group()
+    here = "run the program in this folder (as a rule where nodes share it)"
+    where.add_argument("--in-place", action="store_true", default=None, help=here)
+    copy = "run the program in a copy of this folder, as it is now"
+    where.add_argument("--snapshot", action="store_false", dest="in_place", help=copy)
     parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
     after = "start when that run has ended well (any:RUN in any way, notok:RUN not well); repeatable"
     parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after)

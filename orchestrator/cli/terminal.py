@@ -59,12 +59,14 @@ def tell(done: int, total: int, what: str) -> None:
 
 def follow_run(handle: str, folder: RunFolder, backend: Backend, as_json: bool) -> int:
     """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout."""
-    from orchestrator.observe.follow import follow
+    from orchestrator.observe.follow import follow, follow_program
+    from orchestrator.run.request import read_request
 
     out = sys.stderr if as_json else sys.stdout
     print(handle, file=out, flush=True)
     try:
-        state = follow(folder, backend.state, out, style())
+        watch = follow if read_request(folder).worker.bundled else follow_program
+        state = watch(folder, backend.state, out, style())
     except KeyboardInterrupt:
         print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out)
         raise

@@ -42,7 +42,7 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     command: tuple[str, ...] = ()  # the user's program; empty: the bundled trainer
     env: tuple[str, ...] = ()  # names of further variables to pass on
-    in_place: bool = False  # the program runs in `cwd`, not in a copy of it
+    in_place: bool | None = None  # the program runs in `cwd`, not in a copy; None: in `cwd` where nodes share folders
     program: bool = False  # `command` is planned without a model, because none was named for it
     run_id: str | None = None
     after: tuple[str, ...] = ()  # `RUN` or `HOW:RUN`: runs to wait for
@@ -149,6 +149,9 @@ def make_bundle(
     from orchestrator.run.code_snapshot import find_code
     from orchestrator.run.request import Code, Site, make_request
 
+    in_place = options.in_place
+    if in_place is None:
+        in_place = bool(options.command) and backend.shares_folders
     runs = Path(config.run.dir).expanduser().absolute() if config.run.dir else registry.runs_folder(options.home)
     site = Site(
         run_id=new_id(config, options),
@@ -157,7 +160,7 @@ def make_bundle(
         python=options.python,
         environment_names=sorted(options.environ),
         cwd=str(options.cwd),
-        code=Code(kind="none") if options.in_place else find_code(options.cwd, wanted=bool(options.command)),
+        code=Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command)),
         agent_flags=list(backend.agent_flags),
     )
     return make_request(config, plan, site, options.command, options.env, sizes)

@@ -95,15 +95,20 @@ def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkey
     """Two workers on one node under both launchers; all of torchrun's variables are there, those that are not the
     launcher's own to choose with the same values. What the user has set stays."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    dump = program("import json, os; print(json.dumps([os.environ['RANK'], dict(os.environ)]))")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", dump]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=300, check=True)
-    theirs = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    code, out, err = orch(capsys, "submit", "nproc=2", "--json", "--", "python", dump)
-    assert code == 0, err
-    folder = RunFolder(Path(json.loads(out)["run_dir"]))
-    assert wait_end(folder).state == "done"
-    ours = dict(json.loads(folder.rank_log(rank).read_text().splitlines()[-1]) for rank in range(2))
+    dump = program("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))")
+
+    def told(who: str) -> dict[str, dict[str, str]]:
+        return {rank: json.loads(Path(who + rank).read_text()) for rank in ("0", "1")}
+
+    def submitted(who: str) -> dict[str, dict[str, str]]:
+        code, out, err = orch(capsys, "submit", "nproc=2", "--json", "--", "python", dump, who)
+        assert code == 0, err
+        assert wait_end(RunFolder(Path(json.loads(out)["run_dir"]))).state == "done"
+        return told(who)
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", dump, "theirs"]
+    subprocess.run(torchrun, capture_output=True, timeout=300, check=True)
+    theirs, ours = told("theirs"), submitted("ours")
     launchers = {name for name in theirs["0"] if name not in {*os.environ, "COLUMNS", "LINES", "LC_CTYPE"}}
     assert launchers >= {"RANK", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", *OTHERWISE}
     for rank in ("0", "1"):
@@ -112,8 +117,53 @@ def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkey
             assert name in OTHERWISE or ours[rank][name] == theirs[rank][name], name
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    code, out, _ = orch(capsys, "submit", "nproc=2", "--json", "--", "python", dump)
-    folder = RunFolder(Path(json.loads(out)["run_dir"]))
-    assert wait_end(folder).state == "done"
-    _, kept = json.loads(folder.rank_log(1).read_text().splitlines()[-1])
+    kept = submitted("kept")["1"]
     assert (kept["OMP_NUM_THREADS"], kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "0")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_orch_run_is_a_drop_in_for_torchrun(home, capsys):
+    """The same script under both: exit codes, what it prints, and files that it writes into the folder."""
+    script = program(
+        """
+        import os, pathlib, sys
+        rank = os.environ["RANK"]
+        pathlib.Path(f"out-{sys.argv[1]}-{rank}.txt").write_text(os.environ["WORLD_SIZE"])
+        print(f"hello from {rank}", flush=True)
+        sys.exit(int(sys.argv[2]) if rank == "1" else 0)
+        """
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    orch_run = [sys.executable, "-m", "orchestrator", "run", "--nproc-per-node", "2"]
+    for code in (0, 7):
+        theirs = subprocess.run([*torchrun, script, "t", str(code)], capture_output=True, text=True, timeout=300)
+        ours = subprocess.run([*orch_run, script, "o", str(code)], capture_output=True, text=True, timeout=300)
+        assert bool(theirs.returncode) == bool(ours.returncode) == bool(code)
+        said = {line.partition("] ")[2] for line in ours.stdout.splitlines() if line.startswith("[rank ")}
+        assert said >= {line for line in theirs.stdout.splitlines() if line.startswith("hello")} != set()
+        for rank in range(2):
+            assert Path(f"out-o-{rank}.txt").read_text() == Path(f"out-t-{rank}.txt").read_text() == "2"
+    assert "rank 1" in ours.stdout and "First cause" in ours.stdout
+
+
+@pytest.mark.process
+def test_following_a_program_shows_what_its_ranks_print_and_its_faults(home, capsys):
+    """Rank 1 dies in the first epoch: its lines, the first cause, and the lines of the second epoch are one view."""
+    script = program(
+        """
+        import os, sys, time
+        epoch = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("epoch", epoch, flush=True)
+        if epoch == "0":
+            time.sleep(0.2)
+            sys.exit(5 if os.environ["RANK"] == "1" else time.sleep(60))
+        """
+    )
+    code, out, _ = orch(capsys, "submit", "nproc=2", "--follow", "--", "python", script)
+    assert code == 0
+    for rank in (0, 1):
+        lines = [line for line in out.splitlines() if line.startswith(f"[rank {rank}] epoch")]
+        assert lines == [f"[rank {rank}] epoch 0", f"[rank {rank}] epoch 1"]
+    assert "orch: " in out and "starting again as epoch 1" in out
+    assert out.splitlines()[-1].startswith("done")

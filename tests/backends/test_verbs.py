@@ -146,11 +146,11 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
 def test_the_copy_runs_not_what_is_changed_later(home, capsys):
     program("import time, pathlib; time.sleep(1); import other; print('got', other.WORD, pathlib.Path.cwd().name)")
     program("WORD = 'submitted'", "other.py")
-    folder = submit(capsys, "--", "python", "my_train.py", home=home)
+    folder = submit(capsys, "--snapshot", "--", "python", "my_train.py", home=home)
     program("WORD = 'changed later'", "other.py")
     assert wait_end(folder).state == "done"
     assert folder.rank_log(3).read_text() == "got submitted code\n"
-    folder = submit(capsys, "--in-place", "--", "python", "my_train.py", home=home)
+    folder = submit(capsys, "--", "python", "my_train.py", home=home)  # in place, as torchrun
     assert wait_end(folder).state == "done"
     assert folder.rank_log(3).read_text() == "got changed later project\n"
 

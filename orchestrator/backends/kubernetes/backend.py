@@ -55,6 +55,7 @@ _FRESH_S = 15.0  # an older snapshot is read again
 class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring, TopologySource, NodeExec, NodeRemoval):
     name = "kubernetes"
     agent_is_init = True
+    shares_folders = False
     replaces_lost_nodes = True
 
     def __init__(self) -> None:

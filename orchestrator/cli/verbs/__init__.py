@@ -12,6 +12,7 @@ class Verb(NamedTuple):
     help: str
     overrides: bool = False  # takes `key=value` words: a configuration
     command: bool = False  # takes `-- program args`
+    rest: bool = False  # its last argument takes all words that follow, flags too
 
 
 VERBS: dict[str, Verb] = {
@@ -24,6 +25,7 @@ VERBS: dict[str, Verb] = {
     "reproduce": Verb("the papers' headline results beside this planner's, as a page (docs/reproduce.md)"),
     "calibrate": Verb("fit the cost model to a table of runs, or to a run or orch bench of this site", overrides=True),
     "submit": Verb("plan a job and start it; prints its handle", overrides=True, command=True),
+    "run": Verb("torchrun's command line, placed, elastic and watched", overrides=True, rest=True),
     "render": Verb("write a run's folder and print its job script", overrides=True, command=True),
     "list": Verb("runs of this machine"),
     "status": Verb("one run, live: state, step, loss, tokens/s, memory"),
