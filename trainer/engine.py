@@ -61,7 +61,7 @@ class Engine:
     ):
         """`counter`: the default is one for the collectives of the device. `scratch`: for what is offloaded to a disk,
         if the plan names no folder. Raises LayoutError for a plan that this trainer does not run."""
-        par = plan.parallel
+        par, self.offload = plan.parallel, plan.job.train.offload or Offload()
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
         self.counter, self.timer = counter or CommCounter(gloo=device.type == "cpu"), PhaseTimer()
         self.scaler = LossScale(device) if recipe.param == torch.float16 else None
@@ -70,13 +70,17 @@ class Engine:
         shards_weights = par.zero == 3 and mesh.size("shard") > 1
         dtype = recipe.master if shards_weights else recipe.param
         self._one = torch.ones((), dtype=torch.float64, device=device)
-        self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine)
+        folder = Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
+        self.host: HostMemory | None = None
+        if self.offload.optimizer:
+            in_memory, weights = self.offload.optimizer == "host", folder if self.offload.weights else None
+            self.host = HostMemory(device, takes_gradients=in_memory, weights=weights)
+        new = None if self.host is None else self.host.device_zeros
+        self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine, new=new)
         rules, table = rules_of(plan.job.optim), self.part.table
         table |= {name: replace(info, whole=True) for name, info in table.items() if rules.owns(info)}
-        self.offload = plan.job.train.offload or Offload()
-        self.host = HostMemory(device) if self.offload.optimizer else None
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
-        self.optimizer = self._optimizer(rules, scratch)
+        self.optimizer = self._optimizer(rules, folder)
         replica = replica_of(par, mesh.coord)
         self._taken = taken(par)[replica]  # micro-batches per step, but for a batch-size ramp
         self._empty = computed(par, replica) - self._taken  # empty ones beside them, if others take more
@@ -90,17 +94,11 @@ class Engine:
             terms=self.part.terms,
         )
 
-    def _optimizer(self, rules: Rules, scratch: Path | None) -> ShardedOptimizer | DiskOptimizer:
+    def _optimizer(self, rules: Rules, folder: Path) -> ShardedOptimizer | DiskOptimizer:
         if self.host is None or self.offload.optimizer == "host":
             return ShardedOptimizer(self.buckets, rules, self.recipe.master, self.host)
-        folder = Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
         size = self.offload.buffer_bytes
         return DiskOptimizer(self.buckets, rules, self.recipe.master, folder, size, self.host)
-
-    @property
-    def _host_of_gradients(self) -> HostMemory | None:
-        """Where summed gradients go; on the device they stay where memory is too small for the whole state."""
-        return self.host if self.offload.optimizer == "host" else None
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
@@ -109,7 +107,7 @@ class Engine:
         params = list(self.part.parameters())
         classes = classes_of(par.ep)
         recipe, size = self.recipe, par.bucket_bytes
-        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self._host_of_gradients)
+        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self.host)
         buckets.gather_ahead(self.part.stages)
         return buckets
 
@@ -121,7 +119,7 @@ class Engine:
             *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
             interleaved=pipelined,
             classes=classes_of(self.plan.parallel.ep),
-            host=self._host_of_gradients,
+            host=self.host,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:

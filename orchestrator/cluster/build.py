@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from orchestrator.config.schema import ClusterSpec, LevelSpec
+from msgspec import UNSET
+
+from orchestrator.config.schema import ClusterSpec, HostSpec, LevelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.cluster import check_cluster
-from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
+from orchestrator.plan.document import Cluster, Gpu, Host, Link, SwitchLevel
 
 GIB = 1 << 30
 
@@ -43,6 +45,7 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
         nics_per_node=spec.nic.per_node,
         rails=spec.nic.rails,
         levels=[_level(spec, level, nics_per_gpu) for level in spec.levels],
+        host=UNSET if spec.host is None else _host(spec.host),
     )
     problem = check_cluster(cluster)
     if problem:
@@ -59,6 +62,17 @@ def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLe
         latency_s=max(level.latency_us, spec.nic.latency_us) * 1e-6,
         oversubscription=level.oversubscription,
         source=level.source,
+    )
+
+
+def _host(spec: HostSpec) -> Host:
+    return Host(
+        memory_bytes=int(spec.memory_gib * GIB),
+        memory_bytes_per_s=spec.memory_gb_per_s * 1e9,
+        link_bytes_per_s=spec.link_gb_per_s * 1e9,
+        disk_bytes=int(spec.disk_gib * GIB),
+        disk_bytes_per_s=spec.disk_gb_per_s * 1e9,
+        source=spec.source,
     )
 
 

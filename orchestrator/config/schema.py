@@ -98,6 +98,17 @@ class LevelSpec(Frozen):
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0  # of the links from this level's switches upwards; 1 = none
 
 
+class HostSpec(Frozen):
+    """A node beside its GPUs, for train.offload."""
+
+    memory_gib: Positive
+    memory_gb_per_s: Positive
+    link_gb_per_s: Positive  # between one GPU and the host's memory, one direction
+    disk_gib: Positive
+    disk_gb_per_s: Positive  # reads and writes together
+    source: Source
+
+
 class ClusterSpec(Frozen):
     """A regular description; the planner unfolds it to explicit nodes, domains and switches."""
 
@@ -111,6 +122,7 @@ class ClusterSpec(Frozen):
     levels: list[LevelSpec]  # innermost first
     topology_file: Path | None = None  # the real nodes and switches, any form `orch topology` reads; figures stay
     topology_name: Name | None = None  # which of a file that holds several
+    host: HostSpec | None = None  # None: predictions of train.offload assume one, and say so
     measured: bool = True  # plan with what `orch bench` has found on this cluster, where it was run
 
 
@@ -242,6 +254,7 @@ class TrainSpec(Frozen):
     recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
     partition_activations: bool = False  # tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
     offload: Literal["none", "host", "disk"] = "none"  # where master weights and moments are, if not on the device
+    offload_weights: bool = False  # of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
     offload_dir: Path | None = None  # of offload=disk: a folder of a disk of each node; None: in the run folder
     offload_buffer_mib: Positive = 256.0  # of offload=disk: host memory through which the state passes, on each rank
     batch_ramp: BatchRampSpec | None = None

@@ -77,6 +77,17 @@ class Measured(Frozen):
     stretch: dict[str, dict[str, float]] = {}  # tier -> operation -> time of its bytes / bytes at the tier's rate, >= 1
 
 
+class Host(Frozen):
+    """A node beside its GPUs, for what is offloaded there."""
+
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # between one GPU and the host's memory, one direction
+    disk_bytes: int
+    disk_bytes_per_s: float  # reads and writes together
+    source: str
+
+
 class Cluster(Frozen):
     name: str
     device: Literal["cpu", "cuda"]
@@ -89,6 +100,7 @@ class Cluster(Frozen):
     rails: int  # NIC i of every node is on rail i % rails
     levels: list[SwitchLevel]
     measured: Measured | None = None
+    host: Host | UnsetType = UNSET  # where it is described
     left_out: dict[str, int] = {}  # nodes of `cluster.topology_file` that no rank may use -> how many, by what they are
 
 
@@ -272,6 +284,7 @@ class Offload(Frozen, omit_defaults=True):
     optimizer: Literal["", "host", "disk"] = ""  # gradients, master weights and moments; "": on the device
     activations: bool = False  # inputs of recomputed layers on the host
     delayed: bool = False  # an update is computed during the next step, whose forward does not know it
+    weights: bool = False  # of "disk": weights and gradients too, in pages of a mapped file
     dir: str = ""  # of "disk"; "": the run folder
     buffer_bytes: int = 0  # of "disk": host memory through which the state passes, on each rank
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from orchestrator.plan import Plan
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.trained import refusal
 
+from .cost.offload import host_of
 from .cost.software import SOFTWARE
 from .cost.traffic import reductions, shares_inputs
 
 GIB = 1 << 30
+OFFLOADED = 0.5  # share of the step above which an offloaded update is reported
 BUBBLE = 0.20  # share of the step above which it is reported
 
 #: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it; where)
@@ -37,6 +41,7 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_lay
         _replicated_state(plan),
         _sharded_gradients(plan),
         _nothing_to_share(plan),
+        _offload(plan),
         _demo(plan),
     ]
     return [line for line in found if line]
@@ -174,6 +179,21 @@ def _nothing_to_share(plan: Plan) -> str | None:
     if par.tp > 1 and par.sp:
         why = "sequence parallelism (sp) shards the inputs of recomputed layers already"
     return f"train.partition_activations changes nothing: {why}"
+
+
+def _offload(plan: Plan) -> str | None:
+    """What an update on the host costs, where that is most of the step or rests on assumed rates."""
+    offload = plan.job.train.offload
+    if offload is UNSET or not offload.optimizer:
+        return None
+    seconds = plan.time.terms.get("optimizer", 0.0)
+    share, host = seconds / plan.time.step_s, host_of(plan.cluster)
+    said = [f"cluster.host is not described: {host.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed, and"
+            f" {host.link_bytes_per_s / 1e9:g} GB/s between GPU and host"]  # fmt: skip
+    said = said if plan.cluster.host is UNSET else []
+    if share > OFFLOADED:
+        said.append(f"the update is {share:.0%} of the step: a larger global batch, or zero1 over more ranks")
+    return f"train.offload={offload.optimizer} takes {seconds:.3g} s a step; " + "; ".join(said) if said else None
 
 
 def _demo(plan: Plan) -> str | None:

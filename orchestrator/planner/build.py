@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, seal
-from orchestrator.plan.document import Cluster
+from orchestrator.plan.document import Cluster, Memory
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 from orchestrator.plan.supported import Case
@@ -25,6 +25,8 @@ from .placement.node_placement import certified, cluster_to_fill, make_context, 
 from .placement.rank_assignment import assign_ranks
 from .plan_cost import jacobian
 from .search.auto import resolve_auto
+
+GIB = 1 << 30
 
 
 def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Plan:
@@ -68,6 +70,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     accounts = memory.memory_by_pp_rank(cluster, model, parallel, job.train, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     worst_rank = next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank)
+    check_host(cluster, worst)
     plan = Plan(
         schema=SCHEMA,
         hash="",
@@ -86,6 +89,23 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
         certificate=certified(certificate, time.step_s),
     )
     return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative, any_layout)))
+
+
+def check_host(cluster: Cluster, memory: Memory) -> None:
+    """Raises OrchError (65) if the described hosts have no room for what is offloaded to them."""
+    if cluster.host is UNSET:
+        return
+    ranks, host = cluster.gpus_per_node, cluster.host
+    for what, need, have, change in (
+        ("memory_gib", memory.host, host.memory_bytes, "raise dp with zero1, or train.offload=disk"),
+        ("disk_gib", memory.disk, host.disk_bytes, "raise dp with zero1, or a larger disk"),
+    ):
+        if ranks * need > have:
+            raise OrchError(
+                f"train.offload needs {ranks * need / GIB:.1f} GiB on each node, which has cluster.host.{what}="
+                f"{have / GIB:.1f}: {change}",
+                Exit.CONFIG,
+            )
 
 
 def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:

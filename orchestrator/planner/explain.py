@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan import document as doc
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import SCHEDULES
 
+from .build import build_plan
 from .cost.profile import with_values
 from .search.search import CostedLayout, Search
 from .search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
@@ -63,9 +65,26 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
                 found.append(_change(overrides, other, plan))
         if over and not found:  # no single change makes it fit: the fastest layout that does
             found += [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
+    if over:
+        found += offered(config, cluster, plan)
     found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
     categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
     return Explanation(terms(plan), plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings))
+
+
+def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change]:
+    """The same plan with the optimizer on the host, or on its disk, where it then fits."""
+    if config.cost.software != "orch" or config.train.offload != "none":
+        return
+    for place in ("host", "disk"):
+        train = structs.replace(config.train, offload=place)
+        try:
+            other = build_plan(structs.replace(config, train=train), cluster)
+        except OrchError:
+            continue
+        if other.memory.total <= other.memory.capacity:
+            saves, frees = plan.time.step_s - other.time.step_s, plan.memory.total - other.memory.total
+            yield Change([f"train.offload={place}"], other.time.step_s, other.memory, saves, frees)
 
 
 #: A term of the cost model (`Time.terms`) in words.

@@ -62,6 +62,10 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
     if train.offload != "disk":
         if train.offload_dir is not None:
             raise OrchError("train.offload_dir is the folder of train.offload=disk", Exit.CONFIG)
+        if train.offload_weights:
+            raise OrchError(
+                "train.offload_weights follows the optimizer's state to the disk: train.offload=disk", Exit.CONFIG
+            )
         return doc.Offload(optimizer="host") if train.offload == "host" else UNSET
     if config.checkpoint.memory_every_steps:
         raise OrchError(
@@ -69,12 +73,15 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
             " (checkpoint.memory_every_steps) need checkpoint.memory_every_steps=0",
             Exit.CONFIG,
         )
+    if train.offload_weights and (config.cluster.device != "cpu" or config.parallel.zero == 3):
+        where = "on a GPU, whose weights are in its own memory" if config.cluster.device != "cpu" else "with zero3"
+        raise OrchError(f"train.offload_weights is not there {where}: train.offload_weights=false", Exit.CONFIG)
     size, width = int(train.offload_buffer_mib * 2**20), 8 if train.precision == "fp64" else 4
     if not chunk_elements(size, STATE_KINDS, width):
         raise OrchError(
             f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1", Exit.CONFIG
         )
-    return doc.Offload(optimizer="disk", dir=train.offload_dir or "", buffer_bytes=size)
+    return doc.Offload(optimizer="disk", weights=train.offload_weights, dir=train.offload_dir or "", buffer_bytes=size)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from msgspec import structs
 
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
@@ -20,9 +21,8 @@ from trainer.checkpoint.format import StatePiece
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.errors import DiskError, exit_code
-from trainer.host import HostMemory
+from trainer.host import HostMemory, StateFile
 from trainer.metrics.memory import StepMemory
-from trainer.optim.disk import StateFile
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
@@ -38,6 +38,9 @@ LAYOUTS = {
     "tp2": {"tp": 2, "micro_batches": 3},
     "pp2": {"pp": 2, "micro_batches": 3, "schedule": "zb_h1"},
 }
+
+
+PAGES = structs.replace(DISK, weights=True)
 
 
 def plan_of(layout: str, offload: Offload | None):
@@ -81,8 +84,17 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("place", [HOST, DISK], ids=["host", "disk"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        *(
+            pytest.param(layout, place, id=f"{layout} {place.optimizer}")
+            for layout in LAYOUTS
+            for place in (HOST, DISK)
+        ),
+        *(pytest.param(layout, PAGES, id=f"{layout} weights on the disk") for layout in ("zero1", "zero2", "pp2")),
+    ],
+)
 def test_weights_and_states_are_those_of_the_device(layout, place):
     for equal in run_ranks(moved, 2, layout, place):
         assert len(equal) > 10 and all(equal.values()), [name for name, same in equal.items() if not same]
@@ -222,6 +234,8 @@ def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
     [
         (["train.offload=disk", "checkpoint.memory_every_steps=2"], "checkpoint.memory_every_steps=0"),
         (["train.offload=disk", "train.offload_buffer_mib=0.01"], "too small: at least 0.1"),
+        (["train.offload_weights=true"], "train.offload=disk"),
+        (["train.offload=disk", "train.offload_weights=true"], "on a GPU"),
         (["train.offload=host", "train.offload_dir=/x"], "is the folder of train.offload=disk"),
     ],
 )

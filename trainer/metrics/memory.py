@@ -283,6 +283,8 @@ class StepMemory:
         if engine.host is not None:
             host = engine.host  # first: a gradient shard that is there is not on the device
             registered = {"host": lambda: host.tensors, **registered}
+            if engine.offload.weights:  # pages of a disk
+                registered = {name: registered[name] for name in ("host", "optimizer")}
         running, opaque = engine.pipeline.action_times.running, engine.plan.job.train.compile
         found = cls(engine.device, registered, running, opaque)
         engine.pipeline.weight_grads.on_defer = lambda grad: found.tracker.keep(grad)

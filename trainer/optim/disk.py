@@ -11,11 +11,7 @@ from the file and read into it through a mapping, page by page.
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +21,13 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan.offload import BLOCK, SLOTS, chunk_elements
-from trainer.errors import DiskError, LayoutError
-from trainer.host import HostMemory
-from trainer.parallel.data.buckets import Sharding
+from trainer.errors import LayoutError
+from trainer.host import HostMemory, StateFile
+from trainer.parallel.data.buckets import ShardedBucket, Sharding
 from trainer.parallel.params import StateKind
 
 from .rule import Rules, Shard, Update
 from .sharded import StateSlice, pieces
-
-#: (descriptor, buffers, offset) -> bytes moved
-Transfer = Callable[[int, list[memoryview], int], int]
 
 
 @dataclass(frozen=True)
@@ -130,41 +123,53 @@ class DiskOptimizer:
         reads, writes = list[Future[None]](), list[Future[None]]()
 
         def read(number: int) -> None:
-            """When the chunk that was there has been written."""
+            """State and gradient, when the chunk that was there has been written."""
             if number >= SLOTS:
                 writes[number - SLOTS].result()
-            chunk = self.chunks[number]
-            self.file.read(self._record(chunk, number % SLOTS), chunk.offset)
+            chunk, slot = self.chunks[number], number % SLOTS
+            self.file.read(self._record(chunk, slot), chunk.offset)
+            with torch.no_grad():  # known to each thread by itself
+                gradient = self.buckets.buckets[chunk.bucket].grad_shard
+                self._views(chunk, slot)[-1].copy_(gradient[chunk.start : chunk.stop])
 
-        many = len(self.chunks)
+        def write(chunk: Chunk, slot: int) -> None:
+            with torch.no_grad():
+                self._weights(chunk).copy_(self._views(chunk, slot)[0])
+            self.file.write(self._record(chunk, slot), chunk.offset)
+
+        many, done = len(self.chunks), list[tuple[Future[None], ShardedBucket]]()
         try:
             reads += [self._reader.submit(read, number) for number in range(min(SLOTS, many))]
             for number, chunk in enumerate(self.chunks):
-                slot = number % SLOTS
+                slot, bucket = number % SLOTS, self.buckets.buckets[chunk.bucket]
                 reads[number].result()
                 self._update(chunk, slot, factor, update)
-                writes.append(self._writer.submit(self.file.write, self._record(chunk, slot), chunk.offset))
+                writes.append(self._writer.submit(write, chunk, slot))
                 if number + SLOTS < many:
                     reads.append(self._reader.submit(read, number + SLOTS))
-                if chunk.stop == self.buckets.buckets[chunk.bucket].param_shard.numel():
-                    self.buckets.gather(self.buckets.buckets[chunk.bucket])
+                if chunk.stop == bucket.param_shard.numel():
+                    done.append((writes[-1], bucket))
+                while done and done[0][0].done():
+                    self._gather(*done.pop(0))
+            for last in done:
+                self._gather(*last)
         finally:
             for job in (*reads, *writes):
                 job.exception()  # no thread goes on after this
-        for job in writes:
-            job.result()
         self.seconds += perf_counter() - began
         self.moved += 2 * self.bytes
 
+    def _gather(self, written: Future[None], bucket: ShardedBucket) -> None:
+        """In the same order on all ranks, if not at the same moment."""
+        written.result()
+        self.buckets.gather(bucket)
+
     def _update(self, chunk: Chunk, slot: int, factor: float, update: Update) -> None:
-        bucket = self.buckets.buckets[chunk.bucket]
         master, *states, grad = self._views(chunk, slot)
-        grad.copy_(bucket.grad_shard[chunk.start : chunk.stop])
         if factor != 1.0:
             grad.mul_(factor)
         shard = Shard(master, grad, dict(zip(self.rules.elements.kinds, states, strict=True)))
-        self.rules.elements.step([shard], update, bucket.kind.decay)
-        self._weights(chunk).copy_(master)
+        self.rules.elements.step([shard], update, self.buckets.buckets[chunk.bucket].kind.decay)
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -195,65 +200,3 @@ class DiskOptimizer:
     def tensors(self) -> list[Tensor]:
         """State on the device in addition to the parameters: none."""
         return []
-
-
-class StateFile:
-    """A file without a name, of a fixed size, whose space is reserved. Errors are DiskErrors, one line each."""
-
-    def __init__(self, folder: Path, size: int):
-        """Raises DiskError."""
-        self.folder, self.size = folder, size
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.fd, name = tempfile.mkstemp(prefix="state-", suffix=".offload", dir=folder)
-            try:
-                self.direct = self._open_direct(name)
-            finally:
-                os.unlink(name)
-            if size:
-                os.posix_fallocate(self.fd, 0, size)
-        except OSError as error:
-            raise self._failed("cannot hold the optimizer's state", error) from None
-
-    def _open_direct(self, name: str) -> int:
-        """A second descriptor that bypasses the page cache, or the first where the file system has no such thing."""
-        try:
-            return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return self.fd
-
-    def _failed(self, what: str, error: OSError) -> DiskError:
-        needs = f"{self.size / 2**30:.2f} GiB"
-        return DiskError(f"train.offload_dir {self.folder} {what} ({needs}): {error.strerror or error}", error.errno)
-
-    def read(self, into: Tensor, offset: int) -> None:
-        """Fill 1-D bytes. Raises DiskError."""
-        self._each(into, offset, os.preadv, "cannot be read")
-
-    def write(self, data: Tensor, offset: int) -> None:
-        """Write 1-D bytes. Raises DiskError."""
-        self._each(data, offset, os.pwritev, "cannot be written")
-
-    def _each(self, data: Tensor, offset: int, transfer: Transfer, what: str) -> None:
-        view = data.numpy().data
-        try:
-            while view:
-                done = transfer(self.direct, [view], offset)
-                if not done:
-                    raise OSError(errno.EIO, "the file is shorter than it was made")
-                view, offset = view[done:], offset + done
-        except OSError as error:
-            raise self._failed(what, error) from None
-
-    def mapped(self) -> Tensor:
-        """The file's bytes as a 1-D tensor, in pages that the kernel may drop; released with the tensor."""
-        if not self.size:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Give the space back."""
-        for fd in {self.fd, self.direct}:
-            os.close(fd)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,10 @@ from .vocab import ShardedLookup, VocabParallelLoss
 
 #: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp rank
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+#: (elements, dtype) -> a tensor of 1-D
+NewTensor = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,10 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     indices: Sequence[int] | None = None,
+    new: NewTensor | None = None,
 ) -> ModelPart:
     """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp, ...) of this rank.
+    `new`: where parameters are, if not on the device.
 
     Raises LayoutError for a plan that this trainer does not run.
     """
@@ -102,7 +109,7 @@ def build(
         with torch.device("meta"):
             stage = Stage(plan.model, layers, first=index == 0, last=index == count - 1)
         infos = registry(plan, stage, mesh.coord)
-        materialise(stage, infos, torch.device(device), dtype)
+        materialise(stage, infos, torch.device(device), dtype, new)
         init_stage(stage, plan.model, plan.job.train.seed, infos)
         seed_dropout(stage, plan.job.train.seed, device)
         state_table |= allocate_states(stage, mesh, torch.device(device))
@@ -148,13 +155,17 @@ def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
     return table
 
 
-def materialise(stage: Stage, table: ParamTable, device: torch.device, dtype: torch.dtype) -> None:
+def materialise(
+    stage: Stage, table: ParamTable, device: torch.device, dtype: torch.dtype, new: NewTensor | None = None
+) -> None:
     """Replace every parameter by an uninitialised one of this rank's shape."""
     for path, module in stage.named_modules():
         for key, _ in list(module.named_parameters(recurse=False)):
             name = f"{path}.{key}" if path else key
             if name in table:  # the tied head is not: it follows the embedding
-                setattr(module, key, nn.Parameter(torch.empty(table[name].local_shape, device=device, dtype=dtype)))
+                shape = table[name].local_shape
+                empty = torch.empty(shape, device=device, dtype=dtype) if new is None else new(prod(shape), dtype)
+                setattr(module, key, nn.Parameter(empty.view(shape)))
     stage.tie()
 
 

@@ -158,6 +158,9 @@ def _memory(plan: Plan, style: Style) -> str:
         f"{'total':<12} {three(memory.total / scale):>8}  {bar} {memory.total / memory.capacity:>4.0%}"
         f" of {three(memory.capacity / scale)}{plus_minus(memory.sd)}: {verdict}"
     )
+    for name, size in (("on the host", memory.host), ("on the disk", memory.disk)):
+        if size:
+            lines.append(f"{name:<12} {three(size / scale):>8}")
     return "\n".join(lines)
 
 

@@ -13,7 +13,9 @@ from itertools import accumulate, pairwise
 from math import log2, sqrt
 from typing import NamedTuple
 
-from orchestrator.plan.document import Model, Parallel, Time, Train
+from msgspec import UNSET
+
+from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import layer_groups
 from orchestrator.planner.model.stages import rank_stages, splits_backward
@@ -30,6 +32,7 @@ from .communication import (
 from .compute import Compute, micro_batch_compute, optimizer_seconds
 from .dual import Number, scaled_like, value_of
 from .fabric import Path
+from .offload import offload_seconds
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .rates import Rates
 from .software import Software
@@ -69,6 +72,7 @@ class Work(NamedTuple):
     stages: list[Stage]
     held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
     nodes: int
+    offload: Cluster | None = None  # whose hosts compute the update, if not the GPUs
 
 
 def step_work(
@@ -79,8 +83,10 @@ def step_work(
     software: Software,
     gpus_per_node: int,
     compute: Compute | None = None,
+    cluster: Cluster | None = None,
 ) -> Work:
-    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known."""
+    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known.
+    `cluster`: for an update on its hosts, where the plan asks for one."""
     last = len(parallel.stage_layers) - 1
     starts = list(accumulate(parallel.stage_layers, initial=0))
     stages = [
@@ -97,6 +103,7 @@ def step_work(
         stages=stages,
         held=rank_parameters(model, parallel),
         nodes=-(-parallel.world_size // gpus_per_node),
+        offload=cluster if train.offload is not UNSET and train.offload.optimizer else None,
     )
 
 
@@ -177,7 +184,12 @@ class StepCost:
     @cached_property
     def constant(self) -> Number:
         """Seconds of optimizer and network that are the same wherever the ranks are."""
-        return constant_seconds(self.parallel, self.work.rate, max(map(sum, self.work.held)), self.work.nodes)
+        par, work, most = self.parallel, self.work, max(map(sum, self.work.held))
+        if work.offload is None:
+            return constant_seconds(par, work.rate, most, work.nodes)
+        shards = min(par.dp * par.ep * par.cp, par.zero_group or par.world_size) if par.zero else 1
+        away = offload_seconds(most, shards, work.train, work.offload, work.rate.byte_s)
+        return constant_seconds(par, work.rate, 0.0, work.nodes) + away
 
     @cached_property
     def outside(self) -> Number:

@@ -70,7 +70,10 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
         sharded = shards if parallel.zero >= 1 else 1
         state = (2 * moment + wide + recipe.more_optimizer) / sharded
         if train.offload is not UNSET and train.offload.optimizer == "disk":  # gradients stay on the device
-            return StateBytes(weight, gradient / (shards if parallel.zero >= 2 else 1), 0.0, disk=state)
+            own = gradient / (shards if parallel.zero >= 2 else 1)
+            if train.offload.weights:
+                return StateBytes(0.0, 0.0, 0.0, disk=state + weight + own)
+            return StateBytes(weight, own, 0.0, disk=state)
         return StateBytes(
             params=weight,
             grads=0.0 if parallel.zero == 2 and shards > 1 else gradient / (shards if parallel.zero >= 2 else 1),

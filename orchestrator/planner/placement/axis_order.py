@@ -288,7 +288,7 @@ class CostContext:
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         per_node = self.cluster.gpus_per_node
         compute = None if rate else self.compute(parallel)
-        return step_work(self.model, parallel, train, rate or self.rate, self.software, per_node, compute)
+        return step_work(self.model, parallel, train, rate or self.rate, self.software, per_node, compute, self.cluster)
 
     def compute(self, parallel: Parallel) -> Compute:
         """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""

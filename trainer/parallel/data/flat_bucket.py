@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -35,7 +36,8 @@ class FlatBucket:
         self.layout, self.infos, self.range = layout, infos, layout.shard(shard_index, shards)
         self.kind = cast(Kind, layout.key)
         self.owner = infos[0].owner
-        self.params = torch.zeros(layout.numel, dtype=self.kind.dtype, device=device)
+        self._new = partial(torch.zeros, device=device) if host is None else host.device_zeros
+        self.params = self._new(layout.numel, dtype=self.kind.dtype)
         self.reduce_dtype, self.shapes, self.members = reduce_dtype, [param.shape for param in params], params
         self.direct = reduce_dtype == self.kind.dtype  # autograd itself can add to the gradient buffer
         for slot, param in zip(layout.slots, params, strict=True):
@@ -48,12 +50,12 @@ class FlatBucket:
         if allocate_grads:
             self.open()
             self.grad_shard = self.whole_grads[slice(*self.range)]
-        elif host is not None:
+        elif host is not None and host.takes_gradients:
             self.grad_shard = host.zeros(self.param_shard.numel(), reduce_dtype)
         else:
-            self.grad_shard = torch.zeros_like(self.param_shard, dtype=reduce_dtype)
+            self.grad_shard = self._new(self.param_shard.numel(), dtype=reduce_dtype)
         self.host_grad: Tensor | None = None  # where the optimizer reads `grad_shard`, if it is on the host
-        if host is not None:
+        if host is not None and host.takes_gradients:
             self.host_grad = host.zeros(self.grad_shard.numel(), reduce_dtype) if allocate_grads else self.grad_shard
         self.taken = False  # this step's `grad_shard` is on its way to the host
         self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
@@ -63,7 +65,7 @@ class FlatBucket:
 
     def open(self) -> None:
         """Allocate the whole gradient buffer, and its view for each parameter."""
-        self.grads = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.params.device)
+        self.grads = self._new(self.layout.numel, dtype=self.reduce_dtype)
         slots = zip(self.layout.slots, self.shapes, strict=True)
         self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
 

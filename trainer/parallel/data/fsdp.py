@@ -125,7 +125,7 @@ class FullyShardedParameters:
         self.buckets = [
             ShardedParameter(param, table[name], mesh) for stage in stages for name, param in stage.named_parameters()
         ]
-        if host is not None:
+        if host is not None and host.takes_gradients:
             for bucket in self.buckets:
                 bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
 
@@ -157,8 +157,8 @@ class FullyShardedParameters:
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
         if self.host is not None:
             for bucket in self.buckets:
-                assert bucket.host_grad is not None
-                self.host.take(bucket.host_grad, bucket.grad_shard)
+                if bucket.host_grad is not None:
+                    self.host.take(bucket.host_grad, bucket.grad_shard)
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
         """Sum the gradient shards over one group, in one message."""

@@ -85,7 +85,7 @@ class ShardedGradBuckets(GradBuckets):
         self._sum_parts()
 
     def _sum_parts(self) -> None:
-        if self.host is None:
+        if self.host is None or not self.host.takes_gradients:
             super()._sum_parts()
             return
         for bucket in self.buckets:  # one shard at a time is back on the device for the sums after the first
@@ -104,5 +104,7 @@ class ShardedGradBuckets(GradBuckets):
     def grad_tensors(self) -> list[Tensor]:
         """The shards, and the whole buffers that exist now."""
         whole = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
-        shards = [bucket.grad_shard for bucket in self.buckets] if self.host is None else []
+        shards = (
+            [bucket.grad_shard for bucket in self.buckets] if self.host is None or not self.host.takes_gradients else []
+        )
         return shards + whole

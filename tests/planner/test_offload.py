@@ -1,0 +1,79 @@
+"""What a plan says of offloading: its price, its offer, what it refuses; the paper's order of techniques."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from orchestrator.cluster.resolve import resolve
+from orchestrator.config.compose import load
+from orchestrator.config.schema import HostSpec
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.planner.cost.offload import ASSUMED, DISK_BYTES, UPDATE_BYTES, offload_seconds
+from orchestrator.planner.explain import explain
+from tests.planner.configs import build_plan
+
+HOST = HostSpec(memory_gib=2000, memory_gb_per_s=400, link_gb_per_s=50, disk_gib=8000, disk_gb_per_s=8, source="test")
+LARGE = ["cluster=h100x8", "model=llama3_70b", "parallel=tp8", "train.recompute=full"]
+
+
+def config_of(*words: str, host: HostSpec | None = HOST):
+    config = load([*LARGE, *words])
+    return structs.replace(config, cluster=structs.replace(config.cluster, host=host))
+
+
+def test_a_plan_without_offload_does_not_name_it():
+    assert b"offload" not in msgspec.json.encode(build_plan(config_of(host=None)))
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_the_price_is_what_link_memory_and_disk_take(place):
+    """A naive sum over the parameters of a rank, eight of which share the node."""
+    plan = build_plan(config_of(f"train.offload={place}"))
+    mine = plan.memory.params / 2
+    update, disk = mine * 8 * 28 / 400e9, mine * 8 * 24 / 8e9
+    down, up = mine * 4 / 50e9, mine * 2 / 50e9
+    expected = max(update, up, disk if place == "disk" else 0) + down
+    assert plan.time.terms["optimizer"] == pytest.approx(expected, rel=0.05)
+    assert (UPDATE_BYTES, DISK_BYTES) == (28, 24)
+
+
+def test_nothing_is_added_to_other_plans():
+    plan = build_plan(config_of())
+    assert offload_seconds(1e9, 1, plan.job.train, plan.cluster, 1e-11) == 0.0
+
+
+def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_price():
+    config = config_of()
+    plan = build_plan(config)
+    assert plan.memory.total > plan.memory.capacity
+    found = explain(config, resolve(config.cluster), plan, most=9)
+    offers = {change.words[0]: change for change in found.changes if "offload" in change.words[0]}
+    assert list(offers) == ["train.offload=host", "train.offload=disk"]
+    for word, change in offers.items():
+        other = build_plan(config_of(word))
+        assert (change.step_s, change.memory) == (other.time.step_s, other.memory)
+        assert change.memory.total <= change.memory.capacity and change.saves_s < 0
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "line"),
+    [
+        ("host", {"memory_gib": 100}, r"cluster\.host\.memory_gib=100\.0: .*train\.offload=disk"),
+        ("disk", {"disk_gib": 500}, r"cluster\.host\.disk_gib=500\.0: .*larger disk"),
+    ],
+)
+def test_hosts_without_room_are_refused_at_plan_time(place, change, line):
+    with pytest.raises(OrchError, match=line) as error:
+        build_plan(config_of(f"train.offload={place}", host=structs.replace(HOST, **change)))
+    assert error.value.exit == Exit.CONFIG and "\n" not in error.value.message
+
+
+def test_assumed_hosts_and_slow_disks_are_said():
+    said = [line for line in build_plan(config_of("train.offload=disk", host=None)).warnings if "offload" in line]
+    assert len(said) == 1 and f"{ASSUMED.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed" in said[0]
+    assert not [line for line in build_plan(config_of("train.offload=host")).warnings if "offload" in line]
+    slow = build_plan(config_of("train.offload=disk", host=structs.replace(HOST, disk_gb_per_s=0.1)))
+    assert any("of the step: a larger global batch" in line for line in slow.warnings)
