@@ -10,6 +10,7 @@ import yaml
 
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.plan.exits import FATAL, Exit
+from orchestrator.run.folder import check_run_id
 from tests.beds.kubernetes.building import program
 
 from .conftest import built
@@ -30,8 +31,8 @@ def run(helm: str, *argv: str, values: dict) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, input=json.dumps(values), capture_output=True, text=True, timeout=120)
 
 
-def rendered(helm: str, values: dict) -> list[dict]:
-    done = run(helm, "template", "my-run", str(CHART), "--namespace", "llm", values=values)
+def rendered(helm: str, values: dict, release: str = "my-run", namespace: str = "llm") -> list[dict]:
+    done = run(helm, "template", release, str(CHART), "--namespace", namespace, values=values)
     assert done.returncode == 0, done.stderr
     return [body for body in yaml.safe_load_all(done.stdout) if body]
 
@@ -69,6 +70,35 @@ def test_other_values_are_another_run_and_the_same_ones_the_same(helm):
     assert len({name(), name(parallel="dp8"), name(overrides=["train.steps=5"]), name(options={"cpus": 1})}) == 4
 
 
+def test_releases_that_look_alike_share_no_name(helm):
+    """Equal in their first forty characters; with a dot, which no run id has; `a`/`b-c` beside `a-b`/`c`."""
+    alike = ["x" * 45 + "-a", "x" * 45 + "-b", "my.run", "my-run"]
+    names = []
+    for release in alike:
+        bodies = rendered(helm, FULL, release)
+        words = of(bodies, "Job", "-launch")["spec"]["template"]["spec"]["containers"][0]["command"]
+        check_run_id(words[words.index("--run-id") + 1])
+        names += [(body["kind"], body["metadata"]["name"]) for body in bodies]
+    assert len(names) == len(set(names))
+    cluster_wide = [
+        of(rendered(helm, FULL, *at), "ClusterRole")["metadata"]["name"] for at in (("b-c", "a"), ("c", "a-b"))
+    ]
+    assert len(set(cluster_wide)) == 2
+
+
+def test_labels_are_data(helm):
+    """Neither a key nor a value writes YAML of its own, and none replaces what the chart says of itself."""
+    evil = {'x: y\n  annotations: {a: "b"}\n  z': "1"}
+    image = {"repository": "registry.example/orch"}
+    done = run(helm, "template", "r", str(CHART), values={"image": image, "monitoring": {"labels": evil}})
+    assert done.returncode != 0
+    assert "does not match pattern" in done.stderr
+    labels = {"release": "prom", "app.kubernetes.io/name": "other", "example.org/on": "yes"}
+    monitor = of(rendered(helm, FULL | {"monitoring": {"podMonitor": True, "labels": labels}}), "PodMonitor")
+    found = monitor["metadata"]["labels"]
+    assert (found["release"], found["app.kubernetes.io/name"], found["example.org/on"]) == ("prom", "orch", "yes")
+
+
 def test_pods_of_the_chart_meet_the_restricted_profile(helm):
     for body in rendered(helm, FULL):
         if body["kind"] == "Job":
@@ -81,6 +111,11 @@ def test_pods_of_the_chart_meet_the_restricted_profile(helm):
 
 
 def test_rights_are_named_one_by_one(helm):
+    run_id = of(rendered(helm, FULL), "ConfigMap", "-values")["metadata"]["name"].removesuffix("-values")
+    rules = of(rendered(helm, FULL), "Role")["rules"]
+    (secrets,) = [rule for rule in rules if "secrets" in rule["resources"]]
+    assert secrets["resourceNames"] == [run_id]  # and no other Secret of the namespace
+    assert of(rendered(helm, FULL, "9lives"), "Role")["rules"][2]["resourceNames"][0].startswith("r9lives-")
     for body in rendered(helm, FULL):
         if body["kind"] in ("Role", "ClusterRole"):
             for rule in body["rules"]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from tests.beds.kubernetes import addons
 from tests.beds.kubernetes.bed import Bed, Shape
+from tests.beds.kubernetes.building import program
 from tests.beds.kubernetes.runs import Helm
 
 from .conftest import bring_up
@@ -65,6 +67,25 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
     helm("uninstall", "my-run", "--wait", "--timeout", "60s")
     helm.bed.wait(lambda: helm.everything() <= before, 60, "end of everything")
     assert helm.everything() == before
+
+
+def test_the_launcher_reads_and_writes_its_own_secret_alone(helm):
+    """As the API server judges it: server-side apply creates an object under a right that names it."""
+    helm("install", "my-run", CHART, values=FULL)
+    try:
+        run_id = next(name for name in helm.names("configmaps") if name.endswith("-values")).removesuffix("-values")
+        who = (f"--as=system:serviceaccount:{SPACE}:my-run-launcher", "-n", SPACE)
+        for name, refused in ((run_id, False), ("of-somebody-else", True)):
+            body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"key": "x"}}
+            said = helm.bed.run(
+                str(program("kubectl")), *who, "apply", "--server-side", "-f", "-", check=False, input=json.dumps(body)
+            )
+            assert ("forbidden" in said.stderr) == refused, said.stderr
+            got = helm.bed.run(str(program("kubectl")), *who, "get", "secret", name, check=False)
+            assert ("forbidden" in got.stderr) == refused, got.stderr
+    finally:
+        helm("uninstall", "my-run", "--wait", "--timeout", "60s")
+        helm.bed.kubectl("delete", "secret,pvc", "-n", SPACE, "--all", "--wait=false")
 
 
 @pytest.mark.full

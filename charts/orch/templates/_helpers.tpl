@@ -1,7 +1,17 @@
 {{- /* Names. A run's name holds a digest of everything that makes it: other values are another run, the same ones the
 same, so that an upgrade replaces a run and a rollback brings it back, with its checkpoints where there is a claim. */ -}}
 {{- define "orch.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- $name := .Release.Name | replace "." "-" -}}
+{{- if or (ne $name .Release.Name) (gt (len $name) 40) -}}
+{{- $name = printf "%s-%s" ($name | trunc 31 | trimSuffix "-") (.Release.Name | sha256sum | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- /* Of an object that belongs to no namespace: release b-c of namespace a is not release c of namespace a-b. */ -}}
+{{- define "orch.clusterName" -}}
+{{- $whose := printf "%s/%s" .Release.Namespace .Release.Name | sha256sum | trunc 8 -}}
+{{- printf "%s-%s-%s" (.Release.Namespace | trunc 40 | trimSuffix "-") (include "orch.name" .) $whose -}}
 {{- end -}}
 
 {{- define "orch.digest" -}}
@@ -11,6 +21,12 @@ same, so that an upgrade replaces a run and a rollback brings it back, with its 
 
 {{- define "orch.run" -}}
 {{- printf "%s-%s" (include "orch.name" .) (include "orch.digest" .) -}}
+{{- end -}}
+
+{{- /* What orch calls the run's objects: a Service starts with a letter (orchestrator/backends/kubernetes/names.py). */ -}}
+{{- define "orch.object" -}}
+{{- $run := include "orch.run" . -}}
+{{- if regexMatch "^[0-9]" $run -}}r{{- end -}}{{- $run -}}
 {{- end -}}
 
 {{- /* The launcher of that run. A Job's pods cannot be changed: another launcher is another Job, which finds the run sent. */ -}}
@@ -26,6 +42,11 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 app.kubernetes.io/part-of: orch
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
+{{- /* The chart's own, and the user's, which are data and never YAML of ours. */ -}}
+{{- define "orch.monitoringLabels" -}}
+{{- merge (include "orch.labels" . | fromYaml) .Values.monitoring.labels | toYaml -}}
 {{- end -}}
 
 {{- define "orch.image" -}}

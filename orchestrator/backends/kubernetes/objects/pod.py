@@ -212,13 +212,14 @@ def pod_failure_policy() -> dict[str, Any]:
     """Rules in order, the first match wins (batch/v1 PodFailurePolicy; needs restartPolicy Never).
 
     A disruption (preemption, drain, eviction, lost node) costs nothing. A pod that lost a peer has no such condition;
-    it leaves with 75, which costs nothing either. All else is counted against backoffLimit: 74, 76, killed by a signal.
+    it leaves with 75, which costs nothing either, nor does 76: a pod that waited for others in vain, of which there are
+    as many as pods whenever one of them finds no node. All else is counted against backoffLimit: 74, a signal.
     """
     return {
         "rules": [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "FailJob", "onExitCodes": _codes(*FINAL)},
-            {"action": "Ignore", "onExitCodes": _codes(int(Exit.RESTART))},
+            {"action": "Ignore", "onExitCodes": _codes(int(Exit.RESTART), int(Exit.CAPACITY), int(Exit.FENCED))},
         ]
     }
 

@@ -1,0 +1,103 @@
+"""Each alert of the chart is raised by its fault, in the real Prometheus's engine, and by no healthy or ended run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from tests.beds import debian
+from tests.beds.base import ROOT
+
+RULES = ROOT / "charts" / "orch" / "files" / "rules.yaml"
+R0 = 'job="r",node="n0"'
+ALIVE = {f'orch_build_info{{{R0},plan_epoch="0",version="1"}}': "1x300"}
+JOB = 'namespace="a",job_name="r"'
+KNOWN = {f'kube_job_labels{{{JOB},label_orch_dev_run="r"}}': "1x300"}
+STEPS = "0+60x300"  # a step a minute; the value is when it was
+GONE = "0+60x20 _x280"  # the pod is gone after twenty minutes
+ENDED = {f'kube_job_complete{{{JOB},condition="true"}}': "_x21 1x280"}
+
+
+def epoch(metric: str, number: int, values: str, **more: str) -> dict[str, str]:
+    words = "".join(f',{name}="{value}"' for name, value in more.items())
+    return {f'{metric}{{{R0},plan_epoch="{number}"{words}}}': values}
+
+
+def step(values: str, number: int = 0) -> dict[str, str]:
+    return epoch("orch_last_step_timestamp_seconds", number, values)
+
+
+def nodes(wanted: str, healthy: str, number: int = 0) -> dict[str, str]:
+    return epoch("orch_wanted_nodes", number, wanted) | epoch("orch_healthy_nodes", number, healthy)
+
+
+def restarts(count: int, every: int, metric: str, stale: bool) -> dict[str, str]:
+    """One new series each `every` minutes; `stale`: it ends where the next begins, as with a pod that comes back."""
+    words = {"reason": "failure"} if metric == "orch_restarts_total" else {}
+    found = {}
+    for i in range(count):
+        end = f"1x{every - 1} _x300" if stale else f"1x{300 - i * every}"
+        found |= epoch(metric, i, f"_x{i * every} {end}" if i else end, **words)
+    return found
+
+
+SAVED = "orch_last_durable_checkpoint_timestamp_seconds"
+FIRED = [  # (alert, minutes, series)
+    ("OrchNoStep", 40, ALIVE | step("0+60x20 1200x280")),
+    ("OrchNoStep", 40, KNOWN | step(GONE)),  # its pods are gone and do not come back
+    ("OrchNoStep", 40, ALIVE | step("0+60x20 _x280", 0)),  # a restart: the new epoch has no step
+    ("OrchNodesMissing", 20, ALIVE | nodes("8x300", "7x300")),
+    ("OrchNodesMissing", 40, KNOWN | nodes("8x20 _x280", "8x20 _x280")),  # all of them
+    ("OrchNodesMissing", 40, ALIVE | nodes("8x300", "8x20 _x280")),
+    ("OrchPending", 40, KNOWN),
+    ("OrchPending", 70, KNOWN | {next(iter(ALIVE)): "1x20 _x280"}),
+    ("OrchNeverStepped", 70, ALIVE),
+    ("OrchRestarts", 29, restarts(5, 6, "orch_restarts_total", False)),
+    ("OrchRestarts", 29, restarts(5, 6, "orch_restarts_total", True)),
+    ("OrchRestarts", 29, restarts(5, 6, "orch_wanted_nodes", True)),  # a coordinator that itself is new each time
+    ("OrchCheckpointOld", 150, ALIVE | epoch(SAVED, 0, "0x300")),
+    ("OrchCheckpointOld", 150, KNOWN | epoch(SAVED, 0, "0x10 _x290")),
+]
+QUIET = [
+    (250, ALIVE | KNOWN | step(STEPS) | nodes("8x300", "8x300") | epoch(SAVED, 0, STEPS)),
+    # done: its series have ended and its Job is complete, or nobody knows of a Job
+    (250, KNOWN | ENDED | step(GONE) | nodes("8x20 _x280", "8x20 _x280") | epoch(SAVED, 0, GONE)),
+    (250, step(GONE) | nodes("8x20 _x280", "8x20 _x280") | epoch(SAVED, 0, GONE)),
+    # shrunk from eight nodes to six on purpose
+    (250, ALIVE | step(STEPS) | nodes("8x20 _x280", "8x20 _x280") | nodes("_x20 6x280", "_x20 6x280", 1)),
+    # restarted four times within two hours, and five times in the first of five
+    (130, ALIVE | step(STEPS) | restarts(4, 30, "orch_restarts_total", False)),
+    (250, ALIVE | step(STEPS) | restarts(5, 6, "orch_restarts_total", False)),
+]
+
+
+@pytest.fixture(scope="module")
+def promtool():
+    if reason := debian.provide(("promtool",), ("prometheus",)):
+        pytest.skip(reason)
+
+
+@pytest.mark.process
+def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtool):
+    shutil.copy(RULES, tmp_path / "rules.yaml")
+    cases = [(minutes, series, name) for name, minutes, series in FIRED]
+    cases += [(minutes, series, "") for minutes, series in QUIET]
+    tests = []
+    for minutes, series, name in cases:
+        which = f'alertname="{name}"' if name else 'alertname=~".+"'
+        wanted = f'count by (alertname) (ALERTS{{alertstate="firing",{which}}})'
+        samples = [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else []
+        asked = [{"expr": wanted, "eval_time": f"{minutes}m", "exp_samples": samples}]
+        given = [{"series": text, "values": values} for text, values in series.items()]
+        tests.append({"interval": "1m", "input_series": given, "promql_expr_test": asked})
+    path = tmp_path / "tests.json"  # JSON is YAML
+    path.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}))
+    argv = ["promtool", "test", "rules", str(path)]
+    found = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert {name for name, *_ in FIRED} == {
+        line.split("alert:")[1].split("#")[0].strip() for line in RULES.read_text().splitlines() if "alert:" in line
+    }
