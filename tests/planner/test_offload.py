@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from msgspec import structs
@@ -13,6 +15,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.planner.cost.offload import ASSUMED, DISK_BYTES, UPDATE_BYTES, offload_seconds
 from orchestrator.planner.explain import explain
+from orchestrator.planner.memory.largest import largest, table
 from tests.planner.configs import build_plan
 
 HOST = HostSpec(memory_gib=2000, memory_gb_per_s=400, link_gb_per_s=50, disk_gib=8000, disk_gb_per_s=8, source="test")
@@ -77,3 +80,15 @@ def test_assumed_hosts_and_slow_disks_are_said():
     assert not [line for line in build_plan(config_of("train.offload=host")).warnings if "offload" in line]
     slow = build_plan(config_of("train.offload=disk", host=structs.replace(HOST, disk_gb_per_s=0.1)))
     assert any("of the step: a larger global batch" in line for line in slow.warnings)
+
+
+def test_the_table_of_the_largest_models_is_the_published_one():
+    assert table() in (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
+
+
+def test_sharding_and_offloading_only_ever_raise_the_largest_model():
+    """And the papers' order: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times as many offloaded."""
+    assert largest(1, "none") == 80e9 / 16 and largest(1, "zero1, host") == 4 * largest(1, "none")
+    for gpus in (8, 64, 512):
+        stages = [largest(gpus, name) for name in ("none", "zero1", "zero2", "zero3", "zero3, host", "zero3, disk")]
+        assert stages == sorted(stages)
