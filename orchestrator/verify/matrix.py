@@ -39,9 +39,9 @@ def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
 #: Latent attention of a small model.
 MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 _PLAIN = {"bias": False, "position": "rope"}
-_MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
+MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
 #: DeepSeek-V3's block: a dense layer first, shared experts, choice among groups, latent attention.
-_DEEPSEEK = {
+DEEPSEEK = {
     **_PLAIN,
     "moe": Moe(
         experts=8,
@@ -127,10 +127,10 @@ AXES: dict[str, tuple[Technique, ...]] = {
     # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
     "compile": (Technique("compile", {}, compile=True, pairs="none"),),
     "experts": (
-        Technique("ep2", {"ep": 2}, model=_MIXTURE, deep=True),
-        Technique("ep2 deepseek", {"ep": 2}, model=_DEEPSEEK, deep=True),
-        Technique("ep4", {"ep": 4}, model=_MIXTURE, pairs="deep"),
-        Technique("experts on every rank", {}, model=_DEEPSEEK, pairs="deep"),
+        Technique("ep2", {"ep": 2}, model=MIXTURE, deep=True),
+        Technique("ep2 deepseek", {"ep": 2}, model=DEEPSEEK, deep=True),
+        Technique("ep4", {"ep": 4}, model=MIXTURE, pairs="deep"),
+        Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
 }
