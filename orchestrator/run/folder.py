@@ -65,9 +65,12 @@ def file_name(node: str) -> str:
 def make_private_folder(path: Path) -> None:
     """Create `path` and its missing parents as 0700. A parent that others may write to is refused."""
     missing = []
-    while not path.exists():
-        missing.append(path)
-        path = path.parent
+    try:
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+    except PermissionError:
+        raise OrchError(f"no rights to look into {path.parent}", Exit.CONFIG) from None
     check_private_parent(path)
     for folder in reversed(missing):
         try:
@@ -222,6 +225,8 @@ class RunFolder(Struct, frozen=True):
             self.path.mkdir(mode=0o700)
         except FileExistsError:
             raise OrchError(f"run {self.run_id} exists already in {self.path.parent}", Exit.CONFIG) from None
+        except OSError as error:
+            raise OrchError(f"cannot make folder {self.path}: {error.strerror}", Exit.CONFIG) from None
         for part in ("logs", "events", "metrics", "checkpoints"):
             (self.path / part).mkdir(mode=0o700)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import (
     RUN_ID,
     RunFolder,
@@ -22,6 +24,7 @@ from orchestrator.run.folder import (
     write_private,
 )
 from orchestrator.run.registry import all_runs, find_run, register
+from tests.beds.bundles import refusal
 
 
 def made(tmp_path, name="run-1") -> RunFolder:
@@ -162,3 +165,15 @@ def test_a_run_elsewhere_is_found_by_its_id(tmp_path):
 def test_no_runs_is_one_line(tmp_path):
     with pytest.raises(OrchError, match="there are no runs in"):
         find_run(tmp_path, None)
+
+
+def test_a_place_without_rights_is_one_line(tmp_path, monkeypatch):
+    with refusal("cannot make folder /proc/tiny", Exit.CONFIG):  # not even root may
+        RunFolder(Path("/proc/tiny")).create()
+
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with refusal("no rights to look into", Exit.CONFIG):
+        RunFolder(tmp_path / "closed" / "runs" / "tiny").create()

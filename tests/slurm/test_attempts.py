@@ -13,6 +13,7 @@ from orchestrator.backends.slurm.job.node_assignment import assign_nodes
 from orchestrator.backends.slurm.job.takeover import BatchStepTakeover
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.record import submitted_request
+from orchestrator.cluster.hostlist import expand
 from orchestrator.plan import Exit, load_plan
 from orchestrator.planner.elastic.next_plan import next_plan
 from orchestrator.planner.elastic.replan import replan
@@ -21,7 +22,7 @@ from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import read_request
 from orchestrator.run.state import Cause, EpochState, NodeState, read_state, write_state
-from tests.beds.bundles import make_bundle
+from tests.beds.bundles import make_bundle, refusal
 from tests.beds.plans import make_plan
 
 SIZES = (4, 2)
@@ -100,6 +101,30 @@ def test_nodes_that_ended_an_attempt_or_were_excluded_in_it_are_excluded_from_th
     write_state(folder, msgspec.structs.replace(read_state(folder), **ended))
     assert task.main(["outcome", "--run-dir", str(folder.path), "--code", "1"]) == Exit.NODE
     assert (folder.path / "slurm" / "exclude").read_text() == "n[1,4]\n"
+
+
+def test_what_the_agents_could_not_start_for_is_in_the_cause(folder):
+    attempt(folder, 0, "n1", "n2", "n3", "n4")
+    folder.agent_log("n2").write_text("Traceback\nImportError: libtorch.so: not found\n")
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", "70"]) == Exit.CAPACITY
+    assert read_state(folder).cause.text.endswith("internal error in orch; ImportError: libtorch.so: not found")
+
+
+@pytest.mark.parametrize("lacks", ["n2", "n2,n3,n4"])
+def test_nodes_that_lack_something_are_left_out_by_name(folder, lacks):
+    """An elastic run goes on while a size is left; else the job comes back without them."""
+    (folder.path / "nodes").write_text(
+        "".join(f"{i} n{i} n{i}{' image' if f'n{i}' in lacks else ''}\n" for i in range(1, 5))
+    )
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "SLURM_JOB_NODELIST": "n[1-4]"}
+    probe = (folder.path / "nodes").read_text()
+    if lacks == "n2":
+        assert len(assign_nodes(folder, probe, environ).nodes) == 2
+        assert "n2" not in {agent.node for agent in read_request(folder).agents}
+    else:
+        with refusal("node n2 lacks: image; node n3 lacks: image", Exit.NODE):
+            assign_nodes(folder, probe, environ)
+    assert sorted(expand((folder.path / "slurm" / "exclude").read_text())) == lacks.split(",")
 
 
 @pytest.mark.parametrize("phase", ["running", "done"])

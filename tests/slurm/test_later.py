@@ -12,7 +12,7 @@ from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.queue import parse_squeue, squeue_argv
 from orchestrator.backends.slurm.script.flags import as_argv, network_flags
-from orchestrator.backends.slurm.script.render import PROBE
+from orchestrator.backends.slurm.script.render import PROBE, JobScript, render
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.cluster.nodes import with_nodes
@@ -99,3 +99,43 @@ def test_a_segment_that_does_not_fit_waits(blocks):
     asked = blocks.run("sbatch", "--parsable", *words)
     blocks.run("sleep", "2")
     assert blocks.job_state(asked.strip()) == "PENDING"
+
+
+#: In place of the run's Python: notes what it is asked to do. Its agent ends well when it is asked to save.
+STUB = """#!/bin/bash
+echo "$4" >> "$0.asked"
+[ "$4" != agent ] || { trap 'exit 0' TERM; for i in {1..600}; do sleep 0.2; done; exit 75; }
+"""
+
+
+def test_a_run_that_ends_well_in_its_grace_time_takes_its_nodes_no_third_time(blocks):
+    """Slurm 24.11 requeues a job that it has asked to leave although it has ended with 0. That attempt leaves at once:
+    no step, no agents. The job ends as what it is, so that those after it (`afterok`) start.
+    """
+    run, inside = blocks.home / "tiny-1", blocks.inside / "tiny-1"
+    (run / "logs").mkdir(parents=True)
+    (run / "request.json").touch()
+    (run / "python").write_text(STUB)
+    (run / "python").chmod(0o755)
+    job = JobScript(
+        run_id="tiny-1", run_dir=str(inside), plan=make_plan(tp=8, nodes=1), options=SlurmOptions(), export=("PATH",),
+        python=str(inside / "python"),
+    )  # fmt: skip
+    (run / "job.sbatch").write_text(render(job))
+    id_ = blocks.run("sbatch", "--parsable", str(inside / "job.sbatch")).strip()
+    asked = run / "python.asked"
+    blocks.wait(lambda: asked.exists() and "agent" in asked.read_text(), 60, "the agent", "slurmctld")
+    blocks.run("sbatch", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2")
+    blocks.wait((run / "slurm" / "over").exists, 60, "the end of the run", "slurmctld")
+    blocks.wait(lambda: blocks.job_state(id_) in ("PENDING", "COMPLETED"), 60, "Slurm's decision", "slurmctld")
+    again = blocks.job_state(id_) == "PENDING"
+
+    def completed() -> bool:
+        blocks.run("scontrol", "update", f"JobId={id_}", "StartTime=now", check=False)
+        return blocks.job_state(id_) == "COMPLETED"
+
+    blocks.wait(completed, 120, "the end of the job", "slurmctld")
+    assert asked.read_text().split() == ["place", "agent", "outcome"], "one life worked"
+    log = (run / "logs" / f"slurm-{id_}.log").read_text()
+    assert again == ("life 1: code 0, the run had ended before" in log)
+    assert again, "24.11 has mended it: Requeue=0 and this test may go"

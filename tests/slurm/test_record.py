@@ -7,7 +7,14 @@ import pytest
 from orchestrator.backends.slurm.job import task
 from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.queue import Job
-from orchestrator.backends.slurm.record import SlurmRecord, combined_state, find_job, state_without_slurm
+from orchestrator.backends.slurm.record import (
+    SlurmRecord,
+    combined_state,
+    find_job,
+    last_words,
+    left_with,
+    state_without_slurm,
+)
 from orchestrator.backends.slurm.states import JOB_STATES
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
@@ -33,6 +40,8 @@ def job(word: str, **fields: object) -> Job:
         (("running", None), "RUNNING", False, "running", None),
         (("stopped", 75), "PENDING", False, "pending", None),  # requeued after a save
         (("stopped", 75), "RUNNING", False, "restarting", None),  # the next attempt has not written its state yet
+        (("done", 0), "RUNNING", False, "stopping", None),  # its script has not ended yet
+        (("cancelled", 75), "RUNNING", False, "stopping", None),
         (("stopped", 75), "FAILED", False, "stopped", 75),  # saved, not requeued: the script's 75 is no failure
         (("done", 0), "COMPLETED", False, "done", 0),
         (("done", 0), "COMPLETING", False, "stopping", None),
@@ -57,17 +66,60 @@ def test_both_together(folder, slurm, cancelled, want, code):
 
 @pytest.mark.parametrize("word", sorted(JOB_STATES))
 @pytest.mark.parametrize("phase", ["pending", "running", "stopped", "done", "failed", "cancelled"])
-def test_a_final_state_is_given_exactly_when_the_job_is_over(word, phase):
+def test_a_final_state_is_given_when_the_job_is_over_or_waits_although_the_run_is(word, phase):
+    """Slurm 24.11 requeues a job that ended well in its GraceTime: pending, but there is nothing left to do."""
     code = {"done": 0, "failed": 1, "stopped": 75, "cancelled": 75}.get(phase)
     found = combined_state(state(phase, code), job(word), cancel_asked=False)
-    assert (found.state in FINAL) == JOB_STATES[word].ended
-    assert (found.exit_code is not None) == JOB_STATES[word].ended
+    waits = JOB_STATES[word].phase in ("pending", "starting") and phase in ("done", "failed", "cancelled")
+    assert (found.state in FINAL) == (found.exit_code is not None) == (JOB_STATES[word].ended or waits)
+    if waits:
+        assert (found.state, found.exit_code) == (phase, code)
+    if phase != "stopped":
+        assert found.state != "restarting", "no attempt follows"
 
 
 def test_waiting_says_why_and_until_when():
     found = combined_state(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
     why = "waiting in the queue; Resources: waiting for nodes to become free"
     assert found.reason == f"job 7: {why}; expected to start 2026-11-21T14:00:00"
+
+
+def test_a_job_that_is_ending_is_not_expected_to_start():
+    found = combined_state(state("running"), job("COMPLETING", start="2026-11-21T14:00:00"), False)
+    assert found.reason == "job 7: ending, some processes are left"
+
+
+def test_a_script_that_has_left_is_not_pending_again():
+    capped = state("stopped", 75, "saved")
+    assert combined_state(capped, job("PENDING"), False, left=75) == capped
+    assert combined_state(capped, job("PENDING"), False).state == "pending"
+
+
+@pytest.mark.parametrize(
+    ("reason", "left", "said", "code", "text"),
+    [
+        ("RaisedSignal:53(Real-time_signal_19)", None, "", Exit.NODE, "does it see the run folder"),
+        ("NonZeroExitCode", 65, "orch: error: no node has what it needs: image", 65, "failed; orch: error: no node"),
+        ("NonZeroExitCode", None, "", Exit.CAPACITY, "job 7: failed"),
+        ("JobLaunchFailure", None, "", Exit.NODE, "a failed prolog?"),
+    ],
+)
+def test_what_failed_before_the_agents_is_told(reason, left, said, code, text):
+    found = combined_state(state("pending"), job("FAILED", reason=reason), False, left=left, said=said)
+    assert (found.state, found.exit_code) == ("failed", code)
+    assert text in found.reason and found.cause.text == found.reason
+
+
+def test_the_last_error_of_the_newest_job_log(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    assert last_words(folder) == "" and left_with(folder) is None
+    (folder.logs / "slurm-7.log").write_text("Loading\nslurmstepd: error: execve(): \x1b[1mno\nbye\n\n")
+    (folder.logs / "slurm-7-agents.log").write_text("error: not this one\n")
+    assert last_words(folder) == "slurmstepd: error: execve():  [1mno"
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "over").write_text("65\n")
+    assert left_with(folder) == 65
 
 
 def test_a_job_that_slurm_has_forgotten():

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
+
+from msgspec import structs
 
 from orchestrator.agent.protocol.messages import Assign, Examine, FromAgent, Started, Stop, Stopped, Warm, WorkerExit
 from orchestrator.plan import Plan, PlanError, load_plan, meaning
@@ -38,10 +41,10 @@ class WorkerControl:
         replans: bool,
     ):
         self.plan = plan
-        self._folder, self._worker, self._node = folder, request.worker, node
+        self._folder, self._worker, self._node = folder, with_own_python(request.worker), node
         self._recorder, self._send, self._replans = recorder, send, replans
         self._max_restarts = request.policy.max_restarts
-        program = preloaded(request.worker)
+        program = preloaded(self._worker)
         known = {"ORCH_PLAN": str(folder.plan)}
         self._workers = Workers(self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known)
         self._epoch = -1
@@ -194,6 +197,11 @@ class WorkerControl:
         if self._assigned:
             self._assigned = False
             self._send(Stopped())
+
+
+def with_own_python(worker: Worker) -> Worker:
+    """The bundled trainer under this agent's interpreter: in a container that of the submitter does not exist."""
+    return structs.replace(worker, argv=[sys.executable, *worker.argv[1:]]) if worker.bundled else worker
 
 
 def preloaded(worker: Worker) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -24,7 +23,6 @@ from orchestrator.backends.base import (
     Rendering,
     TopologySource,
     read_record,
-    write_record,
 )
 from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes, select
@@ -46,6 +44,10 @@ from .record import (
     SlurmRecord,
     combined_state,
     find_job,
+    is_over,
+    last_words,
+    left_with,
+    record_job,
     state_without_slurm,
     submitted_path,
     submitted_plan,
@@ -110,7 +112,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
     def job_of(self, request: LaunchRequest, plan: Plan) -> JobScript:
         """The inputs of the job script. Asks Slurm only for `topology: auto`."""
         options = self._options(request)
-        work = [request.run_dir, plan.job.data.cache_dir, plan.job.checkpoint.dir]
+        work = [request.run_dir, *_outside(request), plan.job.data.cache_dir, plan.job.checkpoint.dir]
         work += [path for path in plan.job.data.paths if path.startswith("/")]
         return JobScript(
             run_id=request.run_id,
@@ -182,7 +184,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         with ExitStack() as stack:
             folders = [stack.enter_context(create_run_folder(bundle, self.name)) for bundle in bundles]
             for folder, id_ in zip(folders, submit_all(jobs, slurm, self._watcher), strict=True):
-                write_record(folder, SlurmRecord(job_id=id_, submitted_at=time.time()))
+                record_job(folder, id_)
         return [bundle.request.handle for bundle in bundles]
 
     def render(self, bundle: SubmissionBundle) -> str:
@@ -199,6 +201,9 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         """
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        job = self._find_job(folder)
+        if job is not None and self._is_stale(folder, job):
+            self._slurm.cancel(job.id)
         request = submitted_request(folder)
         options = without_dependency(request.backend_options)
         request = msgspec.structs.replace(request, backend_options=options)
@@ -228,7 +233,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Signal the script, which lets the workers save; end the job at once if it has not started, or by force."""
         job = self._find_job(folder)
-        if job is None or job_state(job.state).ended:
+        if job is None or job_state(job.state).ended or self._is_stale(folder, job):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         write_cancel(folder, force)
         started = job_state(job.state).phase in ("running", "stopping")
@@ -240,16 +245,18 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def is_alive(self, folder: RunFolder) -> bool:
         job = self._find_job(folder)
-        return job is not None and not job_state(job.state).ended
+        return job is not None and not job_state(job.state).ended and not self._is_stale(folder, job)
 
     def state(self, folder: RunFolder) -> RunState:
         """The run's state from Slurm's answer and the run folder; from the folder alone while Slurm does not answer."""
         try:
             job = self._find_job(folder)
         except OrchError as error:
-            return state_without_slurm(read_state(folder), (folder.path / "slurm" / "over").exists(), error.message)
-        sent = read_record(folder, SlurmRecord) is not None
-        return combined_state(read_state(folder), job, folder.cancel.exists(), sent)  # the file after the scheduler
+            return state_without_slurm(read_state(folder), left_with(folder) is not None, error.message)
+        sent, state = read_record(folder, SlurmRecord) is not None, read_state(folder)  # the file after the scheduler
+        untold = job is not None and job_state(job.state).ended and not state.is_final
+        said = last_words(folder) if untold else ""
+        return combined_state(state, job, folder.cancel.exists(), sent, left_with(folder), said)
 
     def exec_on_node(
         self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
@@ -312,12 +319,22 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         from .submission import ScriptExecutor
 
         job = ScriptExecutor(folder.path / "slurm", text, Slurm(environ)).launch(self._watcher)
-        write_record(folder, SlurmRecord(job_id=job.job_id, submitted_at=time.time()))
+        record_job(folder, job.job_id)
+
+    @staticmethod
+    def _is_stale(folder: RunFolder, job: Job) -> bool:
+        """Whether the job waits to start once more although its run has ended."""
+        return job_state(job.state).phase == "pending" and is_over(read_state(folder), left_with(folder))
 
     def _find_job(self, folder: RunFolder) -> Job | None:
         record = read_record(folder, SlurmRecord)
         jobs = self._watcher.query([record.job_id] if record else [])
         return find_job(folder.run_id, record, jobs)
+
+
+def _outside(request: LaunchRequest) -> list[str]:
+    """The folder in which the user's program runs, if it is not in the run folder (`--in-place`)."""
+    return [] if request.worker.bundled or request.code.kind != "none" else [request.worker.cwd]
 
 
 def _print_warnings(lines: Iterable[str]) -> None:

@@ -29,8 +29,9 @@ Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}\Z")]
 class Container(Frozen):
     """The container in which agents, and so workers, run."""
 
-    runtime: Literal["none", "pyxis", "apptainer"] = "none"
-    image: Annotated[str, Meta(max_length=1000)] = ""  # pyxis: registry URI or .sqsh; apptainer: .sif or URI
+    runtime: Literal["none", "pyxis", "apptainer", "charliecloud"] = "none"
+    #: pyxis: registry URI or .sqsh; apptainer: .sif or URI; charliecloud: folder or .sqfs, which has the mount points
+    image: Annotated[str, Meta(max_length=1000)] = ""
     mounts: list[Annotated[str, Meta(min_length=1, max_length=1000)]] = []  # SRC or SRC:DST[:FLAGS]
     python: Annotated[str, Meta(max_length=1000)] = "python3"  # the interpreter inside, which has orch installed
 

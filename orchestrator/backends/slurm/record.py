@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
+from orchestrator.backends.base import write_record
+from orchestrator.cluster.hostlist import compress, expand
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, from_bytes, read_request
 from orchestrator.run.state import Cause, FinalPhase, RunState, finish
 
+from .options import read_options
 from .queue import Job, id_key
-from .states import explain_reason, job_state
+from .states import NOT_LAUNCHED, explain_reason, job_state
 
 #: Exit codes after which the script requeues the job, within its limits.
 REQUEUED_EXITS = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
@@ -26,6 +32,14 @@ class SlurmRecord(Frozen):
     job_id: str
     submitted_at: float
     attempt: int = msgspec.field(default=0, name="life")  # SLURM_RESTART_COUNT: starts by Slurm before this one
+
+
+def record_job(folder: RunFolder, job_id: str) -> None:
+    """Write backend.json and slurm/owner: only this job may write in the folder. Another one's script leaves (77)."""
+    write_record(folder, SlurmRecord(job_id=job_id, submitted_at=time.time()))
+    slurm = Path(folder.path, "slurm")
+    slurm.mkdir(mode=0o700, exist_ok=True)
+    write_private(slurm / "owner", job_id.encode() + b"\n")
 
 
 def submitted_request(folder: RunFolder) -> LaunchRequest:
@@ -57,10 +71,54 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
     return max(named, key=lambda job: id_key(job.id), default=None)
 
 
-def combined_state(state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True) -> RunState:
+def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
+    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own excluded nodes."""
+    path, new = Path(folder.path, "slurm", "exclude"), list(nodes)
+    if not new:
+        return
+    known = [name for text in read_options(read_request(folder).backend_options).exclude for name in expand(text)]
+    known += expand(path.read_text()) if path.exists() else []
+    write_private(path, compress(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
+
+
+def left_with(folder: RunFolder) -> int | None:
+    """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be requeued."""
+    try:
+        text = Path(folder.path, "slurm", "over").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else -1
+
+
+def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
+    """The last error in the newest of these logs, else its last line; "" without a log.
+
+    The job's log says what failed before an agent could: an interpreter, an image, a module, srun.
+    """
+    found = [path for path in folder.logs.glob(logs) if not path.stem.endswith("-agents")]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 8192))
+            text = file.read().decode(errors="replace")
+        lines = [re.sub(r"[\x00-\x1f\x7f]", " ", line).strip() for line in text.split("\n") if line.strip()]
+        errors = [line for line in lines if _ERROR.search(line)]
+        if lines:
+            return (errors or lines)[-1][:300]
+    return ""
+
+
+def is_over(state: RunState, left: int | None) -> bool:
+    """Whether the run folder alone says that no attempt follows. `left`: of `left_with`."""
+    return state.is_final and (left is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS)
+
+
+def combined_state(
+    state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True, left: int | None = None, said: str = ""
+) -> RunState:
     """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the program fares. Pure.
 
-    `sent`: a job of the run is on record. The result is never written back: it is as old as Slurm's answer.
+    `sent`: a job of the run is on record. `left`, `said`: of `left_with` and `last_words`. The result is never written
+    back: it is as old as Slurm's answer.
     """
     if job is None:
         if state.is_final:
@@ -72,14 +130,21 @@ def combined_state(state: RunState, job: Job | None, cancel_asked: bool, sent: b
         return finish(state, "failed", Exit.CAPACITY, text, cause)
     what = job_state(job.state)
     if what.ended:
-        return _ended(state, job, cancel_asked)
+        return _ended(state, job, cancel_asked, left, said)
+    over = is_over(state, left)
+    if over and what.phase in ("pending", "starting"):
+        return state  # Slurm requeues some jobs whose run has ended (docs/slurm.md); that attempt leaves at once
     if what.phase == "running":
+        if over:
+            text = f"{state.reason or state.state}; job {job.id} is about to end"
+            return _replace(state, state="stopping", exit_code=None, reason=text)
         if state.is_final:  # of the previous attempt; this one has not written its state yet
             return _replace(state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}")
         if state.state != "pending":
             return state
         return _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
-    why = [what.text, explain_reason(job.reason), f"expected to start {job.start}" if job.start else ""]
+    start = f"expected to start {job.start}" if job.start and what.phase == "pending" else ""
+    why = [what.text, explain_reason(job.reason), start]
     return _replace(state, state=what.phase, exit_code=None, reason=f"job {job.id}: {'; '.join(filter(None, why))}")
 
 
@@ -97,7 +162,7 @@ def state_without_slurm(state: RunState, no_requeue: bool, why: str) -> RunState
     return _replace(state, state="restarting", exit_code=None, reason=text)
 
 
-def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:
+def _ended(state: RunState, job: Job, cancel_asked: bool, left: int | None, said: str) -> RunState:
     what = job_state(job.state)
     if cancel_asked and state.state != "done":
         reason = (state.is_final and state.reason) or f"job {job.id}: {what.text}"
@@ -107,12 +172,17 @@ def _ended(state: RunState, job: Job, cancel_asked: bool) -> RunState:
     if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
         return state
     code = what.exit if what.exit is not None else job.exit_code
-    code = int(Exit.CAPACITY) if code is None or code < 0 else int(code)
-    text = f"job {job.id}: {what.text}"
+    if job.reason.startswith(NOT_LAUNCHED):
+        code = Exit.NODE
+    elif code is None or code < 0:  # without accounting squeue does not tell; the script may have
+        code = left if left is not None and left >= 0 else Exit.CAPACITY
+    code = int(code)
+    text = "; ".join(filter(None, [f"job {job.id}: {what.text}", explain_reason(job.reason), said]))
     if what.phase == "done":  # the script succeeded, though the coordinator wrote no final state
         return finish(state, "done", Exit.DONE, text, state.cause)
     cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
     return finish(state, cast("FinalPhase", what.phase), code, text, cause)
 
 
+_ERROR = re.compile(r"error|orch:|not found|no such file|cannot|denied|unable|invalid|refused", re.I)
 _replace = msgspec.structs.replace

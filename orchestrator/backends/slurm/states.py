@@ -6,6 +6,8 @@ that the manuals leave out.
 
 from __future__ import annotations
 
+import re
+
 from msgspec import Struct
 
 from orchestrator.plan.exits import Exit
@@ -82,6 +84,9 @@ def job_state(state: str) -> JobState:
     return JobState("running", f"in the Slurm state {state.strip() or 'unknown'}")
 
 
+#: Reasons of a job that its first node could not start: slurmd found no folder for the log, or ended it with 53.
+NOT_LAUNCHED = ("JobLaunchFailure", "RaisedSignal:53")
+
 #: squeue's reason why a job does not run -> a phrase for people. Other reasons are shown as they are.
 REASONS: dict[str, str] = {
     "None": "",
@@ -105,7 +110,9 @@ REASONS: dict[str, str] = {
     "QOSMaxGRESPerUser": "the user has the QOS's share of GPUs in use",
     "BadConstraints": "no node of the cluster can satisfy it",
     "Cleaning": "its previous attempt is being cleaned up",
-    "launch failed requeued held": "could not be launched, requeued and held",
+    "launch failed requeued held": "could not be launched (prolog, slurmd), requeued and held: `scontrol release`",
+    "NonZeroExitCode": "",  # the job's state says so
+    **dict.fromkeys(NOT_LAUNCHED, "its first node could not start it: does it see the run folder? a failed prolog?"),
 }
 
 
@@ -114,7 +121,7 @@ def explain_reason(reason: str) -> str:
     word = reason.strip().strip("()")
     if word == "null":
         return ""
-    text = REASONS.get(word.split(",")[0])
+    text = REASONS.get(re.split(r"[,(]", word)[0])
     if text is None:
         return word
     return f"{word}: {text}" if text else ""

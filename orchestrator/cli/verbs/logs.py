@@ -61,6 +61,7 @@ def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
 def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
     """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run does not have."""
     from orchestrator.errors import did_you_mean
+    from orchestrator.run.state import read_state
 
     ranks = _nodes_of_ranks(folder)
     nodes = list(dict.fromkeys(ranks.values()))
@@ -73,6 +74,10 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
         found = [(f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)]
         local = folder.logs / "supervisor.log"
         return found if args.node or not local.exists() else [("supervisor", local), *found]
+    if not args.rank and not any(folder.rank_log(rank).exists() for rank in ranks):  # none has started
+        jobs = sorted(path for path in folder.logs.glob("*.log") if not path.name.startswith("agent-"))
+        if jobs and read_state(folder).state in ("pending", "failed"):
+            return [(path.stem, path) for path in jobs]
     wanted = [r for r, node in ranks.items() if args.node in (None, node) and (not args.rank or r in args.rank)]
     width = len(str(len(ranks) - 1))
     return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in wanted]

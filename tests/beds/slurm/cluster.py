@@ -87,8 +87,20 @@ class Cluster(base.Bed):
     def stop_controller(self) -> None:
         self._end("slurmctld", signal.SIGTERM)
 
-    def start_node(self, name: str) -> None:
-        self._daemon("slurmd", "-D", "-N", name, "-f", str(self.inside / "slurm.conf"), key=f"slurmd-{name}")
+    def start_node(self, name: str, blind_to: Path | None = None) -> None:
+        """`blind_to`: a folder that the node sees empty, as when its mount is lost."""
+        argv = ["slurmd", "-D", "-N", name, "-f", str(self.inside / "slurm.conf")]
+        if blind_to:
+            argv[0] = find("slurmd") or "slurmd"
+            mount = 'mount -t tmpfs none "$0" && exec "$@"'
+            argv = ["unshare", "--mount", "sh", "-c", mount, str(blind_to), *argv]
+        self._daemon(*argv, key=f"slurmd-{name}")
+
+    def restart_node(self, name: str, blind_to: Path | None = None) -> None:
+        self._end(f"slurmd-{name}", signal.SIGTERM)
+        self.start_node(name, blind_to)
+        self.wait(lambda: self.idle() == self.shape.nodes, 40, "idle nodes", "slurmctld")
+        self.run("srun", f"--nodelist={name}", "--chdir=/", "true")  # the scheduler knows it too
 
     def kill_node(self, name: str) -> None:
         """The node vanishes, as when its power is cut: slurmd, step managers and job processes, none can say goodbye.

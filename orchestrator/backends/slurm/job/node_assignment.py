@@ -12,6 +12,7 @@ from msgspec import structs
 from orchestrator.backends.base import read_record, write_record
 from orchestrator.backends.slurm.record import (
     SlurmRecord,
+    exclude,
     submitted_path,
     submitted_plan,
     submitted_request,
@@ -55,16 +56,28 @@ def read_assignment(folder: RunFolder) -> NodeAssignment | None:
 
 
 def read_probe(text: str) -> dict[str, str]:
-    """Node -> address, from lines `<node id> <name> <address>`, one a task. OrchError (74) for other lines."""
+    """Node -> address, from lines `<node id> <name> <address> [<what it lacks> ...]`, one a task.
+
+    OrchError (74) for other lines.
+    """
     found: dict[str, str] = {}
     for line in text.splitlines():
         words = line.split()
-        if len(words) != 3 or not words[0].isdigit():
+        if len(words) < 3 or not words[0].isdigit() or not _LACKS.issuperset(words[3:]):
             raise OrchError(f"a node answered {line[:80]!r}", Exit.NODE)
         if words[1] in found:
             raise OrchError(f"node {words[1]} answered twice", Exit.NODE)
         found[words[1]] = words[2]
     return found
+
+
+#: What a node may lack, as the script's probe writes it.
+_LACKS = {"run-folder", "program", "image"}
+
+
+def lacking(text: str) -> dict[str, str]:
+    """Node -> what it lacks, from the probe's lines."""
+    return {words[1]: ", ".join(words[3:]) for line in text.splitlines() if len(words := line.split()) > 3}
 
 
 def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
@@ -75,9 +88,14 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     """
     addresses = read_probe(probe)
     _check_nodes(addresses, environ)
+    lacks = lacking(probe)
+    exclude(folder, lacks)
     if folder.cancel.exists():
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = submitted_request(folder)
+    addresses = {node: address for node, address in addresses.items() if node not in lacks}
+    if lacks and legal_size(request.sizes, len(addresses)) is None:
+        raise OrchError("; ".join(f"node {node} lacks: {what}" for node, what in sorted(lacks.items())), Exit.NODE)
     planned = _submitted_plan(folder, request.sizes, len(addresses))
     topology = from_addresses(addresses)
     names = choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator import __version__
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError, meaning
 from orchestrator.run.folder import RunFolder, write_private
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     folder = RunFolder(args.run_dir)
     try:
+        _check_version(os.environ)
         if args.what == "place":
             return _place(folder, args.nodes)
         if args.what == "outcome":
@@ -69,6 +71,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _check_version(environ: Mapping[str, str]) -> None:
+    """OrchError (65) in an image that holds another version of orch than the submitter's."""
+    theirs = environ.get("ORCH_SUBMITTER", __version__)
+    if theirs != __version__:
+        text = f"the image has orch {__version__}, the run was submitted by orch {theirs}: use one version"
+        raise OrchError(text, Exit.CONFIG)
+
+
 def _place(folder: RunFolder, nodes: Path) -> int:
     from orchestrator.backends.slurm.record import REQUEUED_EXITS
 
@@ -77,7 +87,7 @@ def _place(folder: RunFolder, nodes: Path) -> int:
     state = read_state(folder)
     if os.environ.get("SLURM_RESTART_COUNT") and state.is_final and state.exit_code not in REQUEUED_EXITS:
         # Slurm requeues a job whose batch node was lost, even if the run has ended on the other nodes meanwhile
-        Path(folder.path, "slurm", "over").touch(0o600)
+        write_private(Path(folder.path, "slurm", "over"), f"{state.exit_code or 0}\n".encode())
         return state.exit_code or 0
     assignment = assign_nodes(folder, nodes.read_text(), os.environ)
     print(f"orch: {assignment.summary}", file=sys.stderr)
@@ -91,6 +101,8 @@ def _agent(folder: RunFolder) -> int:
     node = os.environ.get("SLURMD_NODENAME")
     if not node:
         raise OrchError("SLURMD_NODENAME is not set: agents are started by srun", Exit.INTERNAL)
+    if not folder.request.exists():
+        raise OrchError(f"node {node} does not see the run folder {folder.path}", Exit.NODE)
     request = read_request(folder)
     if node not in {agent.node for agent in request.agents}:
         print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
@@ -145,7 +157,9 @@ def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str,
     All others stay: sbatch exported only the allowed names, Slurm and the site's set-up added GPUs and modules.
     """
     result = dict(request.environment.values)
-    pairs = (("PATH", request.environment.path_first), ("PYTHONPATH", request.environment.python_path_first))
+    image = environ.get("ORCH_SUBMITTER")  # its own interpreter first, not the submitter's
+    path_first = [str(Path(sys.executable).parent)] if image else request.environment.path_first
+    pairs = (("PATH", path_first), ("PYTHONPATH", request.environment.python_path_first))
     for variable, first in pairs:
         parts = [*first, *filter(None, environ.get(variable, "").split(":"))]
         if parts:
@@ -185,14 +199,17 @@ def _address_towards(peer: str) -> str:
 
 def _outcome(folder: RunFolder, code: int) -> int:
     """The exit code that the coordinator wrote; if it was killed before that, end the run here."""
+    from orchestrator.backends.slurm.record import exclude, last_words
+
     state = read_state(folder)
     if state.is_final:
-        for node in _unhealthy_nodes(folder, state):
-            _exclude(folder, node)
+        exclude(folder, _unhealthy_nodes(folder, state))
         return state.exit_code or 0
     if code == _TERMINATED:  # before the agents could handle it
         return _end_run(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
-    return _end_run(folder, int(Exit.CAPACITY), f"the coordinator is gone; srun ended with {meaning(code)}", code)
+    agents = last_words(folder, "agent-*.log")  # of one that could not start, say
+    text = f"the coordinator is gone; srun ended with {meaning(code)}{agents and f'; {agents}'}"
+    return _end_run(folder, int(Exit.CAPACITY), text, code)
 
 
 def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
@@ -206,18 +223,6 @@ def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
     if state.cause and state.exit_code == Exit.NODE:
         found.append(state.cause)
     return list(dict.fromkeys([*(cause.node for cause in found if cause.node), *state.excluded]))
-
-
-def _exclude(folder: RunFolder, node: str) -> None:
-    """Add a node to slurm/exclude, which the script reads on requeue; it starts from the user's own excluded nodes."""
-    from orchestrator.backends.slurm.options import read_options
-    from orchestrator.cluster.hostlist import compress, expand
-
-    options = read_options(read_request(folder).backend_options)
-    path = folder.path / "slurm" / "exclude"
-    known = [name for text in options.exclude for name in expand(text)]
-    known += expand(path.read_text()) if path.exists() else []
-    write_private(path, compress(list(dict.fromkeys([*known, node]))).encode() + b"\n")
 
 
 def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:

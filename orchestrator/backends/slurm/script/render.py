@@ -12,7 +12,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from orchestrator import __version__
 from orchestrator.backends.slurm.options import SlurmOptions
+from orchestrator.cluster.hostlist import compress, expand
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import used_node_count
@@ -20,8 +22,14 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 from .flags import Flags, as_argv, job_flags, step_flags
 from .quoting import assignment, check_text, command, directive, file_pattern
 
-#: Prints a task's position in the allocation, its node's name and network address. Needs no Python and no files.
-PROBE = 'printf "%s %s %s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "${SLURM_TOPOLOGY_ADDR:-$SLURMD_NODENAME}"'
+#: Prints a task's position in the allocation, its node's name and network address, and what the node lacks of the run
+#: folder ($1), the program that starts Python ($2) and the image ($3). Needs no Python and no files.
+PROBE = (
+    'lacks=; [ -z "$1" ] || [ -r "$1/request.json" ] || lacks=" run-folder"; '
+    '[ -z "$2" ] || command -v "$2" >/dev/null || lacks="$lacks program"; '
+    '[ -z "$3" ] || [ -e "$3" ] || lacks="$lacks image"; '
+    'printf "%s %s %s%s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "${SLURM_TOPOLOGY_ADDR:-$SLURMD_NODENAME}" "$lacks"'
+)
 
 
 class JobScript(Struct, frozen=True, kw_only=True):
@@ -106,6 +114,7 @@ def _body(job: JobScript) -> list[str]:
     options, elastic = job.options, bool(job.sizes)
     steps = as_argv(step_flags(job.plan, options, elastic))
     task = [*_python(job), "-P", "-m", "orchestrator.slurm.task"]
+    needs = [job.run_dir, *_needs(options, job.python)]
     on_this_node = _single_step(job)
     # in an elastic run one agent may end long before the others, so srun must not set a limit then
     agent_flags = as_argv({**step_flags(job.plan, options, elastic), **({"wait": 0} if elastic else {})})
@@ -113,7 +122,9 @@ def _body(job: JobScript) -> list[str]:
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
     attempt = [
         'life="$run/slurm/$job.$times"',
-        _on_all(["srun", *steps, options.shell, "-c", PROBE], elastic) + ' > "$life.nodes" || finish 74',
+        _on_all(["srun", *steps, options.shell, "-c", PROBE, "probe", *needs], elastic)
+        + ' > "$life.nodes" || finish 74',
+        *_LACKING,
         f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
         "code=$?; [ $code = 0 ] || finish $code",
         '[ ! -e "$run/slurm/over" ] || leave 0 ", the run had ended before"',
@@ -136,6 +147,7 @@ def _body(job: JobScript) -> list[str]:
         *_search_paths(job),
         assignment("run", job.run_dir),
         "full=$SLURM_JOB_NUM_NODES" if elastic or options.no_kill else "full=",
+        assignment("excluded", compress([name for text in options.exclude for name in expand(text)])),
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         *(f"unset {name}" for name in options.unset),
@@ -145,11 +157,15 @@ def _body(job: JobScript) -> list[str]:
         *_LIFECYCLE,
         *(_TAKEOVER_ENTRY if elastic else ()),
         "",
-        'mkdir -p "$run/slurm" || exit 70',
+        *_OWNER,
         *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
         "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
         *attempt,
     ]
+
+
+#: Runtimes that are a program on the nodes; Pyxis is a plugin of srun.
+_PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run"}
 
 
 def _on_all(argv: Sequence[str], elastic: bool) -> str:
@@ -160,13 +176,15 @@ def _on_all(argv: Sequence[str], elastic: bool) -> str:
 
 def _search_paths(job: JobScript) -> list[str]:
     """Puts the run's own code and interpreter first, for steps and workers."""
-    lines = []
+    joined, lines = command([":".join(job.python_path)]), []
+    if job.options.container.runtime != "none":
+        # inside an image its own interpreter and packages: nothing of the submitter's, also where $HOME is mounted
+        lines += ["unset PYTHONPATH PYTHONHOME VIRTUAL_ENV", "export PYTHONNOUSERSITE=1"]
+        lines += [f"export ORCH_SUBMITTER={__version__}", 'export USER="${USER:-$(id -un)}"']
+        return [*lines, f"export PYTHONPATH={joined}"] if job.python_path else lines
     if job.python_path:
-        joined = command([":".join(job.python_path)])
         lines.append(f"export PYTHONPATH={joined}${{PYTHONPATH:+:$PYTHONPATH}}")
-    if job.options.container.runtime == "none":
-        lines.append(f'export PATH={command([str(Path(job.python).parent)])}:"$PATH"')
-    return lines
+    return [*lines, f'export PATH={command([str(Path(job.python).parent)])}:"$PATH"']
 
 
 def python_beside_agents(job: JobScript) -> tuple[list[str], list[str]]:
@@ -187,7 +205,25 @@ def _python(job: JobScript) -> list[str]:
     if options.runtime == "apptainer":
         binds = [f"--bind={mount}" for mount in (*job.bind, *options.mounts)]
         return ["apptainer", "exec", "--nv", f"--pwd={job.run_dir}", *binds, options.image, options.python]
+    if options.runtime == "charliecloud":  # needs its mount points in the image, so a mount holds what is below it
+        held = tuple(f"{mount.partition(':')[0].rstrip('/')}/" for mount in options.mounts if _same_place(mount))
+        binds = [f"--bind={mount}" for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(held)))]
+        return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
     return [options.python if options.runtime == "pyxis" else job.python]
+
+
+def _same_place(mount: str) -> bool:
+    source, _, target = mount.partition(":")
+    return target in ("", source)
+
+
+def _needs(options: SlurmOptions, python: str) -> list[str]:
+    """What every node must have: the program that starts Python, and the image if it is a file."""
+    container = options.container
+    if container.runtime == "none":
+        return [python]
+    image = [] if "://" in container.image else [container.image]
+    return [_PROGRAMS[container.runtime], *image] if container.runtime in _PROGRAMS else []
 
 
 def _container_flags(job: JobScript) -> Sequence[str]:
@@ -228,7 +264,7 @@ trap 'notice USR1' USR1
 trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
-leave() {{ say "code $1$2"; : > "$run/slurm/over"; exit "$1"; }}
+leave() {{ say "code $1$2"; echo "$1" > "$run/slurm/over"; exit "$1"; }}
 obey() {{ say "code $1, ended by Slurm$2"; exit "$1"; }}
 requeue() {{
   {{
@@ -259,6 +295,47 @@ finish() {{
   trap - TERM
   sleep 300
 }}""".splitlines()  # sleep 300: the requeue kills the script meanwhile
+
+
+#: One job writes in a run folder: a second one (`sbatch` of the same script) leaves before it writes anything, unless
+#: the first has ended. Of several that find it ended, the one that makes the folder `<owner>.ended` goes on.
+#: Slurm requeues some jobs whose run has ended (a preemption with GraceTime in 24.11, a lost batch node): they leave.
+_OWNER = f"""\
+mkdir -p "$run/slurm" || exit 70
+until (set -C; echo "$job" > "$run/slurm/owner") 2>/dev/null; do
+  owner=$(cat "$run/slurm/owner") || exit 70
+  [ "$owner" != "$job" ] || break
+  holds=$([ -z "$owner" ] || squeue --noheader --jobs="$owner" --format=%T 2>&1)
+  case $holds in
+    *nvalid\\ job\\ id*|'')
+      [ -n "$owner" ] && mkdir "$run/slurm/$owner.ended" 2>/dev/null || {{ sleep 1; continue; }}
+      echo "$job" > "$run/slurm/$job.owner" && mv -f "$run/slurm/$job.owner" "$run/slurm/owner"
+      ;;
+    *) say "the run belongs to job $owner ($holds): this one leaves"; exit {int(Exit.FENCED)} ;;
+  esac
+done
+[ "$times" = 0 ] || [ ! -s "$run/slurm/over" ] || leave "$(cat "$run/slurm/over")" ", the run had ended before"
+""".splitlines()
+
+
+#: Nodes that lack something. The task `place` decides about them, unless they are all, or this one, where it would run.
+_LACKING = f"""\
+lacking=
+sound=
+here=
+while read -r _ name _ lacks; do
+  [ -n "$lacks" ] || {{ sound=1; continue; }}
+  what=$lacks
+  say "error: node $name lacks: $lacks"
+  lacking=$lacking${{lacking:+,}}$name
+  [ "$name" != "$SLURMD_NODENAME" ] || here=1
+done < "$life.nodes"
+[ -z "$lacking" ] || [ -n "$sound" ] || leave {int(Exit.CONFIG)} ", error: no node has what it needs: $what"
+if [ -n "$here" ]; then
+  known=$(cat "$run/slurm/exclude" 2>/dev/null || echo "$excluded")
+  echo "$known${{known:+,}}$lacking" > "$run/slurm/exclude"
+  finish {int(Exit.NODE)}
+fi""".splitlines()
 
 
 #: Lets job/takeover.py call `finish` from another node once this script's node is lost.
