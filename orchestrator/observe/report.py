@@ -62,7 +62,11 @@ def make_report(
         "epochs": msgspec.to_builtins(state.epochs),
         "goodput": _goodput(spent, state.created_at),
         "faults": msgspec.to_builtins(spent.faults),
-        "samples": {"consumed": counted.samples, "undone_steps": counted.undone, "problems": counted.problems},
+        "samples": {
+            "consumed": counted.samples,
+            "undone_steps": counted.undone,
+            "problems": counted.problems if counted.samples else [],
+        },
         "steps": {
             "planned": known and known.job.train.steps,
             "completed": max((line.step for line in kept), default=0),

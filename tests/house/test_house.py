@@ -15,6 +15,7 @@ from tests.house.rooms import MODULES, PACKAGES, ROOT, edges, floors, imports, l
 
 TOP_LEVEL = {
     *("orchestrator", "trainer", "charts", "slurm", "conf", "tests", "benchmarks", "docs"),
+    "orch_report.py",  # one file, for programs of others
     *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".gitignore"),
 }
 
@@ -161,7 +162,7 @@ def test_importing_every_orchestrator_module_loads_no_torch():
 
 
 @pytest.mark.process
-def test_wheel_ships_orchestrator_trainer_and_conf(tmp_path):
+def test_wheel_ships_orchestrator_trainer_conf_and_orch_report(tmp_path):
     """Built from a copy of the tracked files, as a release would be."""
     import shutil
     import zipfile
@@ -177,7 +178,8 @@ def test_wheel_ships_orchestrator_trainer_and_conf(tmp_path):
     inside = set(zipfile.ZipFile(wheel).namelist())
     shipped = {p for p in tracked() if p.startswith(("orchestrator/", "trainer/", "conf/")) and "/README" not in p}
     assert shipped <= inside, sorted(shipped - inside)[:5]
-    assert {name.split("/")[0] for name in inside if ".dist-info" not in name} == {"orchestrator", "trainer", "conf"}
+    top = {name.split("/")[0] for name in inside if ".dist-info" not in name}
+    assert top == {"orchestrator", "trainer", "conf", "orch_report.py"}
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/glossary.md", "README.md"])

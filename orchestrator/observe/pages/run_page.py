@@ -83,7 +83,7 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     elif live.step is not None:
         rows.append(("step", str(live.step)))
     elif "model" not in s and state.state in ("running", "done"):
-        rows.append(("progress", "unknown: the program reports none (orch_report.report, or metrics.pattern)"))
+        rows.append(("progress", "unknown: the program reports none (see orch_report.py)"))
     elif live.doing and not state.is_final:
         rows.append(("doing", live.doing))
     if live.loss is not None:

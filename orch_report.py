@@ -1,0 +1,157 @@
+"""What a training program tells orch, and asks it: one file without dependencies, silent where orch has not started it.
+
+    import orch_report
+
+    orch_report.save_requested()  # from here on a notice does not end this process
+    for step in range(first_step, steps):
+        loss = train_one_step()
+        orch_report.report(step=step + 1, loss=loss, tokens=tokens_of_all_ranks)
+        if orch_report.save_requested():  # the node will go, or the run is to end
+            save(orch_report.checkpoint_dir())
+            orch_report.exit_saved(step + 1)
+
+A copy of this file beside a program works as the installed one does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+SAVED = 75  # the exit code of a program that has saved and wants to be started again
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+class _Worker:
+    """What this process has told. It knows orch by the environment variables of its worker."""
+
+    def __init__(self) -> None:
+        found = os.environ.get("ORCH_REPORT_FD", "")
+        self.fd = int(found) if found.isdecimal() else None
+        self.rank, self.epoch = int(os.environ.get("RANK", 0)), int(os.environ.get("ORCH_EPOCH", 0))
+        self.told_at = time.monotonic()
+        self.step = self.moves = self.dropped = 0
+        self.asked: bool | None = None  # None: nobody listens for the signal yet
+
+    def send(self, **report: Any) -> None:
+        """One line; dropped and counted where the agent reads too slowly. Nothing without an agent."""
+        if self.fd is None:
+            return
+        known = {"rank": self.rank, "epoch": self.epoch}
+        line = json.dumps({**known, **{name: value for name, value in report.items() if value is not None}})
+        try:
+            os.write(self.fd, line.encode() + b"\n")
+        except BlockingIOError:
+            self.dropped += 1
+        except OSError:  # the agent is gone, and will end this process
+            self.fd = None
+
+
+_worker = _Worker()
+
+
+def active() -> bool:
+    """Whether an orch agent has started this process."""
+    return _worker.fd is not None
+
+
+def report(step: int, loss: float | None = None, tokens: int = 0, samples: int = 0, **more: float) -> None:
+    """Tell that `step` optimizer steps are done: status, metrics, goodput and hang detection follow from it.
+
+    loss: of the global batch. tokens: of this step, on all ranks. samples: consumed by all ranks since the start.
+    more: grad_norm, lr, mfu, hfu as ratios, step_s in seconds (default: the time since the last call).
+    """
+    now = time.monotonic()
+    elapsed, _worker.told_at = now - _worker.told_at, now
+    unknown = more.keys() - {"grad_norm", "lr", "mfu", "hfu", "step_s"}
+    if unknown:
+        raise TypeError(f"orch_report.report does not know {', '.join(sorted(unknown))}")
+    numbers = {name: float(value) for name, value in more.items()}
+    told = {"step": int(step), "tokens": int(tokens), "samples": int(samples), "step_s": elapsed, **numbers}
+    if loss is not None:
+        told["loss"] = float(loss)
+    _worker.send(kind="step", dropped_reports=_worker.dropped, **told)
+    _worker.step = int(step)
+    alive("train")
+
+
+def alive(phase: str) -> None:
+    """Tell that the program advances between two steps, in an evaluation or a long save: it does not hang."""
+    _worker.moves += 1
+    _worker.send(kind="pulse", step=_worker.step, phase=phase, moves=_worker.moves)
+
+
+def saved(step: int, seconds: float | None = None, size: int | None = None) -> None:
+    """Tell that a checkpoint of `step` steps is durable; how long training waited for it, and its bytes, if known."""
+    fields = {"stall_s": seconds, "seconds": seconds, "bytes": size}
+    known = {name: value for name, value in fields.items() if value is not None}
+    _worker.send(kind="event", name="checkpoint_saved", step=int(step), fields=known)
+
+
+def save_requested() -> bool:
+    """Whether this worker was told to save and to end: by a preemption, a cancel, a resize. For the main thread to ask,
+    once at the start and after each step: the first call catches SIGTERM, which ends the process until then.
+
+    All ranks are told within moments, not at the same step: agree on one (an all-reduce of this value).
+    """
+    if _worker.asked is None:
+        _worker.asked = False
+        before = signal.getsignal(signal.SIGTERM)
+
+        def asked(number: int, frame: Any) -> None:
+            _worker.asked = True
+            if callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGTERM, asked)
+    return _worker.asked
+
+
+def exit_saved(step: int) -> NoReturn:
+    """End this process after a save: with the exit code that asks orch for another start when there is one."""
+    saved(step)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would make this a death by signal
+    sys.exit(SAVED if active() else 0)
+
+
+def checkpoint_dir(default: str | os.PathLike[str] = "checkpoints") -> Path:
+    """The folder for checkpoints, the same for every start of the run; `default` outside orch. It is made."""
+    if "ORCH_RUN_DIR" not in os.environ:
+        path = Path(default)
+    else:
+        path = Path(_plan()["job"]["checkpoint"]["dir"] or Path(os.environ["ORCH_RUN_DIR"], "checkpoints"))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def mesh(device_type: str = "cpu", axes: tuple[str, ...] = AXES) -> Any:
+    """torch's DeviceMesh of the plan: its axes outermost first, each rank where the plan has placed it.
+
+    axes: which of tp, cp, ep, pp and dp the mesh has; those left out must be of degree 1. Outside orch: all ranks are
+    the axis dp. Every rank calls it, after init_process_group.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if "ORCH_PLAN" not in os.environ:
+        shape, order = {"dp": dist.get_world_size()}, ["dp"]
+    else:
+        parallel = _plan()["parallel"]
+        shape, order = {axis: parallel[axis] for axis in AXES}, list(reversed(parallel["order"]))
+        lost = [f"{axis}={shape[axis]}" for axis in AXES if axis not in axes and shape[axis] > 1]
+        if lost:
+            raise ValueError(f"the plan has {', '.join(lost)}, which axes leaves out")
+        order = [axis for axis in order if axis in axes]
+    ranks = torch.arange(dist.get_world_size()).reshape([shape[axis] for axis in order])
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(order))
+
+
+def _plan() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(os.environ["ORCH_PLAN"]).read_text())
+    return found
