@@ -121,7 +121,10 @@ def test_rights_are_named_one_by_one(helm):
             for rule in body["rules"]:
                 assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if body["kind"] == "ClusterRole":
-            assert body["rules"] == [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]}]
+            assert body["rules"] == [
+                {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
+                {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["list"]},
+            ]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ MORE = {
     "everything, queue": {**CASES["everything"], **CASES["queue"]},
 }
 CHOSEN = {
-    "chosen under a switch": ChosenNodes(("n1", "n2"), "example.org/leaf", ("leaf-1",)),
-    "chosen with spares": ChosenNodes(("n1", "n2"), spares=("n3",)),
+    "chosen under a switch": ChosenNodes(("n1", "n2"), "example.org/leaf", ("leaf-1",), rest=("n1", "n2")),
+    "chosen with spares": ChosenNodes(("n1", "n2"), rest=("n1", "n2"), spares=("n3",)),
     "whole switches": ChosenNodes(
         ("n1", "n2"), spares=("n3",), whole=(("example.org/leaf", ("leaf-1",)),), rest=("n2",)
     ),

@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
     from .api.exec import PodCommand
     from .observer import RunObserver
+    from .phases import RunStatus
 
 _FRESH_S = 15.0  # an older snapshot is read again
+_BROKEN_S = 180.0  # no submission takes that long between its first object and its Job
 
 
 class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring, TopologySource, NodeExec, NodeRemoval):
@@ -146,8 +148,13 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Delete the Job: its pods get SIGTERM and their grace period to save; by force they get none."""
+        from .submission import delete_remains
+
         record = read_record(folder, KubernetesRecord)
         if record is None or not self.is_alive(folder):
+            if record is not None and delete_remains(self._cluster_of(record), record):
+                write_cancel(folder, force)  # a submission that broke off: there is no Job to wait for
+                return
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         write_cancel(folder, force)
         cluster = self._cluster_of(record)
@@ -174,11 +181,15 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
             if done := force_delete_stuck_pods(self._cluster_of(record), run, time.time()):
                 what = structs.replace(what, text=done)
                 self._observer.clear()
+            if what.over and not record.sent and record.submission and time.time() > record.submitted_at + _BROKEN_S:
+                what = self._broken_off(record, what)
+                record = structs.replace(record, sent=True)  # nobody sends it any more
             if not (what.over and read_state(folder).is_final):
                 self._save_last_report(folder, record)
         except OrchError as error:
             state = read_state(folder)
-            return state if state.is_final else structs.replace(state, reason=error.message)
+            text = f"{state.state} when last heard of; now unknown: {error.message}"
+            return state if state.is_final else structs.replace(state, reason=text)
         known = read_state(folder)
         state = verdict(known, what, folder.cancel.exists(), record.sent)
         if state.is_final and state != known:
@@ -272,6 +283,14 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         drafts = drafts or draft_objects(request, plan)
         submit_objects(cluster, folder, request, plan, environ, generation, drafts, fresh)
         self.__dict__.pop("_observer", None)  # what it has observed is of before
+
+    def _broken_off(self, record: KubernetesRecord, what: RunStatus) -> RunStatus:
+        """A submission that was killed before its Job: what it left is deleted."""
+        from .submission import delete_remains
+
+        gone = delete_remains(self._cluster_of(record), record)
+        left = f"; deleted what it left: {', '.join(gone)}" if gone else ""
+        return structs.replace(what, text=f"its submission broke off before the Job was sent{left}")
 
     def _save_last_report(self, folder: RunFolder, record: KubernetesRecord) -> None:
         """Keep what pod 0 last reported of the run: its log goes with its pod."""

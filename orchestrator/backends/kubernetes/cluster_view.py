@@ -10,15 +10,24 @@ from datetime import UTC, datetime
 
 from msgspec import Struct, field, structs
 
-from orchestrator.cluster.importers.kubernetes import Node, Profile, from_nodes, profile_of, profiles
+from orchestrator.cluster.importers.kubernetes import (
+    Node,
+    Profile,
+    from_nodes,
+    gpu_nodes,
+    pick_profile,
+    profile_of,
+    tier_labels,
+)
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 
 from .api.client import Cluster, gather, in_background
+from .fitting import pod_needs, quantity, why_not
 from .names import NODES, selector
-from .objects.node_affinity import ChosenNodes, check_levels, choose
+from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
 from .options import KubernetesOptions
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
@@ -41,6 +50,7 @@ class ClusterSnapshot(Struct, frozen=True):
 
     nodes: Sequence[Node]
     used: dict[str, str] = {}
+    requests: dict[str, dict[str, float]] = {}  # node -> what its pods ask for, all together
 
 
 def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool = True) -> ClusterSnapshot:
@@ -49,11 +59,11 @@ def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool =
     OrchError (76, 78), NoNodes.
     """
     wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
-    used = in_background(lambda: _used(cluster)) if used_too else None
+    pods = in_background(lambda: _pods(cluster)) if used_too else None
     nodes = cluster.read("Node", Node, wanted, cached=True)
     if not nodes:
         raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
-    return ClusterSnapshot(nodes, used.result() if used else {})
+    return ClusterSnapshot(nodes, *_used(pods.result() if pods else ()))
 
 
 @contextlib.contextmanager
@@ -75,7 +85,10 @@ def reserve_nodes(
     queue_places = options.queue is not None or plan.cluster.device == "cpu"
     try:
         view = snapshot.result() if snapshot else read_snapshot(cluster, options, not queue_places)
-        topology = _topology(view, profile(options))
+        gpu = options.gpu_resource if plan.cluster.device == "cuda" else ""
+        workers = gpu_nodes(view.nodes, gpu)
+        picked = pick_profile(workers, profile(options))
+        topology = _topology(view, picked, gpu)
     except NoNodes as error:
         if not queue_places:
             raise
@@ -91,8 +104,39 @@ def reserve_nodes(
         yield Reservation(topology)
         return
     with _placement_lock(cluster, run_id):
-        topology = _without_used(topology, _nodes_of_living_runs(cluster))
-        yield Reservation(topology, choose(plan, topology, _tier_labels(options, topology)))
+        topology = _without_used(_fitting(topology, view, plan, options), _nodes_of_living_runs(cluster))
+        labels = dict(options.levels) or tier_labels(workers, picked)
+        hosts = {node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name) for node in workers}
+        chosen = choose(plan, topology, labels, hosts)
+        known = topology if labels or picked.annotation else structs.replace(topology, tiers=())
+        yield Reservation(topology, chosen, _split_warning(plan, chosen, known))
+
+
+def _fitting(topology: Topology, view: ClusterSnapshot, plan: Plan, options: KubernetesOptions) -> Topology:
+    """Free is what the scheduler would take for a pod of the run: taints that it tolerates do not matter."""
+    needs, machines = pod_needs(plan, options), dict(topology.machines)
+    for node in view.nodes:
+        name = node.metadata.name
+        machine = machines[name]
+        if machine.free or machine.reason.startswith("taint "):
+            why = why_not(node, needs, view.requests.get(name, {}))
+            machines[name] = structs.replace(machine, free=not why, reason=why)
+    return structs.replace(topology, machines=machines)
+
+
+def _split_warning(plan: Plan, chosen: ChosenNodes, topology: Topology) -> tuple[str, ...]:
+    """What the plan loses where pipelines do not find room under one switch, or no label says where switches are."""
+    split, units = split_units(plan, chosen.nodes, topology)
+    if not split:
+        return ()
+    from orchestrator.cluster.nodes import with_nodes
+    from orchestrator.planner.elastic.replan import difference, replan  # numpy, which other submissions do without
+
+    real = replan(plan, with_nodes(plan.cluster, chosen.nodes, structs.replace(topology, machines={})))
+    if (cost := difference(plan, real).cost) < 0.0005:
+        return ()
+    what = f"under one {topology.tiers[0].name}" if topology.tiers else "together: no label says what the network is"
+    return (f"{split} of {units} units of the plan do not lie {what}; predicted step {cost:+.1%}",)
 
 
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
@@ -143,15 +187,8 @@ def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology
     return _topology(read_snapshot(cluster, KubernetesOptions()), profile)
 
 
-def _topology(view: ClusterSnapshot, profile: str | Profile) -> Topology:
-    return _without_used(structs.replace(from_nodes(list(view.nodes), profile), name="kubernetes"), view.used)
-
-
-def _tier_labels(options: KubernetesOptions, topology: Topology) -> dict[str, str]:
-    if options.levels:
-        return dict(options.levels)
-    shipped = profiles().get(options.profile)
-    return {name: keys[0] for name, keys in (shipped.levels if shipped else {}).items()}
+def _topology(view: ClusterSnapshot, profile: str | Profile, gpu: str = "") -> Topology:
+    return _without_used(structs.replace(from_nodes(list(view.nodes), profile, gpu), name="kubernetes"), view.used)
 
 
 class _Named(Struct):
@@ -160,6 +197,7 @@ class _Named(Struct):
 
 class _Resources(Struct):
     limits: dict[str, str | int] | None = None
+    requests: dict[str, str | int] | None = None
 
 
 class _Container(Struct):
@@ -178,27 +216,46 @@ class _Pod(Struct):
     spec: _Spec
 
     @property
-    def gpus(self) -> int:
-        amounts = [container.resources.limits or {} for container in self.spec.containers]
-        return sum(int(count) for amount in amounts for name, count in amount.items() if name.endswith("/gpu"))
+    def gpus(self) -> float:
+        return sum(amount for name, amount in self.requests() if name.endswith("/gpu"))
+
+    def requests(self) -> Iterator[tuple[str, float]]:
+        for container in self.spec.containers:
+            given = (container.resources.limits or {}) | (container.resources.requests or {})
+            yield from ((name, quantity(amount)) for name, amount in given.items())
 
 
-def _used(cluster: Cluster) -> dict[str, str]:
-    """Node -> pod that has GPUs there, of any namespace if that may be read, else of our own."""
+def _pods(cluster: Cluster) -> Sequence[_Pod]:
+    """Pods that have not ended, of any namespace if that may be read, else of our own."""
     alive = "status.phase!=Succeeded,status.phase!=Failed"
     try:
-        pods = cluster.read("AllPods", _Pod, fields=alive)
+        return cluster.read("AllPods", _Pod, fields=alive)
     except OrchError as error:
         if getattr(error, "status", None) != 403:
             raise
-        pods = cluster.read("Pod", _Pod, fields=alive)
-    return {pod.spec.node: pod.metadata.name for pod in pods if pod.spec.node and pod.gpus}
+        return cluster.read("Pod", _Pod, fields=alive)
+
+
+def _used(pods: Sequence[_Pod]) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
+    """Node -> a pod that has GPUs there; node -> what its pods ask for."""
+    requests: dict[str, dict[str, float]] = {}
+    for pod in pods:
+        if pod.spec.node:
+            of = requests.setdefault(pod.spec.node, {})
+            for name, amount in pod.requests():
+                of[name] = of.get(name, 0.0) + amount
+    return {pod.spec.node: pod.metadata.name for pod in pods if pod.spec.node and pod.gpus}, requests
 
 
 def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
-    """Node -> living run of this namespace that was given it, whether or not its pods are there yet."""
+    """Node -> living run that was given it, whether or not its pods are there yet; of every namespace whose Jobs may
+    be listed, else of our own."""
     found: dict[str, str] = {}
-    kinds = (lambda: cluster.list("Job", selector()), lambda: cluster.list("JobSet", selector(), absent_ok=True))
+    kinds = (
+        lambda: cluster.list("AllJobs", selector(), absent_ok=True),
+        lambda: cluster.list("Job", selector()),
+        lambda: cluster.list("JobSet", selector(), absent_ok=True),
+    )
     for jobs in gather(kinds):
         for job in jobs:
             ended = any(

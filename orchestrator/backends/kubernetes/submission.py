@@ -215,6 +215,17 @@ def set_owner(cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapp
             cluster.merge(body["kind"], body["metadata"]["name"], change, _manager(submission))
 
 
+def delete_remains(cluster: Cluster, record: KubernetesRecord) -> list[str]:
+    """Delete what a submission killed before its Job has left, and nothing of any other. Returns what it was."""
+    if record.sent or not record.submission or cluster.get(record.kind, record.name) is not None:
+        return []
+    gone = []
+    for kind in ("Service", "NetworkPolicy", "ConfigMap", "Secret"):
+        if _is_ours(cluster.get(kind, record.name), record.submission) and cluster.delete(kind, record.name):
+            gone.append(f"{kind} {record.name}")
+    return gone
+
+
 def delete_run_objects(cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0) -> None:
     """Delete every object of a run, and wait until its pods are gone; at least `wait_s`, for them to save.
 

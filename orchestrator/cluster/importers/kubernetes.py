@@ -123,9 +123,14 @@ def pick_profile(nodes: Sequence[Node], profile: str | Profile = "auto") -> Prof
 
 
 def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
-    """Level -> the label by which pods can ask for its switches: one that all nodes that know the level carry."""
-    found = {}
+    """Level -> the label by which pods can ask for its switches: one that all nodes that know the level carry.
+
+    Regions and zones are no switches: whoever is kept in one may go anywhere.
+    """
+    found: dict[str, str] = {}
     for name, keys in profile.levels.items():
+        if profile == profiles()["generic"]:
+            continue
         known = [node for node in nodes if _value(node, keys)]
         for key in keys:
             if known and all(node.metadata.labels.get(key) == _value(node, keys) for node in known):

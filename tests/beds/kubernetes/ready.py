@@ -1,8 +1,9 @@
 """`python -m tests.beds.kubernetes.ready ARGUMENTS`: pytest with these, once the test cluster's programs are built.
 
-What is missing is built first, beside whatever else `make test` runs: niced, a line on stderr for each program, at most
-forty minutes. Where that cannot be, pytest runs all the same, and its tests are skipped with the reason that is found
-here. ORCH_TEST_KUBERNETES=0 turns the whole tier off.
+With ORCH_TEST_KUBERNETES=1, which `.ci/run` and `make test-kubernetes` set, what is missing is built first, beside
+whatever else `make test` runs: niced, a line on stderr for each program, at most forty minutes. Where that is not asked
+for or cannot be, pytest runs all the same, and its tests are skipped with the reason that is found here; so `make test`
+on a new machine takes minutes. ORCH_TEST_KUBERNETES=0 turns the whole tier off.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def why_not(environ: Mapping[str, str]) -> str | None:
     if not (missing := building.missing(tuple(building.PROGRAMS))):
         return None
     what = f"{', '.join(missing)} not built"
+    if not environ.get(SWITCH):
+        return f"{what}: that takes long, so only `.ci/run` and `make test-kubernetes` do it, once for all"
     if os.geteuid() != 0:
         return f"{what}, and only root may have name spaces with a network of their own"
     if find("go") is None:

@@ -51,6 +51,7 @@ PATHS: dict[str, str] = {
     "OldWorkloadPriorityClass": "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses",
     "Node": "/api/v1/nodes",
     "AllPods": "/api/v1/pods",
+    "AllJobs": "/apis/batch/v1/jobs",
 }
 
 T = TypeVar("T")

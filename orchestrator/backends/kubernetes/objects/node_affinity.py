@@ -7,6 +7,7 @@ by `orchestrator.planner.elastic.replan`, so a constraint that is only preferred
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class ChosenNodes(Struct, frozen=True):
     label: str = ""  # of the tightest switch above all of them; "" when there is none
     values: tuple[str, ...] = ()
     whole: tuple[tuple[str, tuple[str, ...]], ...] = ()  # without one: (label, switches) with no other node, and
-    rest: tuple[str, ...] = ()  # the nodes that are under none of these
+    rest: tuple[str, ...] = ()  # hostname labels of the nodes that are under none of these
     spares: tuple[str, ...] = ()  # also then: where else pods may go, should one of the nodes be lost
     spare_whole: tuple[tuple[str, tuple[str, ...]], ...] = ()  # switches with nothing but more of these
 
@@ -90,28 +91,45 @@ def common_level(plan: Plan, names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------ without a queue
 
 
-def choose(plan: Plan, topology: Topology, labels: Mapping[str, str]) -> ChosenNodes:
+def choose(
+    plan: Plan, topology: Topology, labels: Mapping[str, str], hosts: Mapping[str, str] | None = None
+) -> ChosenNodes:
     """Free nodes for the plan, close together, no TP/EP domain or pipeline split over two innermost switches.
 
-    `labels`: tier -> node label, for what the nodes have in common. OrchError (76) when too few nodes are free: all of
-    them or none, so that two runs never wait for each other.
+    `labels`: tier -> node label, for what the nodes have in common; `hosts`: node -> hostname label, None: the same.
+    OrchError (76) when too few nodes are free: all of them or none, so that two runs never wait for each other.
     """
     wanted, gpus = used_node_count(plan), plan.cluster.gpus_per_node
     fitting = [n for n in topology.free if n not in topology.machines or topology.machines[n].gpus >= gpus]
     if len(fitting) < wanted:
         have = f"{len(fitting)} of {len(topology.nodes)} nodes are free with {gpus} GPUs"
-        raise OrchError(f"the plan needs {wanted} nodes, {have}: submit it later, or through a queue", Exit.CAPACITY)
+        reasons = Counter(topology.machines[node].reason for node in topology.nodes if node in topology.machines)
+        why = ", ".join(
+            f"{n} x {text}" for text, n in reasons.most_common(4) if text and not text.startswith("has pod")
+        )
+        text = f"the plan needs {wanted} nodes, {have}{f' ({why})' if why else ''}: submit it later, or through a queue"
+        raise OrchError(text, Exit.CAPACITY)
     sizes = [len(members) for members in topology.tiers[0].switches.values()] if topology.tiers else []
     unit = whole_unit(plan, max(sizes, default=block_size(plan)))
     units = in_whole_units(fitting, topology, unit)
     nodes = choose_nodes(units if len(units) >= wanted else fitting, topology, wanted)
+    named = {} if hosts is None else hosts
     label, values = _common(nodes, topology, labels)
     if label:
-        return ChosenNodes(tuple(nodes), label, values)
+        return ChosenNodes(tuple(nodes), label, values, rest=tuple(named.get(node, node) for node in nodes))
     whole, rest = _whole(nodes, topology, labels)
     alike = _spare_switches(whole, fitting, topology, labels, len(nodes)) if not rest else ()
     spare_whole, spares = _whole(alike or _spares(nodes, fitting, topology), topology, labels)
+    rest, spares = (tuple(named.get(node, node) for node in names) for names in (rest, spares))
     return ChosenNodes(tuple(nodes), whole=whole, rest=rest, spares=spares, spare_whole=spare_whole)
+
+
+def split_units(plan: Plan, chosen: Sequence[str], topology: Topology) -> tuple[int, int]:
+    """(pipelines or TP/EP domains that cannot lie under one innermost switch, all of them) on the chosen nodes."""
+    unit = whole_unit(plan, block_size(plan))
+    pool, units = set(chosen), len(chosen) // unit
+    inner = topology.tiers[0].switches.values() if topology.tiers else ()
+    return units - sum(len(pool.intersection(members)) // unit for members in inner) if unit > 1 else 0, units
 
 
 def _whole(
@@ -123,7 +141,7 @@ def _whole(
     """
     left, found = set(nodes), []
     for tier in reversed(topology.tiers):
-        full = [name for name, members in tier.switches.items() if members and left.issuperset(members)]
+        full = [n for n, members in tier.switches.items() if _is_value(n) and members and left.issuperset(members)]
         if tier.name in labels and full:
             found.append((labels[tier.name], tuple(full)))
             left.difference_update(*(tier.switches[name] for name in full))
@@ -187,7 +205,7 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
         above = [name for name, members in tier.switches.items() if not set(nodes).isdisjoint(members)]
         covered = sum(len(set(nodes) & set(tier.switches[name])) for name in above)
         whole = len(above) == 1 and covered == len(nodes)
-        if whole and tier.name in labels and len(tier.switches[above[0]]) <= SCORED:
+        if whole and tier.name in labels and _is_value(above[0]) and len(tier.switches[above[0]]) <= SCORED:
             return labels[tier.name], tuple(above)
     return "", ()
 
@@ -198,8 +216,7 @@ def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
     As few terms as possible, for the scheduler evaluates each for every pod on every node: one a label, and the spares
     are named as second choice because they are fewer than the chosen ones.
     """
-    names = chosen.rest if chosen.whole else chosen.nodes
-    first = [*chosen.whole, *([(HOST, names)] if names else [])]
+    first = [*chosen.whole, *([(HOST, chosen.rest)] if chosen.rest else [])]
     if chosen.label:
         within, wishes = [(chosen.label, chosen.values)], [[_is(*place)] for place in first]
     else:
@@ -216,6 +233,11 @@ def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
         ]
     terms = [{"matchExpressions": [_is(*place)]} for place in within]
     return {"nodeAffinity": found | {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+
+def _is_value(switch: str) -> bool:
+    """Whether a switch is called as its nodes' label says: one of two with the same name is called by its path."""
+    return "/" not in switch
 
 
 def _is(label: str, values: Sequence[str], operator: str = "In") -> dict[str, Any]:

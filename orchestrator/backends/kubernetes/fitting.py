@@ -1,0 +1,80 @@
+"""Which nodes the scheduler would take for a pod of a run: what it asks for, what it tolerates, which GPUs it is for.
+
+A node that is chosen and then refused by the scheduler leaves the run pending for ever. Pure.
+Source: kube-scheduler's filters NodeResourcesFit and TaintToleration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint
+from orchestrator.plan.document import Plan
+
+from .objects.node_affinity import HOST
+from .objects.pod import resources, tolerations
+from .options import KubernetesOptions
+
+_FACTORS = {"m": 1e-3, "": 1.0} | {
+    unit + binary: float(base**power)
+    for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)
+    for binary, base in (("", 1000), ("i", 1024))
+} | {"Ki": 1024.0}  # fmt: skip
+_QUANTITY = re.compile(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)")
+
+
+class PodNeeds(Struct, frozen=True):
+    """Of one pod of a run."""
+
+    requests: dict[str, float]
+    tolerations: Sequence[Mapping[str, Any]]
+    gpu: str  # the model, in small letters; "": any
+
+
+def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
+    requests = {name: quantity(amount) for name, amount in resources(plan, options)["requests"].items()}
+    model = plan.cluster.gpu.name.split("-")[0].lower() if plan.cluster.device == "cuda" else ""
+    return PodNeeds(requests, tolerations(plan, options), model)
+
+
+def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
+    """Why a pod cannot go to the node, in a few words; "" when it can. `used`: requests of the pods that are there."""
+    labels, has = node.metadata.labels, node.status.allocatable
+    if not labels.get(HOST, node.metadata.name):
+        return f"no label {HOST}"
+    for taint in node.spec.taints:
+        if taint.effect in ("NoSchedule", "NoExecute") and not any(_tolerates(t, taint) for t in needs.tolerations):
+            return f"taint {taint.key}"
+    product = labels.get(PRODUCT, "")
+    if needs.gpu and product and needs.gpu not in re.split(r"[^a-z0-9]+", product.lower()):
+        return f"{product} instead of {needs.gpu}"
+    for name, wanted in needs.requests.items():
+        if name not in has and name in ("cpu", "memory"):  # every kubelet says them: not asked for
+            continue
+        if (free := quantity(has.get(name, 0)) - used.get(name, 0.0)) < wanted:
+            return f"too little {name}" if free > 0 else f"no {name}"
+    return ""
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
+    """For ever: a pod that must leave again after some seconds does not fit."""
+    if "tolerationSeconds" in toleration or toleration.get("effect", taint.effect) != taint.effect:
+        return False
+    if toleration.get("key", taint.key) != taint.key:
+        return False
+    return toleration.get("operator", "Equal") == "Exists" or toleration.get("value", "") == taint.value
+
+
+def quantity(amount: object) -> float:
+    """A Kubernetes quantity as a number: 64Gi, 500m, 1e3. What cannot be read is 0."""
+    found = _QUANTITY.fullmatch(str(amount))
+    if not found or found[2] not in _FACTORS:
+        return 0.0
+    try:
+        return float(found[1]) * _FACTORS[found[2]]
+    except ValueError:
+        return 0.0

@@ -1,0 +1,87 @@
+"""A submission that was killed between its first object and its Job: what it left is found, named and deleted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.base import write_record
+from orchestrator.backends.kubernetes.api.api_errors import unreachable
+from orchestrator.backends.kubernetes.backend import KubernetesBackend
+from orchestrator.backends.kubernetes.names import SUBMISSION
+from orchestrator.backends.kubernetes.record import KubernetesRecord
+from orchestrator.plan import Exit
+from orchestrator.run.folder import RunFolder
+from tests.beds.bundles import refusal
+
+from .test_watching import state, write_state
+
+KINDS = ("Secret", "ConfigMap", "Service")
+
+
+class Api:
+    """Of an API server: objects by kind and name."""
+
+    def __init__(self, submissions: dict[str, str], answers: bool = True):
+        self.objects = {(kind, "r"): note for kind, note in submissions.items()}
+        self.answers = answers
+
+    def get(self, kind, name):
+        note = self.objects.get((kind, name))
+        return None if note is None else {"metadata": {"name": name, "annotations": {SUBMISSION: note}}}
+
+    def list(self, kind, *_, **__):
+        if not self.answers:
+            raise unreachable("https://10.0.0.1:6443", OSError("refused"))
+        return []
+
+    def delete(self, kind, name, *_):
+        return self.objects.pop((kind, name), None) is not None
+
+    def log(self, *_, **__):
+        return iter(())
+
+
+def backend_with(api: Api, path: Path, monkeypatch, submission: str = "s", age_s: float = 600.0):
+    folder, backend = RunFolder(path / "r"), KubernetesBackend()
+    folder.create()
+    write_state(folder, state("pending", -1))
+    write_record(folder, KubernetesRecord(None, "n", "Job", "r", submission, time.time() - age_s))
+    monkeypatch.setattr(backend, "_cluster", lambda context, namespace: api)
+    return folder, backend
+
+
+def test_status_ends_it_and_deletes_what_it_left(tmp_path, monkeypatch):
+    api = Api(dict.fromkeys(KINDS, "s"))
+    folder, backend = backend_with(api, tmp_path, monkeypatch)
+    found = backend.state(folder)
+    assert (found.state, api.objects) == ("stopped", {})
+    assert "broke off before the Job was sent; deleted what it left: Service r, ConfigMap r, Secret r" in found.reason
+
+
+def test_cancel_deletes_what_it_left_at_once(tmp_path, monkeypatch):
+    api = Api(dict.fromkeys(KINDS, "s"))
+    folder, backend = backend_with(api, tmp_path, monkeypatch, age_s=1.0)
+    backend.cancel(folder, force=False)
+    assert (backend.state(folder).state, api.objects) == ("cancelled", {})
+    with refusal("is not running", Exit.USAGE):
+        backend.cancel(folder, force=False)
+
+
+@pytest.mark.parametrize(
+    ("submission", "age_s", "theirs"),
+    [("s", 5.0, "s"), ("", 600.0, "s"), ("s", 600.0, "other")],
+    ids=["being sent", "rendered for GitOps", "somebody else's"],
+)
+def test_what_is_not_a_remain_stays(tmp_path, monkeypatch, submission, age_s, theirs):
+    api = Api(dict.fromkeys(KINDS, theirs))
+    folder, backend = backend_with(api, tmp_path, monkeypatch, submission, age_s)
+    backend.state(folder)
+    assert len(api.objects) == len(KINDS)
+
+
+def test_without_an_answer_nothing_is_known(tmp_path, monkeypatch):
+    folder, backend = backend_with(Api({}, answers=False), tmp_path, monkeypatch)
+    assert backend.state(folder).reason.startswith("pending when last heard of; now unknown: no answer")
