@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.backends.slurm.options import SlurmOptions, read_options
+from orchestrator.backends.slurm.options import SlurmOptions, read_options, with_environment
 from orchestrator.backends.slurm.script.flags import job_flags, network_flags, step_flags
 from orchestrator.backends.slurm.script.quoting import check_text, command, directive
 from orchestrator.backends.slurm.script.render import JobScript, common_flags, render, render_array
@@ -198,6 +198,43 @@ def test_runs_that_ask_for_different_things_are_no_array():
 
 
 # ------------------------------------------------------------------------------------------ profiles
+
+
+def test_the_users_variables_of_sbatch_are_honoured_or_refused_by_name():
+    """sbatch would let them override the directives of a rendered script, so `submit` must not drop them in silence."""
+    options = read_options({"account": "llm"})
+    assert with_environment(options, {"SLURM_CONF": "/x", "SBATCH_QOS": ""}) is options
+    found = with_environment(options, {"SBATCH_QOS": "high", "SBATCH_ACCOUNT": "llm", "SBATCH_TIMELIMIT": "1:00:00"})
+    assert found == structs.replace(options, qos="high", time="1:00:00")
+    for environ in (
+        {"SBATCH_ACCOUNT": "other"},
+        {"SBATCH_GET_USER_ENV": "1"},
+        {"SBATCH_EXPORT": "ALL"},
+        {"SLURM_CLUSTERS": "east"},
+        {"SBATCH_CLUSTERS": "east"},
+    ):
+        ((name, _),) = environ.items()
+        with refusal(f"{name}=", Exit.CONFIG):
+            with_environment(options, environ)
+    with refusal("qos", Exit.CONFIG):
+        with_environment(options, {"SBATCH_QOS": "a b"})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"setup": ["true", "cd /nowhere", "echo late"]}, "backend.options.setup: cd /nowhere"),
+        ({"modules": ["cuda/12.4"], "setup": ["echo late"]}, "backend.options.modules: module load cuda/12.4"),
+    ],
+)
+def test_a_line_of_the_site_that_fails_ends_the_job(tmp_path, options, what):
+    text = script(options, run_dir=str(tmp_path))
+    done = subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    )
+    assert done.returncode == Exit.CONFIG and what in done.stderr and "late" not in done.stdout
+    assert (tmp_path / "slurm" / "over").read_text() == "65\n"
+
 
 PROFILES = Path(__file__).resolve().parents[2] / "slurm"
 NAMES = {path.stem for path in (PROFILES / "backend").glob("*.yaml")} | {"dgx_superpod", "gres_modules", "apptainer"}

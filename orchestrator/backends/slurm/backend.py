@@ -37,7 +37,7 @@ from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState, prepare_resume, read_state, write_cancel
 
 from .commands import Slurm
-from .options import SlurmOptions, read_options
+from .options import SlurmOptions, read_options, with_environment
 from .preflight import StartEstimate, add_dependencies, check_partition, choose_size, warnings, without_dependency
 from .queue import Job
 from .record import (
@@ -284,7 +284,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def _options(self, request: LaunchRequest) -> SlurmOptions:
         """The options, with `topology: auto` replaced by what the cluster has."""
-        options = read_options(request.backend_options)
+        options = with_environment(read_options(request.backend_options), os.environ)
         if options.topology != "auto":
             return options
         kind = parse_topology(self._slurm.topology()).kind
@@ -302,6 +302,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
     def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> StartEstimate:
         plan = from_json(bundle.contents["plan.json"])
         nodes, options = used_node_count(plan), read_options(bundle.request.backend_options)
+        options = with_environment(options, os.environ)
         try:
             check_partition(plan, options, slurm.partition(options.partition))
             return StartEstimate(nodes=nodes, at=slurm.start_estimate(self.script(bundle.request, plan)))
@@ -310,7 +311,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def _preflight(self, request: LaunchRequest, plan: Plan) -> list[str]:
         """Warnings; OrchError for a job that the partition would keep pending for ever."""
-        options = read_options(request.backend_options)
+        options = with_environment(read_options(request.backend_options), os.environ)
         partition = self._slurm.partition(options.partition)
         check_partition(plan, options, partition)
         return warnings(plan, options, partition, self._slurm.kill_wait_s())

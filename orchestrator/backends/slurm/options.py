@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from orchestrator.backends.base import decode_options
@@ -99,6 +100,41 @@ class SlurmOptions(Frozen):
 def read_options(options: Mapping[str, Any]) -> SlurmOptions:
     """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a wrong value's place."""
     return decode_options(options, SlurmOptions, "slurm")
+
+
+#: Variables of sbatch that many users set for all their jobs -> the option that they stand for.
+_HONOURED = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_WCKEY": "wckey",
+}
+
+
+def with_environment(options: SlurmOptions, environ: Mapping[str, str]) -> SlurmOptions:
+    """The options with what the user's `SBATCH_*` variables say, as `sbatch` of a rendered script would take it.
+
+    OrchError (65) names a variable that would change the script otherwise, or that says something else than an option
+    that is set: sbatch prefers variables to directives, so the rendered script would be another job than the submitted.
+    """
+    found: dict[str, str] = {}
+    for name, value in sorted(environ.items()):
+        if not value or not (name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"):
+            continue
+        option = _HONOURED.get(name)
+        if option is None:
+            raise OrchError(f"{name}={value} is set and would change the job: unset it", Exit.CONFIG)
+        said = getattr(options, option)
+        if said not in (None, value):
+            text = (
+                f"{name}={value} and backend.options.{option}={said} differ: sbatch would take the variable; unset it"
+            )
+            raise OrchError(text, Exit.CONFIG)
+        found[option] = value
+    return read_options({**msgspec.to_builtins(options), **found}) if found else options
 
 
 # ------------------------------------------------------------------------------------------ lengths of time, sbatch(1)

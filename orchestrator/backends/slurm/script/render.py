@@ -150,11 +150,12 @@ def _body(job: JobScript) -> list[str]:
         assignment("excluded", compress([name for text in options.exclude for name in expand(text)])),
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
-        *(f"unset {name}" for name in options.unset),
-        *(command(["module", "load", name]) for name in options.modules),
-        *(check_text(line, "backend.options.setup") for line in options.setup),
         "",
         *_LIFECYCLE,
+        "",
+        *(f"unset {name}" for name in options.unset),
+        *(line for name in options.modules for line in _checked(command(["module", "load", name]), "modules")),
+        *(line for text in options.setup for line in _checked(check_text(text, "backend.options.setup"), "setup")),
         *(_TAKEOVER_ENTRY if elastic else ()),
         "",
         *_OWNER,
@@ -217,6 +218,11 @@ def _same_place(mount: str) -> bool:
     return target in ("", source)
 
 
+def _checked(line: str, option: str) -> list[str]:
+    """The user's line, and the end of the job (65) if it fails: what came after it would fail with worse words."""
+    return [line, f"check_line $? {command([f'backend.options.{option}: {line}'])}"]
+
+
 def _needs(options: SlurmOptions, python: str) -> list[str]:
     """What every node must have: the program that starts Python, and the image if it is a file."""
     container = options.container
@@ -272,6 +278,14 @@ requeue() {{
     [ -z "$without" ] || echo "update JobId=$job ExcNodeList=$without"
     [ -z "$full" ] || echo "update JobId=$job NumNodes=$full"
   }} | scontrol --quiet >/dev/null
+}}
+
+check_line() {{
+  [ "$1" != 0 ] || return 0
+  say "error: code $1 of $2"
+  holder=$(cat "$run/slurm/owner" 2>/dev/null)
+  [ "${{holder:-$job}}" != "$job" ] || {{ mkdir -p "$run/slurm" && echo {int(Exit.CONFIG)} > "$run/slurm/over"; }}
+  exit {int(Exit.CONFIG)}
 }}
 
 finish() {{
