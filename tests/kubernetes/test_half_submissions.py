@@ -12,6 +12,7 @@ from orchestrator.backends.kubernetes.api.api_errors import unreachable
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.names import SUBMISSION
 from orchestrator.backends.kubernetes.record import KubernetesRecord
+from orchestrator.backends.kubernetes.submission import apply_all
 from orchestrator.plan import Exit
 from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import refusal
@@ -80,6 +81,28 @@ def test_what_is_not_a_remain_stays(tmp_path, monkeypatch, submission, age_s, th
     folder, backend = backend_with(api, tmp_path, monkeypatch, submission, age_s)
     backend.state(folder)
     assert len(api.objects) == len(KINDS)
+
+
+def test_a_server_that_is_cut_off_is_waited_for_once():
+    """And not once more for each object that would be deleted; a refusal does clear up behind itself."""
+    bodies = [{"kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")]
+    for silent, asked in ((True, ["Job"]), (False, ["Job", *reversed(KINDS)])):
+        api, seen = Api({}), []
+
+        def get(kind, name, silent=silent, seen=seen):
+            seen.append(kind)
+            if silent:
+                raise unreachable("https://10.0.0.1:6443", OSError("refused"))
+
+        def apply(body, manager):
+            if body["kind"] == "Job":
+                raise unreachable("https://10.0.0.1:6443", OSError("refused"))
+            return {}
+
+        api.get, api.apply = get, apply
+        with refusal("no answer", Exit.CAPACITY):
+            apply_all(api, bodies, "r", "s")
+        assert seen == asked
 
 
 def test_without_an_answer_nothing_is_known(tmp_path, monkeypatch):

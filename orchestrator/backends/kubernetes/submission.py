@@ -175,10 +175,13 @@ def apply_all(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: st
             answers = gather(partial(_apply, cluster, body, run_id, submission) for body in part)
     except BaseException:
         for body in reversed(tried):  # the last one too: its answer may have been lost on the way
-            with contextlib.suppress(OrchError):
+            try:
                 kind, name = body["kind"], body["metadata"]["name"]
                 if _is_ours(cluster.get(kind, name), submission):
                     cluster.delete(kind, name)
+            except OrchError as error:
+                if getattr(error, "status", None) is None:
+                    break  # no answer: the others would be waited for as long; `cancel` and `status` clear up
         raise
     return answers[0]
 
