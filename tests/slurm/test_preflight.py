@@ -16,6 +16,7 @@ from orchestrator.backends.slurm.preflight import (
     add_dependencies,
     check_partition,
     choose_size,
+    local_folder,
     warnings,
     without_dependency,
 )
@@ -178,3 +179,20 @@ def test_a_resumed_run_waits_for_nobody():
     left = {"qos": "x", "dependency": "singleton"}
     assert without_dependency({"dependency": "afterok:7,singleton", "qos": "x"}) == left
     assert without_dependency({"dependency": "afterany:7"}) == without_dependency({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "warned"),
+    [
+        ("/home/u/runs/a", False),
+        ("/tmp/u/a", True),
+        ("/tmp/shared/a", False),  # something is mounted there
+        ("/scratch/a", True),  # in memory
+        ("/tmpx/a", False),
+    ],
+)
+def test_a_run_folder_of_one_machine_is_warned_of(run_dir, warned):
+    mounts = (
+        "/dev/sda1 / ext4 rw 0 0\nfs:/home /home nfs4 rw 0 0\nfs:/s /tmp/shared nfs4 rw 0 0\nx /scratch tmpfs rw 0 0\n"
+    )
+    assert bool(local_folder(run_dir, mounts)) == warned

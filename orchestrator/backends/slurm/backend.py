@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,7 +39,15 @@ from orchestrator.run.state import RunState, prepare_resume, read_state, write_c
 
 from .commands import Slurm
 from .options import SlurmOptions, read_options, with_environment
-from .preflight import StartEstimate, add_dependencies, check_partition, choose_size, warnings, without_dependency
+from .preflight import (
+    StartEstimate,
+    add_dependencies,
+    check_partition,
+    choose_size,
+    local_folder,
+    warnings,
+    without_dependency,
+)
 from .queue import Job
 from .record import (
     SlurmRecord,
@@ -314,7 +323,9 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         options = with_environment(read_options(request.backend_options), os.environ)
         partition = self._slurm.partition(options.partition)
         check_partition(plan, options, partition)
-        return warnings(plan, options, partition, self._slurm.kill_wait_s())
+        mounts = Path("/proc/mounts")
+        local = local_folder(request.run_dir, mounts.read_text()) if mounts.exists() else []
+        return [*warnings(plan, options, partition, self._slurm.kill_wait_s()), *local]
 
     def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor

@@ -71,6 +71,22 @@ def warnings(plan: Plan, options: SlurmOptions, partition: Mapping[str, str], ki
     return lines
 
 
+def local_folder(run_dir: str, mounts: str) -> list[str]:
+    """A warning if the run folder is one that other nodes do not see: memory or a folder of temporary files.
+
+    `mounts`: text of /proc/mounts.
+    """
+    kinds = {words[1]: words[2] for line in mounts.splitlines() if len(words := line.split()) > 2}
+    at = max((m for m in kinds if f"{run_dir}/".startswith(f"{m.rstrip('/')}/")), key=len, default="/")
+    own = next((name for name in _OF_A_NODE if run_dir.startswith(f"{name}/")), "")
+    if kinds.get(at) not in ("tmpfs", "ramfs") and not (own and not at.startswith(own)):
+        return []
+    return [f"the run folder {run_dir} seems to be of this machine alone: nodes must see it; set ORCH_HOME or run.dir"]
+
+
+_OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+
+
 def _limit_s(text: str | None) -> int | None:
     return None if text in (None, "", "NONE", "N/A") else parse_time(text)
 
