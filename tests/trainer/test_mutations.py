@@ -7,13 +7,14 @@ import pytest
 from orchestrator.plan.parity import Cell, Verdict
 from tests.beds.plans import make_plan
 from tests.mutations.data import DATA
+from tests.mutations.experts import EXPERTS
 from tests.mutations.model import MODEL
 from tests.mutations.pieces import PIECES
 from tests.mutations.pipeline import PIPELINE
 from trainer.verify.judge import judge
 from trainer.verify.ranks import RankError
 
-MUTATIONS = [*DATA, *MODEL, *PIPELINE]
+MUTATIONS = [*DATA, *MODEL, *PIPELINE, *EXPERTS]
 
 
 def cell_of(layout: dict, name: str = "cell") -> Cell:

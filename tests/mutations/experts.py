@@ -1,0 +1,241 @@
+"""Bugs of experts: their exchange, their gradients, their routers and the terms that balance them."""
+
+from __future__ import annotations
+
+import torch
+from msgspec import structs
+
+import trainer.comm.mesh as mesh
+import trainer.parallel.apply as apply
+import trainer.parallel.expert.dispatch as exchange
+from orchestrator.verify.matrix import DEEPSEEK, MIXTURE
+from tests.beds.plans import tiny_model
+from trainer.model.experts import Copies, MixtureOfExperts
+from trainer.model.loss import LossTerms
+from trainer.parallel.expert.dispatch import ExpertDispatch
+from trainer.parallel.expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
+
+from .base import Mutations
+
+EXPERTS = Mutations()
+MIXED = tiny_model(**MIXTURE)
+SHARED = tiny_model(**DEEPSEEK)
+
+
+def _alone():
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
+def _layers(patch, change):
+    """`change(mixture)` on every layer of experts that a rank holds, not on those of one process."""
+    original = apply.apply_to_experts
+
+    def both(stage, mesh, *rest):
+        original(stage, mesh, *rest)
+        for block in stage.blocks.values():
+            if isinstance(block.mlp, MixtureOfExperts) and not _alone():
+                change(block.mlp)
+
+    patch.setattr(apply, "apply_to_experts", both)
+
+
+def _routing(patch, change):
+    """`change(routing, experts of a rank)` -> the routing that the exchange sees instead."""
+    original = ExpertDispatch.__call__
+    patch.setattr(
+        ExpertDispatch, "__call__", lambda self, x, r, experts: original(self, x, change(r, experts.count), experts)
+    )
+
+
+def _weigh(patch, **factors):
+    """A layer's terms count by other factors."""
+
+    def change(mixture):
+        moe = mixture.router.moe
+        mixture.router.moe = structs.replace(moe, **{name: getattr(moe, name) * by for name, by in factors.items()})
+
+    _layers(patch, change)
+
+
+def _groups(patch, name, members):
+    """`members(plan, rank)` are the ranks of the group `name` of experts."""
+    original = mesh._of_experts
+    patch.setattr(
+        mesh, "_of_experts", lambda plan, n, rank: members(plan, rank) if n == name else original(plan, n, rank)
+    )
+
+
+def _backward(patch, change):
+    original = exchange._Moved.backward
+    patch.setattr(exchange._Moved, "backward", staticmethod(lambda ctx, grad: (change(original(ctx, grad)[0]), None)))
+
+
+@EXPERTS("experts: gradients are divided by ep", ep=2, model=MIXED)
+def _(patch):
+    _backward(patch, lambda grad: grad / 2)
+
+
+@EXPERTS("experts: gradients arrive in fp32", ep=2, model=MIXED)
+def _(patch):
+    _backward(patch, lambda grad: grad.float().to(grad.dtype))
+
+
+@EXPERTS("experts: gradients come back one place shifted", ep=2, model=MIXED)
+def _(patch):
+    _backward(patch, lambda grad: grad.roll(1, 0))
+
+
+@EXPERTS("experts: gradients are summed over the dense group", ep=2, dp=2, model=MIXED)
+def _(patch):
+    _groups(patch, "expert_grad", lambda plan, rank: next(tuple(g) for g in plan.groups["grad"] if rank in g))
+
+
+@EXPERTS("experts: gradients are not summed over dp", ep=2, dp=2, model=MIXED)
+def _(patch):
+    _groups(patch, "expert_grad", lambda plan, rank: (rank,))
+
+
+@EXPERTS("experts: the norm counts those of one rank", ep=2, model=MIXED)
+def _(patch):
+    _groups(patch, "expert_model", lambda plan, rank: (rank,))
+
+
+@EXPERTS("experts: weights of choices are not differentiated", ep=2, model=MIXED)
+def _(patch):
+    _routing(patch, lambda r, count: r._replace(weights=r.weights.detach()))
+
+
+@EXPERTS("experts: weights of choices travel in bf16", ep=2, model=MIXED)
+def _(patch):
+    _routing(patch, lambda r, count: r._replace(weights=r.weights.bfloat16().to(r.weights.dtype)))
+
+
+@EXPERTS("experts: the first choice gets the second one's weight", ep=2, model=MIXED)
+def _(patch):
+    _routing(patch, lambda r, count: r._replace(weights=r.weights.flip(-1)))
+
+
+@EXPERTS("experts: a second choice on the same rank is lost", ep=2, model=MIXED)
+def _(patch):
+    def change(routing, count):
+        ranks = routing.experts // count
+        again = (ranks[:, 1:] == ranks[:, :1]).any(-1)
+        weights = torch.cat([routing.weights[:, :1], routing.weights[:, 1:] * ~again[:, None]], -1)
+        return routing._replace(weights=weights)
+
+    _routing(patch, change)
+
+
+@EXPERTS("experts: the last token's copies are dropped", ep=2, model=MIXED)
+def _(patch):
+    def change(routing, count):
+        kept = torch.ones_like(routing.weights)
+        kept[-1] = 0
+        return routing._replace(weights=routing.weights * kept)
+
+    _routing(patch, change)
+
+
+@EXPERTS("experts: runs of the senders are swapped", ep=2, model=MIXED)
+def _(patch):
+    original = ExpertDispatch._to_experts
+
+    def swapped(self, counts, group):
+        move, arriving = original(self, counts, group)
+        return move, arriving.flip(0)
+
+    patch.setattr(ExpertDispatch, "_to_experts", swapped)
+
+
+@EXPERTS("experts: results come back one place shifted", ep=2, model=MIXED)
+def _(patch):
+    class Shifted(Copies):
+        def summed(self, out, routing):
+            return super().summed(out.roll(1, 0), routing)
+
+    patch.setattr(exchange, "Copies", Shifted)
+
+
+@EXPERTS("experts: slices' results are not summed over tp", ep=2, tp=2, model=MIXED)
+def _(patch):
+    patch.setattr(
+        exchange, "scatter_uneven", lambda rows, sizes, group, *more: rows.split(sizes)[group.rank()].contiguous()
+    )
+
+
+@EXPERTS("experts: recomputation routes differently", ep=2, recompute="full", model=MIXED)
+def _(patch):
+    def change(mixture):
+        def hook(router, args, routing):
+            forward = mixture.terms._micro_batch is not None
+            return routing if forward else routing._replace(weights=routing.weights.flip(-1))
+
+        mixture.router.register_forward_hook(hook)
+
+    _layers(patch, change)
+
+
+@EXPERTS("experts: the balance term is scaled by ep", ep=2, model=MIXED)
+def _(patch):
+    _weigh(patch, balance_loss=2)
+
+
+@EXPERTS("experts: the z term is divided by ep", ep=2, model=MIXED)
+def _(patch):
+    _weigh(patch, z_loss=0.5)
+
+
+@EXPERTS("experts: the balance term is divided by the rank's own sequences", ep=2, model=MIXED)
+def _(patch):
+    original = LossTerms.start
+
+    def start(self, scale, valid, taken, samples, tokens):
+        original(self, scale, valid, taken, samples if _alone() else samples // 2, tokens)
+
+    patch.setattr(LossTerms, "start", start)
+
+
+@EXPERTS("experts: choices are counted in a part of the sequence (cp)", cp=2, model=MIXED)
+@EXPERTS("experts: choices are counted in a part of the sequence (sp)", ep=2, tp=2, model=MIXED)
+def _(patch):
+    patch.setattr(SequenceCounts, "__call__", lambda self, counts: counts)
+
+
+@EXPERTS("experts: gradients of weights of choices are not summed over tp", tp=2, sp=False, model=MIXED)
+def _(patch):
+    original = TokensOfOne.__call__
+
+    def call(self, x, routing):
+        return original(self, x, routing)[0], routing
+
+    patch.setattr(TokensOfOne, "__call__", call)
+
+
+@EXPERTS("experts: gradients of tokens are not summed over tp", tp=2, sp=False, model=MIXED)
+def _(patch):
+    original = TokensOfOne.__call__
+
+    def call(self, x, routing):
+        return x, original(self, x, routing)[1]
+
+    patch.setattr(TokensOfOne, "__call__", call)
+
+
+@EXPERTS("experts: tokens of all ranks get the routing of another's", tp=2, model=MIXED)
+def _(patch):
+    original = TokensOfAll.__call__
+
+    def call(self, x, routing):
+        x, routing = original(self, x, routing)
+        return x, routing._replace(experts=routing.experts.roll(1, 0))
+
+    patch.setattr(TokensOfAll, "__call__", call)
+
+
+@EXPERTS("experts: shared ones count twice", ep=2, model=SHARED)
+def _(patch):
+    def change(mixture):
+        if mixture.shared is not None:
+            mixture.shared.register_forward_hook(lambda module, args, out: 2 * out)
+
+    _layers(patch, change)
