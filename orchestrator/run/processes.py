@@ -7,11 +7,14 @@ becomes the child of the nearest one, so nothing started in a run can leave the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -124,6 +127,34 @@ def descendants(root: int) -> list[int]:
         found_below += below
         queue += below
     return found_below
+
+
+def holders(path: Path) -> list[Identity]:
+    """The processes that have the file open, of those that this user may look into; not this process."""
+    try:
+        file = os.stat(path)
+    except OSError:
+        return []
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # another user's, or gone by now
+            process = identity(int(name))
+            for fd in os.listdir(f"/proc/{name}/fd"):
+                if os.path.samestat(os.stat(f"/proc/{name}/fd/{fd}"), file) and process:
+                    found.append(process)
+                    break
+    return found
+
+
+def kill_trees(roots: Sequence[Identity]) -> None:
+    """SIGKILL these processes and all below them, of which none is asked and none can start others in between."""
+    below = [one for root in roots if is_alive(root) for one in map(identity, descendants(root.pid)) if one]
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in [*roots, *below]:
+            with contextlib.suppress(OSError):
+                send_signal(process, signum)
 
 
 def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:

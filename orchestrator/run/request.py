@@ -37,8 +37,12 @@ PASSED = frozenset(
 PASSED_PREFIXES = ("LC_", "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "OMP_", "MKL_", "UCX_", "FI_")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _SECRET = re.compile(
-    r"(^|[_.-])(secret|token|passwd|password|passphrase|credentials?|private|apikey|key|auth)s?($|[_.-])", re.I
+    r"(^|[_.-])(private|key|auth|pat|sshpass|(?<!^)pwd"
+    r"|[a-z]*(token|secret|passw(or)?d|passphrase|credential|(api|access|secret)[-_]?key))s?"
+    r"($|[_.-])",
+    re.I,
 )
+_IN_URL = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")  # user:password
 #: Words that match the pattern and are none: the token is one of text, the key a field.
 _HARMLESS = re.compile(r"(tokens?_(per|id|ids)|(global|max|micro|num)_(batch_)?tokens?|tokens?izer)", re.I)
 HIDDEN = "(redacted)"
@@ -346,14 +350,17 @@ def is_secret_name(name: str) -> bool:
 
 
 def redacted(value: object, name: str = "") -> object:
-    """`value` (dicts, lists, scalars) with every text or number under a secret-looking key replaced."""
+    """`value` (dicts, lists, scalars) with every text or number under a secret-looking key replaced, and what stands
+    for user and password in a URL."""
     if isinstance(value, dict):
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
-    if value in (None, "") or isinstance(value, bool) or not is_secret_name(name):
+    if value in (None, "") or isinstance(value, bool):
         return value
-    return HIDDEN
+    if is_secret_name(name):
+        return HIDDEN
+    return _IN_URL.sub(HIDDEN, value) if isinstance(value, str) else value
 
 
 def config_tree(config: msgspec.Struct) -> dict[str, Any]:

@@ -156,6 +156,14 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
     state = read_state(folder)
     if alive or state.is_final:
         return state
+    wish = read_cancel(folder)
+    if wish:
+        reason = (
+            "cancelled by force"
+            if wish.force
+            else f"cancelled; every process of the run went while it was {state.state}"
+        )
+        return finish(state, "cancelled", Exit.RESTART, reason)
     text = f"every process of the run is gone (killed, or the machine went down) while it was {state.state}"
     cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
     return finish(state, "failed", Exit.CAPACITY, text, cause)

@@ -104,7 +104,9 @@ def test_the_composed_environment_has_pythons_folder_first_and_nothing_else():
 
 
 SECRET = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db-password", "AUTH", "apikey"]
+SECRET += ["PGPASSWORD", "MYSQL_PWD", "GH_PAT", "ACCESSKEY", "GITHUBTOKEN", "AWSSECRETKEY", "SSHPASS", "db.pwd"]
 HARMLESS = ["tokenizer", "global_batch_tokens", "tokens_per_s", "keep_last", "kv_heads", "author"]
+HARMLESS += ["PWD", "OLDPWD", "pattern", "path", "monkey", "patch", "max_tokens", "bypass"]
 
 
 @pytest.mark.parametrize("name", SECRET + HARMLESS)
@@ -116,6 +118,11 @@ def test_redaction_reaches_every_depth():
     found = redacted({"a": [{"api_key": "x", "n": 1}], "token": {"b": "y"}, "password": None, "tokens": ["p", "q"]})
     kept = {"token": {"b": "y"}, "password": None}
     assert found == {"a": [{"api_key": HIDDEN, "n": 1}], "tokens": [HIDDEN, HIDDEN], **kept}
+
+
+def test_credentials_in_a_url_are_redacted_and_ports_stay():
+    found = redacted({"store": "postgres://me:pw@host:80/db, http://host:80/a@b", "n": [1, "s3://bucket/a@b"]})
+    assert found == {"store": f"postgres://{HIDDEN}@host:80/db, http://host:80/a@b", "n": [1, "s3://bucket/a@b"]}
 
 
 def test_the_frozen_configuration_is_redacted():

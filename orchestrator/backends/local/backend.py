@@ -20,7 +20,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.processes import Identity, identity, send_signal
+from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, compose_environment, to_bytes
 from orchestrator.run.state import RunState, prepare_resume, true_state, write_cancel
 
@@ -47,6 +47,7 @@ class LocalOptions(Frozen):
     grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # not before nodes have stayed this long
 
 
+_FORCE_S = 3.0  # for a supervisor to kill its run by itself
 _END_S = 60.0  # after the workers' grace, for agents and supervisor to go
 _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
 
@@ -123,8 +124,19 @@ class LocalBackend(Backend, Resizing):
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         write_cancel(folder, force)
-        if not send_signal(Identity(*record.supervisor), signal.SIGTERM):
-            raise OrchError(f"run {folder.run_id} has lost its supervisor and is ending by itself", Exit.CAPACITY)
+        supervisor = Identity(*record.supervisor)
+        if send_signal(supervisor, signal.SIGTERM):
+            send_signal(supervisor, signal.SIGCONT)  # one that was stopped hears it now
+        else:
+            for agent in holders(folder.lock):  # nobody passes it on to them
+                send_signal(agent, signal.SIGTERM)
+        end = time.monotonic() + _FORCE_S
+        while force and self.is_alive(folder):
+            if time.monotonic() > end:
+                kill_trees(holders(folder.lock))
+            time.sleep(0.05)
+            if time.monotonic() > 2 * _FORCE_S + end:
+                raise OrchError(f"processes of run {folder.run_id} cannot be killed: see ps", Exit.CAPACITY)
 
     def is_alive(self, folder: RunFolder) -> bool:
         return folder.is_alive()

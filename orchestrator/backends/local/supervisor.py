@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -33,6 +34,8 @@ from .backend import LocalRecord, read_options
 from .namespaces import INTERFACE, Network, Wiring
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
+_AGAIN_S = 1.0  # between attempts to write or start what failed
+_LAST_WORD_S = 60.0  # for a disk to take the end of the run
 _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger("orch.supervisor")
@@ -47,12 +50,13 @@ class Supervisor:
         self._deadline: float | None = None
         self._asked = False
         self._options = read_options(request)
+        self._unwritten = self._failing = False  # a record waits to be written; the disk took none the last time
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
 
     def run(self) -> int:
         """The run's exit code, after every process of it has ended."""
         become_subreaper()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # they wait for sigtimedwait; children get them unblocked
+        self._listen()
         self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
         options = self._options
         if options.network == "namespaces" and options.link_gbit_per_s is not None:  # one needs the other
@@ -64,12 +68,27 @@ class Supervisor:
                 self._agents[node] = self._start(node, argv)
             self._remember()
             while len(self._codes) < len(self._agents):
-                self._hear(signal.sigtimedwait(_HEARD, 0.5))
+                self._hear(self._signals(0.5))
         finally:
             left = kill_descendants()
             if left:
                 log.error("processes %s cannot be killed", left)
         return self._last_word()
+
+    def _listen(self) -> None:
+        """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody sent when the process
+        was stopped beyond its time.)"""
+        self._wake, tick = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
+        for signum in _HEARD:
+            signal.signal(signum, lambda *_: None)
+
+    def _signals(self, wait_s: float) -> list[signal.Signals]:
+        """Those that came, SIGCHLD left out, waited for at most so long."""
+        select.select([self._wake], [], [], wait_s)
+        with contextlib.suppress(BlockingIOError):
+            return [signal.Signals(number) for number in os.read(self._wake, 512) if number != signal.SIGCHLD]
+        return []
 
     def _commands(self) -> dict[str, list[str]]:
         """Node -> the command of its agent."""
@@ -118,16 +137,18 @@ class Supervisor:
         except OSError:  # taken: any free one, as where agents open it themselves
             return socket.create_server((metrics.host, 0), family=family)
 
-    def _hear(self, what: signal.struct_siginfo | None) -> None:
-        if what is not None and what.si_signo != signal.SIGCHLD:
-            self._end(signal.Signals(what.si_signo).name)
+    def _hear(self, signals: list[signal.Signals]) -> None:
+        for what in signals:
+            self._end(what.name)
         nodes = {agent.pid: node for node, agent in self._agents.items()}
         for pid, code in reap_children():
             if pid in nodes:  # the others are orphans of a killed agent
                 self._codes[nodes[pid]] = self._agents[nodes[pid]].returncode = code
                 log.info("agent of %s: %s", nodes[pid], meaning(code))
-                self._remember()
+                self._unwritten = True
                 self._may_come_back(nodes[pid], code)
+        if self._unwritten:
+            self._remember()
         self._bring_back()
         if self._deadline is None and read_state(self._folder).is_final:
             self._deadline = time.monotonic() + _LEAVE_S
@@ -144,12 +165,17 @@ class Supervisor:
         """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
         due = [node for node, when in self._back.items() if time.monotonic() >= when]
         for node in due:
-            del self._back[node]
             if not self._asked and not self._folder.cancel.exists() and not read_state(self._folder).is_final:
-                self._agents[node] = self._start(node, self._commands()[node])
+                try:
+                    self._agents[node] = self._start(node, self._commands()[node])
+                except OSError as error:  # its log cannot be opened, no memory for a process: later
+                    log.error("node %s cannot come back yet: %s", node, error)
+                    self._back[node] = time.monotonic() + _AGAIN_S
+                    continue
                 del self._codes[node]
                 log.info("node %s is back", node)
                 self._remember()
+            del self._back[node]
 
     def _end(self, reason: str) -> None:
         """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
@@ -182,7 +208,14 @@ class Supervisor:
             exit_codes=dict(self._codes),
             switches=self._network.switches if self._network else None,
         )
-        write_record(self._folder, record)
+        try:
+            write_record(self._folder, record)
+        except (OSError, OrchError) as error:  # a full or failing disk ends no healthy run: it is written later
+            if not self._failing:
+                log.error("backend.json cannot be written, and will be: %s", error)
+            self._unwritten = self._failing = True
+        else:
+            self._unwritten = self._failing = False
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
@@ -194,7 +227,15 @@ class Supervisor:
         if wish:
             code, final = int(Exit.RESTART), "cancelled"
         reason = "cancelled by force" if wish and wish.force else cause.text
-        write_final_state(self._folder, finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
+        end = finish(state, final, code, reason, cause, at=time.time(), writer="backend")
+        for attempt in range(int(_LAST_WORD_S / _AGAIN_S)):
+            try:
+                write_final_state(self._folder, end)
+                break
+            except (OSError, OrchError) as error:
+                if not attempt:
+                    log.error("state.json cannot be written: %s; trying for %.0f s", error, _LAST_WORD_S)
+                time.sleep(_AGAIN_S)
         return code
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:
@@ -217,7 +258,7 @@ class Supervisor:
 
 def _become_agent(enter: Callable[[], None] | None) -> None:
     """In the child, between fork and exec."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+    signal.set_wakeup_fd(-1)  # what it hears is not ours
     if enter:
         enter()
 
