@@ -172,9 +172,10 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         self.check(bundle.request)
         plan = from_json(bundle.contents["plan.json"])
         text = self.script(bundle.request, plan)
-        _print_warnings(self._preflight(bundle.request, plan))
+        found = self._preflight(bundle.request, plan)
         with create_run_folder(bundle, self.name) as folder:
             self._send(folder, text, environ)
+        _print_warnings(found)  # a refusal is one line
         return bundle.request.handle
 
     def submit_all(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
@@ -189,11 +190,11 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         for bundle, job in zip(bundles, jobs, strict=True):
             found += self._preflight(bundle.request, job.plan)
             slurm.check_script(render(job))
-        _print_warnings(found)
         with ExitStack() as stack:
             folders = [stack.enter_context(create_run_folder(bundle, self.name)) for bundle in bundles]
             for folder, id_ in zip(folders, submit_all(jobs, slurm, self._watcher), strict=True):
                 record_job(folder, id_)
+        _print_warnings(found)
         return [bundle.request.handle for bundle in bundles]
 
     def render(self, bundle: SubmissionBundle) -> str:
