@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import UNSET
 
 from orchestrator.plan import AXES, SCHEMA, Plan, seal
@@ -86,7 +87,7 @@ def make_plan(
     isolate_documents: bool = False,
     model: doc.Model | None = None,
     partition_activations: bool = False,
-    offload: doc.Offload | None = None,
+    offload: doc.Offload | dict | None = None,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
     model = model or tiny_model()
@@ -142,7 +143,7 @@ def make_plan(
                 **{"recompute": recompute, "clip_grad_norm": clip_grad_norm, "log_every_steps": 1},
                 **{"recompute_layers": recompute_layers or [], "compile": compile, "batch_ramp": batch_ramp},
                 partition_activations=partition_activations or UNSET,
-                offload=offload or UNSET,
+                offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
             ),
             optim=doc.Optim(
                 **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},

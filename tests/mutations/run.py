@@ -51,6 +51,7 @@ TESTS = {
     "comm/c*": "test_comm_groups",
     "comm/mesh*": "test_comm_groups test_grad_classes",
     "optim/s*": "test_checkpoint_geometry test_whole_matrices",
+    "optim/d*": "test_offload",
     "parallel/apply*": "test_grad_classes test_kept_inputs",
     "parallel/recompute*": "test_kept_inputs",
     "parallel/expert/*": "test_experts",

@@ -28,19 +28,25 @@ def more():
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_layout_runs_on_gpus(quick, name):
-    runs(quick[name])
+    runs(quick[name], "offload" in QUICK[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_layouts_run_on_gpus(more, name):
-    runs(more[name])
+    runs(more[name], "offload" in MORE[name])
 
 
-def runs(ranks: list[dict]) -> None:
+#: Where an optimizer on the host waits for the device.
+OF_OFFLOAD = ("engine.py:update", "host.py", "zero2.py:_arrive")
+
+
+def runs(ranks: list[dict], on_the_host: bool) -> None:
+    """`on_the_host`: the optimizer is; it waits for gradients, and nothing else does."""
     for rank in ranks:
         assert rank["kernels"] > 100, "it computes on the device"
-        assert rank["waits"] == [], "the host enqueues a step without waiting for the device"
+        waits = [one for one in map(str, rank["waits"]) if not on_the_host or not any(at in one for at in OF_OFFLOAD)]
+        assert waits == [], "the host enqueues a step without waiting for the device"
         counted = sum(rank["calls"].values())
         assert bool(counted) == bool(rank["sent"]), "what the counter counts is what NCCL is given"
 

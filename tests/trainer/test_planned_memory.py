@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Offload
 from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
@@ -23,7 +22,7 @@ LLAMA = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 
 GPT = LLAMA | {"norm": "layer", "mlp": "plain", "position": "learned", "activation": "gelu", "bias": True}
 GPT |= {"tied_embeddings": True, "max_seq_len": 128}
 PIPE = {"pp": 2, "micro_batches": 4}
-HOST = Offload(optimizer="host")
+HOST = {"optimizer": "host"}  # as JSON: test_gpu sends layouts to another process
 
 QUICK = {
     "one process": {},
