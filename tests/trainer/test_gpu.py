@@ -38,7 +38,7 @@ def test_more_layouts_run_on_gpus(more, name):
 
 
 #: Where an optimizer on the host waits for the device.
-OF_OFFLOAD = ("engine.py:update", "host.py", "zero2.py:_arrive")
+OF_OFFLOAD = ("engine.py:update", "host.py", "zero2.py:_arrive", "clip.py:grad_norm")
 
 
 def runs(ranks: list[dict], on_the_host: bool) -> None:
