@@ -9,6 +9,7 @@ from orchestrator.config.compose import load
 from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.memory.activations import activations
+from orchestrator.planner.model.stages import rank_stages
 from tests.beds.plans import make_plan
 from tests.planner.configs import build_plan
 from tests.trainer.samples import GQA, LLAMA, batch, engine_of, small
@@ -81,6 +82,16 @@ def test_a_stage_that_has_received_its_input_keeps_it_whole():
     once = 2 * 16 * 32 * 4 // 2
     saved = [before - after for before, after in zip(*planned, strict=True)]
     assert saved == [2 * 2 * once, once]  # two micro-batches of two layers; of one micro-batch the second layer
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_of_several_stages_each_that_has_received_its_input_keeps_it_whole(schedule):
+    """Four stages of one layer: the rank without the first has received the inputs of both that it holds."""
+    pipeline = {"pp": 2, "vpp": 2, "schedule": schedule, "micro_batches": 4}
+    whole, shared = (plan_of("full", way, 4, **pipeline) for way in (False, True))
+    received = [rank for rank, stages in enumerate(rank_stages(whole.parallel)) if 0 not in stages]
+    before, after = (activations(plan.model, plan.parallel, plan.job.train) for plan in (whole, shared))
+    assert received == [1] and before[1] == after[1] and before[0] > after[0]
 
 
 @pytest.mark.parametrize(

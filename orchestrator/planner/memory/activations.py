@@ -6,6 +6,7 @@ check; with the trainer's, it is what its storages were measured to hold (docs/a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -18,8 +19,8 @@ from orchestrator.planner.cost.traffic import boundary_bytes, shares_inputs
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
-from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients
-from .unequal_stages import StageBytes, unequal_peak
+from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
+from .unequal_stages import unequal_peak
 
 #: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on every rank (ZB-1p and
 #: ZB-2p of arXiv 2401.10241, section 5.3).
@@ -237,41 +238,34 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
     )
 
-    def one_stage(index: int) -> StageBytes:
-        layers = [
-            (n, kind, kept[at[kind]][mode].stored, kept[at[kind]][mode].recomputing)
-            for kind, mode, n in layer_groups(model, train, [stage_range(parallel, index)])
-            if n
-        ]
-        stored = sum(n * own for n, _, own, _ in layers) + stage[index == last]
-        own_head = head if index == last else 0.0
-        if deferred:
-            return deferred.stage(layers, stored, own_head)
-        return StageBytes(stored, own_head, max((more for *_, more in layers), default=0.0))
+    def layers_in(ranges: Sequence[range]) -> list[Layers]:
+        groups = [(n, kind, kept[at[kind]][mode]) for kind, mode, n in layer_groups(model, train, ranges) if n]
+        return [(n, kind, one.stored, one.recomputing) for n, kind, one in groups]
+
+    def stored_in(index: int, layers: Sequence[Layers]) -> float:
+        part = stage_range(parallel, index)
+        received = received_input_bytes(model, parallel, train, kernels, part) if part.start else 0.0
+        return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
 
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
-        if len(stages) > 1 and len(set(parts := [one_stage(index) for index in stages])) > 1:
+        each = [layers_in([stage_range(parallel, index)]) for index in stages]
+        stored = [stored_in(index, layers) for index, layers in zip(stages, each, strict=True)]
+        parts = [
+            bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
+            for index, layers, one in zip(stages, each, stored, strict=True)
+        ]
+        if len(set(parts)) > 1:
             result.append(unequal_peak(schedule, rank, stages, parts))
             continue
-        ranges = [stage_range(parallel, place) for place in stages]
-        groups = [group for group in layer_groups(model, train, ranges) if group[2]]
-        stored = sum(n * kept[at[kind]][mode].stored for kind, mode, n in groups)
-        stored += sum(stage[index == last] for index in stages)
-        stored += sum(received_input_bytes(model, parallel, train, kernels, part) for part in ranges if part.start)
-        recomputing = [kept[at[kind]][mode].recomputing for kind, mode, _ in groups]
-        ends = last in stages
+        layers, ends = layers_in([stage_range(parallel, index) for index in stages]), last in stages
         if deferred:
-            layers = [
-                (n, kind, kept[at[kind]][mode].stored, more)
-                for (kind, mode, n), more in zip(groups, recomputing, strict=True)
-            ]
-            result.append(
-                deferred.peak(rank, in_flight_count, stored / len(stages), len(stages), layers, head if ends else None)
-            )
+            count, mean = len(stages), sum(stored) / len(stages)
+            result.append(deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None))
             continue
+        recomputing = [more for *_, more in layers]
         heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
-        extra = max(*recomputing, head * ends, 0.0) + max(0.0, heads - head)
-        result.append(stored / len(stages) * in_flight_count + extra)
+        extra = max(0.0, *recomputing, head * ends) + max(0.0, heads - head)
+        result.append(sum(stored) / len(stages) * in_flight_count + extra)
     received = received_bytes(model, parallel, train, kernels)
     return [
         size + received / (2 if stages == (last,) else 1)  # the last stage receives no gradient

@@ -27,6 +27,10 @@ WHOLE_AT_PEAK = ("dualpipe", "dualpipev")
 Point = tuple[int, int]
 
 
+#: (number, kind as in `sample_layers`, bytes of one before its I or B, further bytes while it is recomputed)
+Layers = tuple[int, int, float, float]
+
+
 class DeferredGradients:
     """Bytes that one micro-batch defers on one rank, and their peak over a step."""
 
@@ -46,14 +50,13 @@ class DeferredGradients:
         in_flight_count: int,
         stored: float,
         stages: int,
-        layers: Sequence[tuple[int, int, float, float]],
+        layers: Sequence[Layers],
         head: float | None,
     ) -> float:
         """Peak activation bytes of a pipeline rank.
 
         in_flight_count: as `pipeline.in_flight`; stored: bytes of one micro-batch before its I, in one of the rank's
-        `stages`; layers: (number, kind, bytes of one before its I, further bytes while it is recomputed); head: bytes
-        kept by output projection and loss, None on ranks without them.
+        `stages`; head: bytes kept by output projection and loss, None on ranks without them.
         """
         deferred = (sum(n * self.layers[kind][0] for n, kind, *_ in layers) + (self.head if head else 0.0)) / stages
         grads = [0.0 if self.parallel.schedule in WHOLE_AT_PEAK else self.layers[kind][1] for _, kind, *_ in layers]
@@ -76,8 +79,8 @@ class DeferredGradients:
             for full, count in peak_points(self.parallel, rank, in_flight_count if deferred <= stored else None)
         )
 
-    def stage(self, layers: Sequence[tuple[int, int, float, float]], stored: float, head: float) -> StageBytes:
-        """Of one stage. layers: as in `peak`; stored: as in `peak`; head: bytes of output projection and loss, or 0."""
+    def stage(self, layers: Sequence[Layers], stored: float, head: float) -> StageBytes:
+        """As `bytes_of_stage`."""
         whole, last = self.parallel.schedule in WHOLE_AT_PEAK, head > 0.0
         during = [more + (0.0 if whole else self.layers[kind][1]) for _, kind, _, more in layers]
         in_last = (own + more - self.layers[kind][0] for (_, kind, own, _), more in zip(layers, during, strict=True))
@@ -90,6 +93,16 @@ class DeferredGradients:
             head_deferred=self.head * last,
             in_last=max(0.0, *in_last) if layers else 0.0,
         )
+
+
+def bytes_of_stage(
+    layers: Sequence[Layers], stored: float, head: float, deferred: DeferredGradients | None
+) -> StageBytes:
+    """Of one micro-batch in one stage. stored: as in `DeferredGradients.peak`; head: bytes kept by output projection
+    and loss, 0 in other stages; deferred: where backward is split."""
+    if deferred:
+        return deferred.stage(layers, stored, head)
+    return StageBytes(stored, head, max((more for *_, more in layers), default=0.0))
 
 
 def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:

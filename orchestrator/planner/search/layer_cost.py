@@ -23,7 +23,12 @@ from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.traffic import boundary_bytes, grad_bytes, hidden_bytes, recomputed_share
 from orchestrator.planner.memory import activations
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD, DeferredGradients
+from orchestrator.planner.memory.deferred_weight_gradients import (
+    SPLIT_BACKWARD,
+    DeferredGradients,
+    Layers,
+    bytes_of_stage,
+)
 from orchestrator.planner.memory.recipe import Recipe, kernels_of
 from orchestrator.planner.memory.unequal_stages import StageBytes
 from orchestrator.planner.model.layers import (
@@ -103,8 +108,7 @@ class Kept:
             ]
         return self._layers[recompute]
 
-    def stage_layers(self, recompute: str, dense: int, moe: int) -> list[tuple[int, int, float, float]]:
-        """(number, kind, bytes until backward, further bytes while it is recomputed) of these layers."""
+    def stage_layers(self, recompute: str, dense: int, moe: int) -> list[Layers]:
         kinds = enumerate(zip((dense, moe), self.layers(recompute), strict=True))
         return [(many, kind, one.stored, one.recomputing) for kind, (many, one) in kinds if many]
 
@@ -116,10 +120,7 @@ class Kept:
     def stage_bytes(self, recompute: str, stage: StageShape, deferred: DeferredGradients | None) -> StageBytes:
         """Of one micro-batch in one of a rank's several stages."""
         layers, stored = self.stage_layers(recompute, stage.dense, stage.moe), self.stored(recompute, stage)
-        head = self.head if stage.last else 0.0
-        if deferred:
-            return deferred.stage(layers, stored, head)
-        return StageBytes(stored, head, max((more for *_, more in layers), default=0.0))
+        return bytes_of_stage(layers, stored, self.head if stage.last else 0.0, deferred)
 
 
 class LayerCost:
