@@ -19,7 +19,7 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
-from orchestrator.plan.document import Offload
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import schedule_of
 
 from .checkpoint.format import StatePiece
@@ -61,7 +61,7 @@ class Engine:
     ):
         """`counter`: the default is one for the collectives of the device. `scratch`: for what is offloaded to a disk,
         if the plan names no folder. Raises LayoutError for a plan that this trainer does not run."""
-        par, self.offload = plan.parallel, plan.job.train.offload or Offload()
+        par, self.offload = plan.parallel, offload_of(plan.job.train)
         self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
         self.counter, self.timer = counter or CommCounter(gloo=device.type == "cpu"), PhaseTimer()
         self.scaler = LossScale(device) if recipe.param == torch.float16 else None

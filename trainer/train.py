@@ -193,9 +193,8 @@ class Run:
             if self.step == job.train.steps:
                 break
             if every and self.step % every == 0:
-                on_disk = (
-                    self.engine.offload.optimizer == "disk"
-                )  # no memory for a copy to write while training goes on
+                # Of state on a disk there is no memory for a copy, to be written while training goes on.
+                on_disk = self.engine.offload.optimizer == "disk"
                 self._keep(self.checkpoints.save if on_disk else self.checkpoints.start)
                 self.engine.optimizer.copied = self.checkpoints.copied
             if self.checkpoints.replicas is not None and self.step % replicate_every == 0:

@@ -282,8 +282,6 @@ class Offload(Frozen, omit_defaults=True):
     """What is kept outside of the device's memory."""
 
     optimizer: Literal["", "host", "disk"] = ""  # gradients, master weights and moments; "": on the device
-    activations: bool = False  # inputs of recomputed layers on the host
-    delayed: bool = False  # an update is computed during the next step, whose forward does not know it
     weights: bool = False  # of "disk": weights and gradients too, in pages of a mapped file
     dir: str = ""  # of "disk"; "": the run folder
     buffer_bytes: int = 0  # of "disk": host memory through which the state passes, on each rank

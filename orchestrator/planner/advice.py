@@ -6,6 +6,7 @@ from msgspec import UNSET
 
 from orchestrator.plan import Plan
 from orchestrator.plan.domains import domains_of
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.trained import refusal
 
 from .cost.offload import host_of
@@ -183,8 +184,8 @@ def _nothing_to_share(plan: Plan) -> str | None:
 
 def _offload(plan: Plan) -> str | None:
     """What an update on the host costs, where that is most of the step or rests on assumed rates."""
-    offload = plan.job.train.offload
-    if offload is UNSET or not offload.optimizer:
+    place = offload_of(plan.job.train).optimizer
+    if not place:
         return None
     seconds = plan.time.terms.get("optimizer", 0.0)
     share, host = seconds / plan.time.step_s, host_of(plan.cluster)
@@ -193,7 +194,7 @@ def _offload(plan: Plan) -> str | None:
     said = said if plan.cluster.host is UNSET else []
     if share > OFFLOADED:
         said.append(f"the update is {share:.0%} of the step: a larger global batch, or zero1 over more ranks")
-    return f"train.offload={offload.optimizer} takes {seconds:.3g} s a step; " + "; ".join(said) if said else None
+    return f"train.offload={place} takes {seconds:.3g} s a step; " + "; ".join(said) if said else None
 
 
 def _demo(plan: Plan) -> str | None:

@@ -8,7 +8,7 @@ from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
-from orchestrator.plan.offload import STATE_KINDS, chunk_elements
+from orchestrator.plan.offload import STATE_KINDS, chunk_elements, state_width
 
 
 def make_job(config: Config) -> doc.Job:
@@ -76,7 +76,7 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
     if train.offload_weights and (config.cluster.device != "cpu" or config.parallel.zero == 3):
         where = "on a GPU, whose weights are in its own memory" if config.cluster.device != "cpu" else "with zero3"
         raise OrchError(f"train.offload_weights is not there {where}: train.offload_weights=false", Exit.CONFIG)
-    size, width = int(train.offload_buffer_mib * 2**20), 8 if train.precision == "fp64" else 4
+    size, width = int(train.offload_buffer_mib * 2**20), state_width(train.precision)
     if not chunk_elements(size, STATE_KINDS, width):
         raise OrchError(
             f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1", Exit.CONFIG

@@ -92,7 +92,7 @@ def test_a_full_disk_ends_no_healthy_run(tmp_path, monkeypatch):
     one = object.__new__(Supervisor)
     one._folder, one._network, one._deadline, one._asked = None, None, None, False
     one._agents, one._codes, one._back = {"a": SimpleNamespace(pid=7, returncode=None)}, {}, {}
-    one._options, one._unwritten, one._failing = SimpleNamespace(restart_lost_nodes_after_s=None), False, False
+    one._options, one._unwritten = SimpleNamespace(restart_lost_nodes_after_s=None), False
     one._hear([])
     assert one._codes == {"a": 0} and not written
     room[0] = True

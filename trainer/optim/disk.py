@@ -27,7 +27,7 @@ from trainer.parallel.data.buckets import ShardedBucket, Sharding
 from trainer.parallel.params import StateKind
 
 from .rule import Rules, Shard, Update
-from .sharded import StateSlice, pieces
+from .sharded import StateSlice, is_first_replica, pieces
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,7 @@ class DiskOptimizer:
         whole = self.file.mapped()
         for chunk in self.chunks:
             bucket = self.buckets.buckets[chunk.bucket]
-            groups = bucket.kind.groups
-            first = self.buckets.mesh.index(groups.replica if self.buckets.zero else groups.grad) == 0
+            first = is_first_replica(self.buckets, bucket)
             for info, start, stop, at in pieces(bucket):
                 low, high = max(at, chunk.start), min(at + stop - start, chunk.stop)
                 for number, kind in enumerate(self.kinds if low < high else ()):

@@ -164,10 +164,8 @@ class ShardedOptimizer:
     def slices(self) -> Iterator[StateSlice]:
         """All optimizer state of this rank. Over all ranks, the slices with `writes` cover each element of each
         parameter once, including tp padding, which `ParamInfo.valid` removes."""
-        parallel = self.buckets
-        for bucket, state in zip(parallel.buckets, self.states, strict=True):
-            groups = bucket.kind.groups
-            first_replica = parallel.mesh.index(groups.replica if parallel.zero else groups.grad) == 0
+        for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
+            first_replica = is_first_replica(self.buckets, bucket)
             for info, start, stop, at in pieces(bucket):
                 for kind, tensor in {"master": state.master, **state.state}.items():
                     view = tensor[at : at + stop - start]
@@ -191,6 +189,12 @@ class ShardedOptimizer:
             result += [] if state.master is bucket.param_shard else [state.master]
             result += state.state.values()
         return result
+
+
+def is_first_replica(buckets: Sharding, bucket: ShardedBucket) -> bool:
+    """Whether this rank writes its shard of a bucket: of the ranks that hold the same, the first does."""
+    groups = bucket.kind.groups
+    return buckets.mesh.index(groups.replica if buckets.zero else groups.grad) == 0
 
 
 def _gradient(bucket: ShardedBucket) -> Tensor:

@@ -50,7 +50,7 @@ class Supervisor:
         self._deadline: float | None = None
         self._asked = False
         self._options = read_options(request)
-        self._unwritten = self._failing = False  # a record waits to be written; the disk took none the last time
+        self._unwritten = False  # the disk did not take the last record
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
 
     def run(self) -> int:
@@ -141,13 +141,14 @@ class Supervisor:
         for what in signals:
             self._end(what.name)
         nodes = {agent.pid: node for node, agent in self._agents.items()}
+        changed = False
         for pid, code in reap_children():
             if pid in nodes:  # the others are orphans of a killed agent
                 self._codes[nodes[pid]] = self._agents[nodes[pid]].returncode = code
                 log.info("agent of %s: %s", nodes[pid], meaning(code))
-                self._unwritten = True
+                changed = True
                 self._may_come_back(nodes[pid], code)
-        if self._unwritten:
+        if changed or self._unwritten:
             self._remember()
         self._bring_back()
         if self._deadline is None and read_state(self._folder).is_final:
@@ -211,11 +212,11 @@ class Supervisor:
         try:
             write_record(self._folder, record)
         except (OSError, OrchError) as error:  # a full or failing disk ends no healthy run: it is written later
-            if not self._failing:
+            if not self._unwritten:
                 log.error("backend.json cannot be written, and will be: %s", error)
-            self._unwritten = self._failing = True
+            self._unwritten = True
         else:
-            self._unwritten = self._failing = False
+            self._unwritten = False
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""

@@ -294,7 +294,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def _options(self, request: LaunchRequest) -> SlurmOptions:
         """The options, with `topology: auto` replaced by what the cluster has."""
-        options = with_environment(read_options(request.backend_options), os.environ)
+        options = _asked(request)
         if options.topology != "auto":
             return options
         kind = parse_topology(self._slurm.topology()).kind
@@ -311,8 +311,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> StartEstimate:
         plan = from_json(bundle.contents["plan.json"])
-        nodes, options = used_node_count(plan), read_options(bundle.request.backend_options)
-        options = with_environment(options, os.environ)
+        nodes, options = used_node_count(plan), _asked(bundle.request)
         try:
             check_partition(plan, options, slurm.partition(options.partition))
             return StartEstimate(nodes=nodes, at=slurm.start_estimate(self.script(bundle.request, plan)))
@@ -321,7 +320,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def _preflight(self, request: LaunchRequest, plan: Plan) -> list[str]:
         """Warnings; OrchError for a job that the partition would keep pending for ever."""
-        options = with_environment(read_options(request.backend_options), os.environ)
+        options = _asked(request)
         partition = self._slurm.partition(options.partition)
         check_partition(plan, options, partition)
         mounts = Path("/proc/mounts")
@@ -343,6 +342,11 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         record = read_record(folder, SlurmRecord)
         jobs = self._watcher.query([record.job_id] if record else [])
         return find_job(folder.run_id, record, jobs)
+
+
+def _asked(request: LaunchRequest) -> SlurmOptions:
+    """The options of the request and of this shell's variables of sbatch."""
+    return with_environment(read_options(request.backend_options), os.environ)
 
 
 def _outside(request: LaunchRequest) -> list[str]:

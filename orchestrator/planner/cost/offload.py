@@ -6,6 +6,8 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from orchestrator.plan.document import Cluster, Host, Train
+from orchestrator.plan.offload import offload_of
+from orchestrator.planner.model.layers import DTYPE_BYTES
 
 from .dual import Number, value_of
 
@@ -36,17 +38,16 @@ def offload_seconds(parameters: float, shards: int, train: Train, cluster: Clust
     disk decides, and the first has nobody beside it. The ranks of a node share its memory and its disk. `byte_s`: of a
     byte of memory where the ranks compute on CPUs.
     """
-    offload = train.offload
-    if offload is UNSET or not offload.optimizer:
+    place = offload_of(train).optimizer
+    if not place:
         return 0.0
     host, mine, ranks = host_of(cluster), parameters / shards, cluster.gpus_per_node
-    wide = 2 if train.precision in ("bf16", "fp16") else 8 if train.precision == "fp64" else 4
-    gradient = 2 if train.grad_dtype in ("bf16", "fp16") else 4
+    wide, gradient = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
     if cluster.device == "cpu":
         update, down, up = mine * UPDATE_BYTES * byte_s, 2 * mine * gradient * byte_s, 2 * mine * wide * byte_s
     else:
         update = mine * UPDATE_BYTES * ranks / host.memory_bytes_per_s
         down, up = mine * gradient / host.link_bytes_per_s, mine * wide / host.link_bytes_per_s
-    disk = mine * DISK_BYTES * ranks / host.disk_bytes_per_s if offload.optimizer == "disk" else 0.0
+    disk = mine * DISK_BYTES * ranks / host.disk_bytes_per_s if place == "disk" else 0.0
     slowest = max((update, up, disk), key=value_of)
     return slowest + down

@@ -13,9 +13,8 @@ from itertools import accumulate, pairwise
 from math import log2, sqrt
 from typing import NamedTuple
 
-from msgspec import UNSET
-
 from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import layer_groups
 from orchestrator.planner.model.stages import rank_stages, splits_backward
@@ -103,7 +102,7 @@ def step_work(
         stages=stages,
         held=rank_parameters(model, parallel),
         nodes=-(-parallel.world_size // gpus_per_node),
-        offload=cluster if train.offload is not UNSET and train.offload.optimizer else None,
+        offload=cluster if offload_of(train).optimizer else None,
     )
 
 

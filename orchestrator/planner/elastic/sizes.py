@@ -151,9 +151,7 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
     first, last = node_range(config.nodes)
     if config.nproc is not None or config.parallel.dp is not None:
         raise OrchError(f"nodes={config.nodes} changes the ranks with the size: leave nproc and dp out", Exit.USAGE)
-    if last > config.cluster.nodes and config.cluster.topology_file is None:
-        text = f"cluster {config.cluster.name} has {config.cluster.nodes} nodes; cluster.nodes={last} gives it more"
-        raise OrchError(text, Exit.CONFIG)
+    _check_has(config, last)
     found, refused = [], {}
     for nodes in range(last, first - 1, -1):
         at = _at(config, nodes)
@@ -204,13 +202,18 @@ def _with_layout(config: Config, found: Config) -> Config:
     return structs.replace(config, parallel=parallel, train=found.train)
 
 
+def _check_has(config: Config, nodes: int) -> None:
+    """Raises OrchError (65) for more nodes than a described cluster has."""
+    if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
+        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
+        raise OrchError(text, Exit.CONFIG)
+
+
 def _replicas(config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
     """The size with equal replicas, else with unequal ones if faster than the next smaller size. Raises OrchError."""
     from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
 
-    if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
-        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
-        raise OrchError(text, Exit.CONFIG)
+    _check_has(config, nodes)
     par, gpus = config.parallel, _filled(config, site.resolve(_at(config, nodes).cluster))
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:

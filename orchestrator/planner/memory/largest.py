@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from orchestrator.plan.document import Offload, Parallel, Train
 from orchestrator.planner.cost.offload import ASSUMED
@@ -17,7 +17,7 @@ from .rank_memory import param_state_bytes
 
 GPU_BYTES, GPUS_PER_NODE = 80e9, 8
 #: name -> (ZeRO stage, where the optimizer is)
-TECHNIQUES: dict[str, tuple[int, str]] = {
+TECHNIQUES: dict[str, tuple[Literal[0, 1, 2, 3], Literal["", "host", "disk"]]] = {
     "none": (0, ""),
     "zero1": (1, ""),
     "zero2": (2, ""),
@@ -32,10 +32,8 @@ TECHNIQUES: dict[str, tuple[int, str]] = {
 def largest(gpus: int, technique: str) -> float:
     """Parameters of the largest model in bf16 on `gpus` GPUs of 80 GB, without tensor or pipeline parallelism."""
     zero, place = TECHNIQUES[technique]
-    offload = Offload(optimizer="host" if place == "host" else "disk") if place else UNSET
-    states = param_state_bytes(
-        gpus, structs.replace(_PARALLEL, zero=zero, dp=gpus), structs.replace(_TRAIN, offload=offload)
-    )
+    train = structs.replace(_TRAIN, offload=Offload(optimizer=place))
+    states = param_state_bytes(gpus, structs.replace(_PARALLEL, zero=zero, dp=gpus), train)
     ranks = min(gpus, GPUS_PER_NODE)
     most = [GPU_BYTES / (states.params + states.grads + states.optimizer)]
     most += [ASSUMED.memory_bytes / (ranks * states.host)] if states.host else []

@@ -5,10 +5,10 @@ States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the re
 
 from __future__ import annotations
 
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
-from orchestrator.plan.offload import STATE_KINDS, buffer_size
+from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
@@ -63,15 +63,14 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
         return StateBytes(weight, 0.0, 0.0)
     if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
         gradient += recipe.more_gradient
-    if offloaded(train):
-        wide = max(
-            DTYPE_BYTES[train.precision], 4
-        )  # the master weights: a copy of its own, also of weights that are as wide
+    offload = offload_of(train)
+    if offload.optimizer:
+        wide = state_width(train.precision)  # master weights are a copy of their own, also of weights that are as wide
         sharded = shards if parallel.zero >= 1 else 1
         state = (2 * moment + wide + recipe.more_optimizer) / sharded
-        if train.offload is not UNSET and train.offload.optimizer == "disk":  # gradients stay on the device
+        if offload.optimizer == "disk":  # gradients stay on the device
             own = gradient / (shards if parallel.zero >= 2 else 1)
-            if train.offload.weights:
+            if offload.weights:
                 return StateBytes(0.0, 0.0, 0.0, disk=state + weight + own)
             return StateBytes(weight, own, 0.0, disk=state)
         return StateBytes(
@@ -85,11 +84,6 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
         grads=gradient / (shards if parallel.zero >= 2 else 1),
         optimizer=(2 * moment + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
     )
-
-
-def offloaded(train: Train) -> bool:
-    """Whether the optimizer is outside of the device's memory."""
-    return train.offload is not UNSET and bool(train.offload.optimizer)
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:
@@ -166,16 +160,13 @@ def memory_by_pp_rank(
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
         parts = {name: round(size) for name, size in sizes.items()}
         total = sum(parts.values())
-        place = {
-            "capacity": recipe.capacity(cluster),
-            "worst_rank": pp_rank,
-            "host": round(states.host),
-            "disk": round(states.disk),
-        }
-        if states.disk and train.offload is not UNSET:
-            width = max(DTYPE_BYTES[train.precision], 4)
-            place["host"] = buffer_size(train.offload.buffer_bytes, STATE_KINDS, width)
-        result.append(Memory(**parts, total=total, **place, sd=recipe.sd))
+        away = {"host": round(states.host), "disk": round(states.disk)}
+        if states.disk:
+            size, width = offload_of(train).buffer_bytes, state_width(train.precision)
+            away["host"] = buffer_size(size, STATE_KINDS, width)
+        result.append(
+            Memory(**parts, **away, total=total, capacity=recipe.capacity(cluster), worst_rank=pp_rank, sd=recipe.sd)
+        )
     return result
 
 

@@ -40,6 +40,7 @@ class PipelineShape(NamedTuple):
     ranks: list[RankShape]  # one entry for all ranks that hold the same
     sends: float  # `traffic.sends_per_micro_batch`
     single: bool  # the whole model is one stage
+    unequal: bool  # a rank holds stages that keep unequally much
 
 
 class LatestRank(NamedTuple):
@@ -79,7 +80,8 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
         found[alike] = first._replace(before=max(first.before, ahead), inner=inner)
     ranks = list(found.values())
     copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
-    return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1)
+    unequal = any(len(rank.unlike) > 1 for rank in ranks)
+    return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1, unequal)
 
 
 def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:

@@ -184,8 +184,9 @@ class Search:
             pipeline, fitting = item
             yield from self._layouts(pipeline, fitting, most)
         else:
-            layout, pipeline, sharded = item
-            size = pipeline.bytes_of(pipeline.kept(layout.schedule, exact=True), sharded)
+            layout, size, pipeline, sharded = item
+            if size <= most and pipeline.shape.unequal:
+                size = pipeline.bytes_of(pipeline.kept(layout.schedule, exact=True), sharded)
             found = self.cost(layout, most) if size <= most else None
             if found is not None:
                 yield found.step_s, COSTED, (found.memory.total, preference(layout)), found
@@ -219,7 +220,7 @@ class Search:
         for schedule, sharded, size in fitting:
             if size <= most:
                 layout = Layout(mesh, pipeline.branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
-                yield pipeline.seconds_of(sharded), LAYOUT, (), (layout, pipeline, sharded)
+                yield pipeline.seconds_of(sharded), LAYOUT, (), (layout, size, pipeline, sharded)
 
     def _summary(self, pp: int) -> PipelineShapes:
         """What holds for the shapes of all schedules, whatever the number of micro-batches."""

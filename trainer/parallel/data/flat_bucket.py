@@ -47,16 +47,17 @@ class FlatBucket:
         self.param_shard = self.params[slice(*self.range)]
         self.grads: Tensor | None = None
         self.grad_views: list[Tensor] = []
+        taking = host if host is not None and host.takes_gradients else None
         if allocate_grads:
             self.open()
             self.grad_shard = self.whole_grads[slice(*self.range)]
-        elif host is not None and host.takes_gradients:
-            self.grad_shard = host.zeros(self.param_shard.numel(), reduce_dtype)
+        elif taking is not None:
+            self.grad_shard = taking.zeros(self.param_shard.numel(), reduce_dtype)
         else:
             self.grad_shard = self._new(self.param_shard.numel(), dtype=reduce_dtype)
         self.host_grad: Tensor | None = None  # where the optimizer reads `grad_shard`, if it is on the host
-        if host is not None and host.takes_gradients:
-            self.host_grad = host.zeros(self.grad_shard.numel(), reduce_dtype) if allocate_grads else self.grad_shard
+        if taking is not None:
+            self.host_grad = taking.zeros(self.grad_shard.numel(), reduce_dtype) if allocate_grads else self.grad_shard
         self.taken = False  # this step's `grad_shard` is on its way to the host
         self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
         self.reduction: Handle | None = None

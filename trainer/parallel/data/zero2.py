@@ -84,8 +84,13 @@ class ShardedGradBuckets(GradBuckets):
             self._arrive()
         self._sum_parts()
 
+    @property
+    def _on_host(self) -> bool:
+        """Whether the shards of gradients are."""
+        return self.host is not None and self.host.takes_gradients
+
     def _sum_parts(self) -> None:
-        if self.host is None or not self.host.takes_gradients:
+        if not self._on_host:
             super()._sum_parts()
             return
         for bucket in self.buckets:  # one shard at a time is back on the device for the sums after the first
@@ -104,7 +109,4 @@ class ShardedGradBuckets(GradBuckets):
     def grad_tensors(self) -> list[Tensor]:
         """The shards, and the whole buffers that exist now."""
         whole = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
-        shards = (
-            [bucket.grad_shard for bucket in self.buckets] if self.host is None or not self.host.takes_gradients else []
-        )
-        return shards + whole
+        return whole if self._on_host else [bucket.grad_shard for bucket in self.buckets] + whole
