@@ -63,12 +63,13 @@ TESTS = {
 }
 #: Of test_mutations only the checks of single pieces: the rest is about verify.
 SELECTED = {"test_mutations": "check_catches"}
+HOST = {"optimizer": "host"}
 #: What verify compares in float64, many techniques in few cells.
 LAYOUTS: tuple[dict, ...] = (
     {"tp": 2, "pp": 2, "dp": 1, "micro_batches": 3, "clip_grad_norm": 0.1, "kind": "gpt", "recompute": "selective"},
     {"dp": 2, "zero": 1, "tp": 2, "sp": False, "micro_batches": 2, "bucket_bytes": 4096, "clip_grad_norm": 0.1},
     {"cp": 2, "packed": True, "dp": 2, "zero": 2, "micro_batch_size": 2, "kind": "uneven"},
-    {"pp": 2, "schedule": "zb_h1", "dp": 2, "zero": 1, "micro_batches": 3, "kind": "tied"},
+    {"pp": 2, "schedule": "zb_h1", "dp": 2, "zero": 1, "micro_batches": 3, "kind": "tied", "offload": HOST},
     {"dp": 4, "zero": 3, "zero_group": 2, "recompute": "full", "empty": True},
     {"cp": 2, "cp_method": "ulysses", "tp": 2, "kind": "dropout"},
     {"dp": 4, "zero": 1, "zero_group": 2, "micro_batches": 2, "bucket_bytes": 4096},

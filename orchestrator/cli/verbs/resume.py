@@ -7,6 +7,8 @@ import argparse
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
+_END_S = 10.0  # for the last processes of a run that has ended
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="handle, id, or the beginning of one")
@@ -15,16 +17,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import os
+    import time
 
     from orchestrator.cli.session import open_run, request_of_run
 
     folder, backend = open_run(args.run)
-    alive = backend.is_alive(folder)
-    state = backend.state(folder)
+    end = time.monotonic() + _END_S
+    while True:
+        alive = backend.is_alive(folder)  # first: what has ended in between has written its state
+        state = backend.state(folder)
+        if state.state == "done":
+            raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
+        if not alive or not state.is_final or time.monotonic() > end:
+            break
+        time.sleep(0.1)  # it has said how it ended, and its last processes are going
     if alive:
         raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end")
-    if state.state == "done":
-        raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
     request = request_of_run(folder)
     os.umask(0o077)
     handle = backend.resume(folder, request, os.environ)

@@ -17,8 +17,9 @@ def make_image(folder: Path, submitters: Path) -> tuple[list[str], list[str]]:
     Programs and packages are mounted, not copied. `submitters`: an empty folder, which takes the place of the virtual
     environment that orch is submitted from.
     """
-    for name in ("dev", "proc", "sys", "tmp", "usr", "etc", "run", "opt/packages", "opt/env/bin", sys.base_prefix[1:]):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    prefixes = (sys.base_prefix[1:], sys.prefix[1:])
+    for name in ("dev", "proc", "sys", "tmp", "usr", "etc", "run", "opt/packages", "opt/env/bin", *prefixes):
+        (folder / name).mkdir(parents=True, exist_ok=True)  # mount points: the runtime makes none in an image
     for name in ("orchestrator", "trainer", "conf", "tests"):
         (folder / "opt" / "orch" / name).mkdir(parents=True, exist_ok=True)
     for name in ("bin", "sbin", "lib", "lib64"):
