@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
+from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import schedule_of
 
@@ -105,7 +106,7 @@ class Engine:
         alone = self.mesh.size("shard") == 1  # nothing to shard over: all ZeRO stages are equal
         kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
         params = list(self.part.parameters())
-        classes = classes_of(par.ep)
+        classes = classes_of(spread(par))
         recipe, size = self.recipe, par.bucket_bytes
         buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self.host)
         buckets.gather_ahead(self.part.stages)
@@ -118,7 +119,7 @@ class Engine:
         return FullyShardedParameters(
             *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
             interleaved=pipelined,
-            classes=classes_of(self.plan.parallel.ep),
+            classes=classes_of(spread(self.plan.parallel)),
             host=self.host,
         )
 

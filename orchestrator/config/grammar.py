@@ -1,8 +1,9 @@
 """Parallelism specs: `tp8_pp4_zero1` and its like, in place of a file of the group `parallel`.
 
-A spec is built from `tpN ppN dpN cpN epN zeroN vppN spN`, joined by `_`, in any order, each at most once. What is left
-out is 1 (zero: 0; dp: what the cluster leaves; sp: on when tp > 1). `sp0` is off; `sp1` is on, and so is
-spN with the N of tp.
+A spec is built from `tpN ppN dpN cpN epN etpN zeroN vppN spN`, joined by `_`, in any order, each at most once. What is
+left out is 1 (zero: 0; dp: what the cluster leaves; sp: on when tp > 1). `sp0` is off; `sp1` is on, and so is spN with
+the N of tp. With `etpN` the experts have a mesh of their own in the ranks of a stage: etpN cuts each expert, epN counts
+ranks with different ones, those of tp and cp among them, so that tp8_etp1_ep8 takes 8 ranks.
 Whether the degrees fit a model and a cluster is the planner's question, not the grammar's.
 """
 
@@ -12,9 +13,10 @@ import re
 
 from orchestrator.errors import OrchError, nearest
 from orchestrator.plan.exits import Exit
+from orchestrator.plan.expert_mesh import fold
 
 #: In the order in which a spec is usually written.
-NAMES = ("tp", "pp", "dp", "cp", "ep", "zero", "vpp", "sp")
+NAMES = ("tp", "pp", "dp", "cp", "ep", "etp", "zero", "vpp", "sp")
 RULE = "a spec is built from " + " ".join(f"{name}N" for name in NAMES) + " joined by _, each at most once"
 MAX_DEGREE = 2**20
 _PART = re.compile(r"([a-z]+)(0|[1-9][0-9]*)")
@@ -50,13 +52,29 @@ def parse(spec: str) -> Degrees:
         if found["sp"] not in (0, 1, tp):
             raise _refuse(spec, f"sp shards over the tp group: sp0, sp1 or sp{tp}, not sp{found['sp']}")
         result["sp"] = found["sp"] > 0
+    if "etp" in found:
+        tp, cp = found.get("tp", 1), found.get("cp", 1)
+
+        def refuse(why: str, near: int) -> OrchError:
+            etp = next(number for number in range(found["etp"], 0, -1) if tp % number == 0)
+            words = found | {"etp": etp, "ep": near if etp == found["etp"] else tp // etp}
+            return OrchError(f"parallel={spec}: {why}; did you mean {_joined(words)!r}? ({RULE})", Exit.USAGE)
+
+        result["ep"], folds = fold(tp, cp, found["etp"], found.get("ep", 1), refuse)
+        result |= {"fold_cp": True} if folds else {}
     return result
 
 
 def canonical(degrees: Degrees) -> str:
     """The spec for some keys of `parallel`, in the usual order; `tp1` when there are none."""
-    parts = [f"{name}{int(degrees[name])}" for name in NAMES if degrees.get(name) is not None]
-    return "_".join(parts) or "tp1"
+    if (etp := degrees.get("etp")) is not None:
+        inner = degrees.get("tp", 1) // etp * (degrees.get("cp", 1) if degrees.get("fold_cp") else 1)
+        degrees = degrees | {"ep": degrees.get("ep", 1) * inner}
+    return _joined(degrees)
+
+
+def _joined(words: Degrees) -> str:
+    return "_".join(f"{name}{int(words[name])}" for name in NAMES if words.get(name) is not None) or "tp1"
 
 
 def _refuse(spec: str, why: str) -> OrchError:
@@ -77,4 +95,8 @@ def _repair(text: str) -> str | None:
             return None
         low, high = (0, 3) if name == "zero" else (0, 1) if name == "sp" else (1, MAX_DEGREE)
         fixed.setdefault(name, min(max(int(match[2]), low), high))
-    return canonical(fixed)
+    if "etp" in fixed:  # beside what else is wrong: a mesh of the experts that is legal
+        tp = fixed.get("tp", 1)
+        fixed["etp"] = next(number for number in range(min(fixed["etp"], tp), 0, -1) if tp % number == 0)
+        fixed["ep"] = tp // fixed["etp"]
+    return _joined(fixed)

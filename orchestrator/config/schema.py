@@ -185,6 +185,8 @@ class ParallelSpec(Frozen):
     tp: Degree | None = None  # None: 1, as the next three
     cp: Degree | None = None
     ep: Degree | None = None
+    etp: Degree | None = None  # ranks of tp that each expert is cut over; None: all. The others hold different experts
+    fold_cp: bool = False  # ranks of cp hold different experts
     pp: Degree | None = None
     dp: Degree | None = None  # None: what the cluster leaves
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # None: 0

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from .batch import share
 from .document import TABLE, BatchRamp, Cluster, CpMethod, Matmul, Model, Precision
 from .domains import domains_of
+from .expert_mesh import axes, expert_mesh
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
@@ -38,6 +39,8 @@ class Case(Struct, frozen=True, kw_only=True):
     schedule_rows: list[list[str]] = []  # of schedule "table"
     cp_method: CpMethod = "zigzag"
     zero_group: int = 0
+    etp: int | UnsetType = UNSET
+    fold_cp: bool | UnsetType = UNSET
     allow_tp_across_nvlink: bool
     micro_batch_size: int
     global_batch_samples: int
@@ -85,7 +88,11 @@ class Case(Struct, frozen=True, kw_only=True):
     @property
     def spec(self) -> str:
         """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out of sight."""
-        parts = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(self, name) > 1]
+        degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep")}
+        if isinstance(self.etp, int):  # the word's ep is that of the expert mesh
+            degrees["ep"] = expert_mesh(self).ep
+        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        parts += [f"etp{self.etp}"] if isinstance(self.etp, int) else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
         parts += ["sp0"] if self.tp > 1 and not self.sp else []
@@ -161,12 +168,24 @@ def _nvlink(case: Case) -> str | None:
 
 
 def _experts(case: Case) -> str | None:
-    if case.ep == 1:
+    """Ranks that share the experts. Where tp ranks hold different ones, each sends tokens of its own."""
+    etp, folded = case.etp, case.etp is not UNSET or case.fold_cp is True
+    if isinstance(etp, int) and case.tp % etp:
+        legal = ", ".join(str(number) for number in range(1, case.tp + 1) if case.tp % number == 0)
+        return f"etp={etp} does not divide tp={case.tp}; legal: {legal}"
+    ep = expert_mesh(case).ep
+    if ep == 1 and not folded:
         return None
+    name = f"ep={ep}" + f" (over {', '.join(axes(case))})" * folded
     if case.model.moe is None:
-        return f"ep={case.ep}, but {case.model.name} has no experts"
-    if case.model.moe.experts % case.ep:
-        return f"ep={case.ep} does not divide {case.model.moe.experts} experts"
+        return f"{name}, but {case.model.name} has no experts"
+    experts = case.model.moe.experts
+    if experts % ep:
+        divisors = [number for number in range(1, experts + 1) if experts % number == 0]
+        near = sorted(sorted(divisors, key=lambda number: abs(number - ep))[:2])
+        return f"{name} does not divide {experts} experts; nearest: {' or '.join(f'ep={number}' for number in near)}"
+    if "tp" in axes(case) and not case.sp:
+        return f"etp={etp} below tp={case.tp} needs sequence parallelism, by which each tp rank has tokens of its own"
     return None
 
 

@@ -7,17 +7,18 @@ from typing import Any
 
 from .document import Plan
 from .domains import cut
+from .expert_mesh import expert_mesh, spread
 from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # how every line begins that says so
 
 
 def _expert_parallel(case: Case) -> str | None:
-    return expert_sharding(case.zero, case.ep, case.zero_group, case.dp * case.cp)
+    return expert_sharding(case.zero, spread(case), case.zero_group, expert_mesh(case).edp)
 
 
 def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None:
-    """The `replicas` (dp x cp) that hold the same experts shard them by themselves, or a share of each zero_group."""
+    """The `replicas` that hold the same experts shard them by themselves, or a share of each zero_group."""
     if ep == 1 or zero == 0:
         return None
     if group % ep:
@@ -85,6 +86,7 @@ def case_of(plan: Plan) -> Case:
     """The choice of degrees that a plan holds."""
     par, train = plan.parallel, plan.job.train
     names = ["tp", "cp", "ep", "pp", "dp", "vpp", "zero", "sp", "schedule", "schedule_rows", "cp_method", "zero_group"]
+    names += ["etp", "fold_cp"]
     names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
     same: dict[str, Any] = {name: getattr(par, name) for name in names}
     same |= {name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")}

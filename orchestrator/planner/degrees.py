@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
@@ -33,6 +35,8 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         **same,
         dp=dp,
         sp=tp > 1 if par.sp is None else par.sp,
+        etp=UNSET if par.etp is None else par.etp,
+        fold_cp=True if par.fold_cp else UNSET,
         schedule=TABLE if par.schedule_file else par.schedule,
         schedule_rows=_schedule_rows(par),
         cp_method=par.cp_method or "zigzag",
@@ -85,8 +89,9 @@ def global_batch(config: Config) -> int:
 
 def make_parallel(config: Config, case: Case) -> doc.Parallel:
     """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys contradict them."""
-    names = ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "micro_batch_size", "micro_batches", "global_batch_samples")
-    same: dict[str, Any] = {name: getattr(case, name) for name in (*names, "cp_method", "schedule_rows")}
+    names = ["tp", "cp", "ep", "pp", "dp", "zero", "vpp", "cp_method", "schedule_rows", "etp", "fold_cp"]
+    names += ["micro_batch_size", "micro_batches", "global_batch_samples"]
+    same: dict[str, Any] = {name: getattr(case, name) for name in names}
     par = config.parallel
     return doc.Parallel(
         **same,

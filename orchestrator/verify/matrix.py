@@ -130,6 +130,46 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("ep2", {"ep": 2}, model=MIXTURE, deep=True),
         Technique("ep2 deepseek", {"ep": 2}, model=DEEPSEEK, deep=True),
         Technique("ep4", {"ep": 4}, model=MIXTURE, pairs="deep"),
+        Technique("tp2 etp1 ep2", {"tp": 2, "etp": 1}, model=MIXTURE, pairs="none"),
+        Technique("tp2 etp1 ep4 deepseek", {"tp": 2, "etp": 1, "ep": 2}, model=DEEPSEEK, pairs="none"),
+        Technique("tp4 etp2 ep2", {"tp": 4, "etp": 2}, model=MIXTURE, pairs="none"),
+        Technique("tp4 etp2 ep4 zero1", {"tp": 4, "etp": 2, "ep": 2, "dp": 2, "zero": 1}, model=MIXTURE, pairs="none"),
+        *(
+            Technique(
+                f"cp2 {method}, ep2 over it",
+                {"cp": 2, "cp_method": method, "fold_cp": True},
+                model=MIXTURE,
+                pairs="none",
+            )
+            for method in ("zigzag", "ring", "allgather", "ulysses")
+        ),
+        *(
+            Technique(
+                f"tp2 cp2 etp1 ep4 zero{zero}",
+                {"tp": 2, "cp": 2, "dp": 2, "etp": 1, "fold_cp": True, "zero": zero},
+                model=DEEPSEEK,
+                pairs="none",
+            )
+            for zero in range(4)
+        ),
+        Technique(
+            "tp2 cp2 etp1 ep4 zero2 hybrid",
+            {"tp": 2, "cp": 2, "dp": 4, "etp": 1, "fold_cp": True, "zero": 2, "zero_group": 4},
+            model=MIXTURE,
+            pairs="none",
+        ),
+        Technique(
+            "tp2 pp2 etp1 ep4, zb_h1",
+            {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "schedule": "zb_h1"},
+            model=DEEPSEEK,
+            pairs="none",
+        ),
+        Technique(
+            "tp2 cp2 pp2 etp1 ep4, dualpipe",
+            {"tp": 2, "cp": 2, "pp": 2, "etp": 1, "fold_cp": True, "schedule": "dualpipe"},
+            model=MIXTURE,
+            pairs="none",
+        ),
         Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),

@@ -92,6 +92,8 @@ def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Con
         alike = ranks({axis: small[axis] for axis in ("dp", "cp", "ep")})  # hold the same weights
         group = group if alike % max(group, 1) == 0 and group < alike else LEAST if alike >= 2 * LEAST else 0
     changes: dict[str, Any] = {"vpp": vpp, "zero_group": group, "stage_layers": listed}
+    if par.etp is not None:
+        changes["etp"] = tensor_ranks(config, small)
     if not pipelined and degrees["pp"] > 1:
         changes |= {"schedule": None, "schedule_file": None}
     model = config.model
@@ -131,16 +133,30 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
         ffn_hidden=tp * ceil(48 / tp) if ffn % tp or ffn > 4 * MOST_HIDDEN else ffn,
         vocab=min(model.vocab, VOCAB),
         max_seq_len=min(model.max_seq_len, MOST_HIDDEN),
-        moe=_few_experts(model.moe, small) if model.moe else None,
+        moe=_few_experts(model.moe, small, spread_of(config, small)) if model.moe else None,
         mla=structs.replace(MLA, q_lora_rank=min(model.mla.q_lora_rank, MLA.q_lora_rank)) if model.mla else None,
     )
 
 
-def _few_experts(moe: Moe, small: Degrees) -> Moe:
+def spread_of(config: Config, small: Degrees) -> int:
+    """Ranks with different experts, of small degrees."""
+    folded = small["cp"] if config.parallel.fold_cp else 1
+    return small["tp"] // tensor_ranks(config, small) * folded * small["ep"]
+
+
+def tensor_ranks(config: Config, small: Degrees) -> int:
+    """Ranks that each expert is cut over, of small degrees: fewer than tp, where that is so."""
+    par, tp = config.parallel, small["tp"]
+    if par.etp is None or par.etp >= (par.tp or 1):
+        return tp
+    return max(number for number in range(1, max(tp, 2)) if tp % number == 0 and number <= par.etp)
+
+
+def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
     """Two or more on each rank, in two groups for each that a token may use, chosen as before."""
     top_groups = min(moe.top_groups, 2)
     groups = 2 * top_groups if moe.groups > 1 else 1
-    experts = lcm(2 * small["ep"], groups) * (2 if groups > 1 else 1)
+    experts = lcm(2 * ranks, groups) * (2 if groups > 1 else 1)
     return structs.replace(
         moe,
         experts=experts,
@@ -192,6 +208,10 @@ def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool
 
 def layout(par: ParallelSpec, degrees: Degrees) -> str:
     """As `parallel=` takes it."""
-    parts = [f"{axis}{degrees[axis]}" for axis in ("tp", "pp", "dp", "cp", "ep") if degrees[axis] > 1]
+    etp = min(par.etp, degrees["tp"]) if par.etp is not None else None
+    folded = degrees["tp"] // (etp or degrees["tp"]) * (degrees["cp"] if par.fold_cp else 1)
+    words = degrees | {"ep": degrees["ep"] * folded}
+    parts = [f"{axis}{words[axis]}" for axis in ("tp", "pp", "dp", "cp", "ep") if words[axis] > 1]
+    parts += [f"etp{etp}"] * (etp is not None)
     parts += [f"zero{par.zero}"] * bool(par.zero) + [f"vpp{par.vpp}"] * ((par.vpp or 1) > 1)
     return "_".join([*parts, *["sp0"] * (par.sp is False)]) or "dp1"

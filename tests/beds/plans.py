@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from orchestrator.plan import AXES, SCHEMA, Plan, seal
 from orchestrator.plan import document as doc
@@ -73,6 +73,8 @@ def make_plan(
     batch_ramp: doc.BatchRamp | None = None,
     cp_method: str = "zigzag",
     zero_group: int = 0,
+    etp: int | UnsetType = UNSET,
+    fold_cp: bool | UnsetType = UNSET,
     schedule_rows: list[list[str]] | None = None,
     clip_grad_norm: float = 1.0,
     bucket_bytes: int = 1 << 16,
@@ -134,6 +136,8 @@ def make_plan(
             bucket_bytes=bucket_bytes,
             cp_method=cp_method,
             zero_group=zero_group,
+            etp=etp,
+            fold_cp=fold_cp,
             schedule_rows=schedule_rows or [],
             replica_micro_batches=replica_micro_batches or [],
         ),

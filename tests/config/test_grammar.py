@@ -29,6 +29,25 @@ def test_any_order_reads_the_same_and_goes_round(wanted, random):
     assert grammar.canonical(grammar.parse(word)) == word and grammar.looks_like_spec(word)
 
 
+@pytest.mark.parametrize(
+    ("word", "axis", "folds"),
+    [
+        ("tp8_ep8_etp1", 1, None),
+        ("tp8_ep16_etp1", 2, None),
+        ("tp8_ep4_etp2", 1, None),
+        ("tp2_cp2_ep2_etp1", 1, None),
+        ("tp2_cp2_ep4_etp1", 1, True),
+        ("tp2_cp4_ep16_etp1_zero1", 2, True),
+        ("tp2_cp2_ep2_etp2", 1, True),
+    ],
+)
+def test_with_etp_ep_counts_the_ranks_of_the_expert_mesh(word, axis, folds):
+    """tp is taken first, then cp, then an axis of its own."""
+    found = grammar.parse(word)
+    assert (found["ep"], found.get("fold_cp")) == (axis, folds)
+    assert grammar.canonical(found) == word
+
+
 @given(st.text(alphabet="tpdcezrovs0123456789_-=. ", max_size=24))
 def test_a_word_is_read_or_refused_with_a_legal_suggestion(text):
     try:
@@ -61,6 +80,10 @@ def test_what_sp_may_be():
         ("tp8_sp3", "sp0, sp1 or sp8", "tp8_sp1"),
         ("tp8_zer1", "no degree 'zer'", "tp8_zero1"),
         ("tp9999999", "must be from 1 to", "tp1048576"),
+        ("tp4_etp3_ep2", "etp=3 does not divide tp=4", "tp4_ep2_etp2"),
+        ("tp4_etp1_ep3", "ep is tp / etp = 4", "tp4_ep4_etp1"),
+        ("tp4_cp2_etp1_ep12", "a multiple of tp * cp / etp = 8", "tp4_cp2_ep8_etp1"),
+        ("tp8_zer1_etp1", "no degree 'zer'", "tp8_ep8_etp1_zero1"),
         ("tp=8_pp=4", "not a name with a number", "tp8_pp4"),
     ],
 )

@@ -350,6 +350,9 @@ EXPERTS = {
             "ep2 tp2 pp2, five axes but cp": dict(ep=2, tp=2, pp=2, dp=1, zero=1),
         }.items()
     },
+    "experts folded over tp and cp, cp inside tp": dict(
+        tp=2, cp=2, dp=2, zero=1, etp=1, fold_cp=True, order=("cp", "tp", "dp", "ep", "pp"), model=FOUR_EXPERTS
+    ),
     "an expert takes every token, ep2": dict(ep=2, model=EVERY_EXPERT),
     "fewer tokens than experts, ep4": dict(ep=4, model=MANY_EXPERTS),
     **{

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orchestrator.plan import Plan, seal
+from orchestrator.plan.document import Moe
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer.samples import engine_of
@@ -40,6 +41,10 @@ CASES: dict[str, dict] = {
     "pp2 zbv tied": {"pp": 2, "vpp": 2, "schedule": "zbv", "model": TIED},
     "pp2 dualpipe tied": {"pp": 2, "schedule": "dualpipe", "model": TIED},
     "cp2 zero1": {"cp": 2, "zero": 1},
+    "tp2 cp2 dp2 etp1 ep4 zero1": {
+        **{"tp": 2, "cp": 2, "dp": 2, "etp": 1, "fold_cp": True, "zero": 1},
+        "model": tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=12)),
+    },
     "tp2 pp2 dp2 zero1 uneven tied bf16": {
         **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16", "stage_layers": [3, 1], "model": TIED},
         **SMALL_BUCKETS,

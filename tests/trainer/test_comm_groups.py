@@ -57,7 +57,7 @@ def test_only_groups_that_the_plan_uses_are_made(monkeypatch):
     with pytest.raises(KeyError, match=r"dp: not among the groups of this plan"):
         monkeypatch.setattr(mesh, "split_group", lambda *_: object())
         Mesh.from_plan(plan, 0, split=True).group("dp")
-    assert set(groups_used(make_plan(ep=2, dp=2))) >= {"ep", "expert_grad", "expert_model"}
+    assert set(groups_used(make_plan(ep=2, dp=2))) >= {"experts", "expert_grad", "expert_model"}
 
 
 def test_a_parent_is_made_before_its_children():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
+from orchestrator.plan.expert_mesh import axes, expert_mesh, position, spread, tensor_ranks
 from orchestrator.plan.schedules import copies_of
 from trainer.compat import bound_to_device, split_group
 
@@ -18,15 +19,15 @@ from trainer.compat import bound_to_device, split_group
 #: head. "shard": ranks of "grad" that together hold one copy of the ZeRO-sharded state; "replica": those of "grad" with
 #: the same shard (hybrid sharding).
 DENSE_GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
-#: The same for experts, of which the ranks of "ep" hold different ones.
-EXPERT_GROUPS = ("expert_grad", "expert_model", "expert_shard", "expert_replica")
+#: The same for experts, of which the ranks of "experts" hold different ones; those of "etp" cut the same ones.
+EXPERT_GROUPS = ("experts", "etp", "expert_grad", "expert_model", "expert_shard", "expert_replica")
 GROUPS: tuple[str, ...] = (*DENSE_GROUPS, *EXPERT_GROUPS)
 
 #: Which group a group is split from, in place of the world: fewer ranks then take part.
 PARENTS = {"embedding": "pp", "kv": "tp", "shard": "grad", "replica": "grad"}
-PARENTS |= {"expert_grad": "grad", "expert_shard": "expert_grad", "expert_replica": "expert_grad"}
+PARENTS |= {"etp": "tp", "expert_grad": "grad", "expert_shard": "expert_grad", "expert_replica": "expert_grad"}
 #: Groups that compute waits for at once: their kernels go before those that only have to end with the step.
-URGENT = frozenset({"tp", "cp", "ep", "kv", "pp"})
+URGENT = frozenset({"tp", "cp", "ep", "kv", "pp", "experts", "etp"})
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,11 @@ class Mesh:
 def groups_used(plan: Plan) -> tuple[str, ...]:
     """The groups that ranks of this plan communicate in, in the order in which they are made. Dense weights are summed
     over "grad", experts over "expert_grad"; "embedding" serves tied embeddings."""
-    unused = {"dp"} if plan.parallel.ep > 1 else {"ep", "dp", *EXPERT_GROUPS}
+    mesh, unused = expert_mesh(plan.parallel), {"ep", "dp"}
+    if mesh.ep == 1:
+        unused |= {*EXPERT_GROUPS}
+    elif spread(plan.parallel) == 1:  # within tp alone: experts are summed and sharded as dense weights
+        unused |= {*EXPERT_GROUPS} - {"experts", "etp"}
     if not plan.model.tied_embeddings:
         unused.add("embedding")
     return tuple(name for name in GROUPS if name not in unused)
@@ -149,13 +154,30 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
 
 def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     """As the dense groups, of the ranks that hold the same experts; "expert_model" has all experts once."""
+    par, mine = plan.parallel, plan.ranks[rank].coord
+    etp = tensor_ranks(par)
+    if name == "etp":
+        tp_ranks = members_of(plan, "tp", rank)
+        return tuple(peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == mine.tp // etp)
+    if name == "experts":
+        found = _along(plan, axes(par), rank)
+        return tuple(peer for peer in found if plan.ranks[peer].coord.tp % etp == mine.tp % etp)
     if name == "expert_model":
-        return tuple(sorted(one for peer in members_of(plan, "ep", rank) for one in members_of(plan, "model", peer)))
-    mine = plan.ranks[rank].coord.ep
-    same = tuple(peer for peer in members_of(plan, "grad", rank) if plan.ranks[peer].coord.ep == mine)
+        outside_tp = _along(plan, tuple(axis for axis in axes(par) if axis != "tp"), rank)
+        return tuple(sorted(one for peer in outside_tp for one in members_of(plan, "model", peer)))
+    here = position(par, mine)
+    same = tuple(p for p in members_of(plan, "grad", rank) if position(par, plan.ranks[p].coord) == here)
     if name == "expert_grad":
         return same
-    return _hybrid(same, plan.parallel.zero_group // plan.parallel.ep, name.removeprefix("expert_"), rank)
+    return _hybrid(same, par.zero_group // spread(par), name.removeprefix("expert_"), rank)
+
+
+def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """Ranks that differ from `rank` in these axes alone, itself among them."""
+    found = {rank}
+    for axis in over:
+        found = {peer for one in found for peer in members_of(plan, axis, one)}
+    return tuple(sorted(found))
 
 
 def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
+from orchestrator.plan.expert_mesh import expert_mesh, position, spread
 from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
@@ -39,7 +40,7 @@ from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
 from .kept_inputs import KeptInputs
-from .params import EXPERT, ParamInfo, ParamTable, even_shard
+from .params import DENSE, EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
 from .tensor import EXPERT_COLUMN, EXPERT_ROW, Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
 from .vocab import ShardedLookup, VocabParallelLoss
@@ -142,12 +143,15 @@ def build(
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
     """ParamInfo of every parameter of a stage with global shapes, for the rank at `coord`."""
     model, par = plan.model, plan.parallel
-    table = {}
+    table, (etp, ranks, _) = {}, expert_mesh(par)
     for name, param in stage.named_parameters():
-        info = shard(name, tuple(param.shape), model, par.tp, coord.tp, par.sp)
-        if par.ep > 1 and name.endswith((*EXPERT_COLUMN, *EXPERT_ROW)):
-            cut = even_shard(0, param.shape[0], coord.ep, par.ep, "ep")
-            info = replace(info, shards=(cut, *info.shards), groups=EXPERT)
+        if ranks > 1 and name.endswith((*EXPERT_COLUMN, *EXPERT_ROW)):
+            info = shard(name, tuple(param.shape), model, etp, coord.tp % etp, sp=False)
+            cut = even_shard(0, param.shape[0], position(par, coord), ranks, "ep")
+            info = replace(info, shards=(cut, *info.shards), replicas=(coord.tp,), owner=True)
+            info = replace(info, groups=EXPERT if spread(par) > 1 else DENSE)
+        else:
+            info = shard(name, tuple(param.shape), model, par.tp, coord.tp, par.sp)
         if name == "embed.weight" and model.tied_embeddings and par.pp > 1:
             # first and last stage hold copies
             info = replace(info, sums=(*info.sums, "embedding"), owner=info.owner and stage.first)

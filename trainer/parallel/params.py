@@ -42,9 +42,10 @@ DENSE = GradGroups("dense", grad="grad", shard="shard", replica="replica", model
 EXPERT = GradGroups("expert", "expert_grad", "expert_shard", "expert_replica", "expert_model")
 
 
-def classes_of(ep: int) -> tuple[GradGroups, ...]:
-    """The classes of a plan's parameters: without expert parallelism experts are dense ones."""
-    return (DENSE, EXPERT) if ep > 1 else (DENSE,)
+def classes_of(spread: int) -> tuple[GradGroups, ...]:
+    """The classes of a plan's parameters: where no ranks of a dense group hold different experts (`spread`:
+    how many do), these are dense ones."""
+    return (DENSE, EXPERT) if spread > 1 else (DENSE,)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ numbers: a sum that is not, or one that misses something small, is seen.
 from __future__ import annotations
 
 import torch
-from msgspec import structs
+from msgspec import UNSET, structs
 from torch import Tensor
 
 from orchestrator.plan import Plan, seal
@@ -40,8 +40,17 @@ def one_process(plan: Plan) -> Plan:
     alone = structs.replace(
         par,
         **degrees,
-        **{"zero": 0, "vpp": 1, "sp": False, "zero_group": 0, "world_size": 1, "replica_micro_batches": []},
+        **{
+            "zero": 0,
+            "vpp": 1,
+            "sp": False,
+            "zero_group": 0,
+            "world_size": 1,
+            "replica_micro_batches": [],
+        },
         **{"schedule": "1f1b", "schedule_rows": [], "stage_layers": [plan.model.layers]},
+        etp=UNSET,
+        fold_cp=UNSET,
         micro_batches=count,
         accumulation=count,
     )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh
 
 from . import collective
 from .compute import Compute
@@ -21,6 +22,7 @@ from .traffic import (
     TensorOperation,
     boundary_bytes,
     context_parallel_operations,
+    expert_axes,
     expert_operations,
     gradient_traffic,
     tensor_operations,
@@ -92,9 +94,10 @@ def expert_seconds(
 ) -> Number:
     """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
     total: Number = 0.0
-    for operation, size, count in expert_operations(model, par, train, share) if par.ep > 1 else ():
-        path = paths[("ep",), collective.PATTERN[operation]]
-        total += count * collective.seconds(operation, size, par.ep, path, rate.ring) * rate.ep_exposed
+    ranks = expert_mesh(par).ep
+    for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
+        path = paths[expert_axes(par), collective.PATTERN[operation]]
+        total += count * collective.seconds(operation, size, ranks, path, rate.ring) * rate.ep_exposed
     return total
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.planner.model.layers import (
     dense_on_rank,
     head_flops,
@@ -80,8 +81,9 @@ def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
     return [Matrix(tokens, h, columns), Matrix(tokens, heads * model.head_dim, h)]
 
 
-def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int) -> Iterator[Matrix]:
-    """Of a dense layer, or of the shared and the routed experts; tokens are spread evenly over the experts."""
+def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int, etp: int) -> Iterator[Matrix]:
+    """Of a dense layer, or of the shared and the routed experts; tokens are spread evenly over the experts,
+    `tokens` being those of all tp ranks; `ep`, `etp`: of the expert mesh."""
     h, gate = model.hidden, 2 if model.mlp == "gated" else 1
     moe = flops.layer_moe(model, layer)
     if moe is None:
@@ -89,7 +91,7 @@ def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int) -> I
         return
     if moe.shared_ffn_hidden:
         yield from _mlp(h, moe.shared_ffn_hidden / tp, tokens, gate, 1.0)
-    yield from _mlp(h, moe.ffn_hidden / tp, tokens * moe.top_k, gate, moe.experts / ep)
+    yield from _mlp(h, moe.ffn_hidden / etp, tokens * moe.top_k * (etp / tp), gate, moe.experts / ep)
 
 
 def _mlp(hidden: int, width: float, rows: float, gate: int, count: float) -> Iterator[Matrix]:
@@ -101,11 +103,11 @@ def layer_seconds(
     model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates, software: Software
 ) -> LayerSeconds:
     """Seconds of decoder layer `layer` (0-based)."""
-    tp, ep = parallel.tp, parallel.ep
+    tp, (etp, ep, _) = parallel.tp, expert_mesh(parallel)
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = tp if parallel.sp else 1
     moe = flops.layer_moe(model, layer)
-    attention, mlp = attention_matrices(model, tokens, tp), list(mlp_matrices(model, layer, tokens, tp, ep))
+    attention, mlp = attention_matrices(model, tokens, tp), list(mlp_matrices(model, layer, tokens, tp, ep, etp))
     column = [one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])]
     matrices = attention + mlp
     gemm = sum(one.flops for one in matrices) * rate.gemm_s + sum(one.bytes for one in matrices) * rate.gemm_byte_s
@@ -124,7 +126,7 @@ def layer_seconds(
     experts: Number = 0.0
     if moe is not None:
         experts = rate.permute * 8 * tokens / rows * moe.top_k * model.hidden * rate.byte_s
-    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (tp * ep)
+    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (etp * ep)
     accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
     forward = gemm + lost[0] + core + elementwise + cast + experts

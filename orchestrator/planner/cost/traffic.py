@@ -9,13 +9,14 @@ sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2P
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import lcm
+from math import lcm, prod
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from orchestrator.plan import expert_mesh
 from orchestrator.plan.cluster import Operation
-from orchestrator.plan.document import Axis, Model, Parallel, Train
+from orchestrator.plan.document import AXES, Axis, Model, Parallel, Train
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
@@ -48,6 +49,17 @@ SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 #: Axes whose ranks hold the same dense, and the same expert, parameters.
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
 EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
+
+
+def expert_axes(parallel: Parallel) -> tuple[Axis, ...]:
+    """Axes over which tokens go to their experts. Where an expert is cut over a part of tp, the whole axis."""
+    return tuple(axis for axis in AXES if axis in expert_mesh.axes(parallel))
+
+
+def expert_replicas(parallel: Parallel) -> tuple[Axis, ...]:
+    """Axes of ranks that hold the same experts."""
+    return ("dp",) if expert_mesh.folds_cp(parallel) else EXPERT_REPLICAS
+
 
 #: Part of the replicas that an operation joins: all of them; neighbours that share one copy; holders of one shard.
 Part = Literal["", "shard", "replica"]
@@ -86,7 +98,7 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
         if layer is None:
             kinds.append((0, 0))
         else:
-            experts = layer_params(model, layer).experts // (parallel.tp * parallel.ep)
+            experts = layer_params(model, layer).experts // (parallel.tp * expert_mesh.spread(parallel))
             kinds.append((dense_on_rank(model, layer, parallel.tp), experts))
     (dense, dense_experts), (moe, moe_experts) = kinds
     stages, start = [], 0
@@ -145,9 +157,7 @@ def _rank_traffic(
 
     def add(axis: Axis, operation: Operation, size: float, count: float, varying: Sequence[Axis] = ()) -> None:
         varying = varying or (axis,)
-        n = 1
-        for name in varying:
-            n *= getattr(parallel, name)
+        n = expert_mesh.expert_mesh(parallel).ep if axis == "ep" else prod(getattr(parallel, name) for name in varying)
         if n > 1 and size > 0 and count > 0:
             result.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
@@ -162,7 +172,7 @@ def _rank_traffic(
         add("cp", operation, size, count * layers * m)
 
     for operation, size, count in expert_operations(model, parallel, train, recomputed):
-        add("ep", operation, size, count * moe / copies * m)
+        add("ep", operation, size, count * moe / copies * m, expert_axes(parallel))
 
     add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
     if bool(first) != bool(last) and sums_table(model, parallel):
@@ -340,9 +350,9 @@ def gradient_traffic(held: tuple[int, int], parallel: Parallel, train: Train, so
     """
     width, gradient, by_round = DTYPE_BYTES[train.precision], grad_bytes(train, software), software.reduces_by_round
     copies = copies_of(parallel)
-    for parameters, replicas in zip(held, (DENSE_REPLICAS, EXPERT_REPLICAS), strict=True):
+    for parameters, replicas in zip(held, (DENSE_REPLICAS, expert_replicas(parallel)), strict=True):
         varying = replicas if copies == 1 else (*replicas, "pp")
-        members = copies * parallel.cp * parallel.dp * (parallel.ep if "ep" in varying else 1)
+        members = copies * prod(getattr(parallel, axis) for axis in replicas)
         if members == 1 or not parameters:
             continue
         for part, share, operations in _gradient_parts(parameters, members, parallel, width, gradient, by_round):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.cost.traffic import rank_parameters
@@ -41,7 +42,7 @@ def rank_state_bytes(
     copies = copies_of(parallel)
     for count, replicas in (
         (dense, parallel.cp * parallel.ep * parallel.dp),
-        (experts, expert_replicas or parallel.cp * parallel.dp),
+        (experts, expert_replicas or expert_mesh(parallel).edp),
     ):
         each = param_state_bytes(copies * replicas, parallel, train, recipe)
         params += count * each.params
@@ -115,8 +116,8 @@ def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe 
     if parallel.zero < 3:
         return buckets
     kinds = [layer_params(model, layer) for layer in sample_layers(model) if layer is not None]
-    tp, ep = parallel.tp, parallel.ep
-    block = max((one.attention + one.ffn) / tp + one.replicated + one.experts / (tp * ep) for one in kinds)
+    tp, cut = parallel.tp, parallel.tp * spread(parallel)
+    block = max((one.attention + one.ffn) / tp + one.replicated + one.experts / cut for one in kinds)
     tables = model.vocab * model.hidden / tp * (1 if model.tied_embeddings else 2)
     if recipe.by_matrix:
         block, tables = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / tp, 0.0
@@ -144,8 +145,8 @@ def memory_by_pp_rank(
     `matmul`: as `Job.matmul`. `expert_shards`: ranks that share a layer's experts, where it is not tp * ep. `total` is
     what the process takes of the card, `capacity` what it can take.
     """
-    cut = parallel.tp * parallel.ep
-    replicas = parallel.cp * parallel.dp * cut // (expert_shards or cut)
+    cut = parallel.tp * spread(parallel)
+    replicas = expert_mesh(parallel).edp * cut // (expert_shards or cut)
     buffer_bytes = buffers(model, parallel, train, cluster.device, recipe)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     loss, last, result = loss_bytes(model, parallel, train, kernels), len(parallel.stage_layers) - 1, []

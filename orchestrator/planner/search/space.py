@@ -71,6 +71,8 @@ class Space:
         par, ramp = config.parallel, config.train.batch_ramp
         if par.schedule_file is not None:
             raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
+        if par.etp is not None or par.fold_cp:
+            raise OrchError("parallel.etp and parallel.fold_cp are not searched: not with parallel=auto", Exit.CONFIG)
         if config.train.recompute not in (None, *RECOMPUTE_MODES):
             raise OrchError(
                 f"train.recompute={config.train.recompute} is not searched; with parallel=auto leave it out, or give"

@@ -25,12 +25,13 @@ def apply_to_experts(stage: Stage, mesh: Mesh, sp: bool, terms: LossTerms, count
 
 
 def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
-    """Experts are spread over ep, each is cut over tp. Where tokens also go to other ranks, tp ranks with tokens of
-    their own (SP) send those alone and gather what arrived; else they gather the tokens before."""
-    experts, tensor = mesh.group("ep"), mesh.group("tp")
+    """Experts are spread over the ranks of "experts", each is cut over those of "etp" (of tp, where nothing folds).
+    Where tokens go to other ranks, tp ranks with tokens of their own (SP) send those alone and gather what arrived over
+    "etp"; else they gather the tokens before."""
+    experts, tensor = mesh.group("experts"), mesh.group("tp")
     each_its_own = sp and experts is not None
     if experts is not None:
-        mixture.dispatch = ExpertDispatch(experts, tensor if each_its_own else None, counter)
+        mixture.dispatch = ExpertDispatch(experts, mesh.group("etp") if each_its_own else None, counter)
     if tensor is None:
         return
     if each_its_own:

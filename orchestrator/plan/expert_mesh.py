@@ -1,0 +1,92 @@
+"""The expert mesh: how the ranks of a stage share its experts. It is a factorisation of its own of these ranks, into
+ranks that cut each expert (etp), ranks with different experts (ep) and ranks with the same ones (edp).
+
+Without folding etp = tp, ep is the axis of that name, and edp = cp * dp. `Parallel.etp` below tp gives the tp ranks of
+a stage different experts (ep folds over tp), `Parallel.fold_cp` those of cp. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import UnsetType
+
+
+class Degrees(Protocol):
+    """What a `Parallel` and a `Case` have."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def etp(self) -> int | UnsetType: ...
+    @property
+    def fold_cp(self) -> bool | UnsetType: ...
+
+
+class ExpertMesh(NamedTuple):
+    """Its three products are the ranks of a stage: etp * ep * edp = tp * cp * ep axis * dp."""
+
+    etp: int
+    ep: int
+    edp: int
+
+
+def expert_mesh(par: Degrees) -> ExpertMesh:
+    etp = tensor_ranks(par)
+    return ExpertMesh(etp, par.tp // etp * spread(par), par.dp * (1 if folds_cp(par) else par.cp))
+
+
+def tensor_ranks(par: Degrees) -> int:
+    """Ranks that each expert is cut over."""
+    return par.etp if isinstance(par.etp, int) else par.tp
+
+
+def folds_cp(par: Degrees) -> bool:
+    """Whether ranks of cp, where there are several, hold different experts."""
+    return par.fold_cp is True and par.cp > 1
+
+
+def spread(par: Degrees) -> int:
+    """Ranks of one dense gradient group that hold different experts."""
+    return par.ep * (par.cp if folds_cp(par) else 1)
+
+
+def axes(par: Degrees) -> tuple[str, ...]:
+    """Axes along which ranks hold different experts; of "tp" perhaps a part."""
+    return (*["tp"] * (tensor_ranks(par) < par.tp), *["cp"] * folds_cp(par), "ep")
+
+
+def position(par: Any, coord: Any) -> int:
+    """Which run of a layer's experts the rank at `coord` holds: its place among the ranks of its own "experts" group,
+    ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
+    etp, result = tensor_ranks(par), 0
+    sizes = {"tp": par.tp // etp, "cp": par.cp, "ep": par.ep}
+    at: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
+    for axis in reversed([axis for axis in par.order if axis in axes(par)]):
+        result = result * sizes[axis] + at[axis]
+    return result
+
+
+def fold(tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Exception]) -> tuple[int, bool]:
+    """(degree of the axis ep, whether cp folds) of an expert mesh with `etp` and `ep` in a stage with `tp` and `cp`.
+
+    Ranks of tp are taken first, then those of cp, then those of an axis of its own. Raises what `refuse`, called with
+    the reason and the nearest legal ep, returns.
+    """
+    if tp % etp:
+        raise refuse(f"etp={etp} does not divide tp={tp}", ep)
+    inner = tp // etp
+    if ep == inner:
+        return 1, False
+    if ep % (inner * cp) == 0:
+        return ep // (inner * cp), cp > 1
+    step = inner * cp
+    near = min([inner, step * max(1, ep // step), step * (ep // step + 1)], key=lambda legal: abs(legal - ep))
+    raise refuse(f"etp={etp} ep={ep}: ep is tp / etp = {inner}, or a multiple of tp * cp / etp = {step}", near)
