@@ -204,8 +204,7 @@ class Parallel(Frozen):
     zero_group: int = 0  # neighbours in "grad" that share one copy of what ZeRO shards; 0 = all (hybrid when fewer)
     schedule_rows: list[list[str]] = []  # of schedule "table": each pipeline rank's actions in order, as "0F3"
     replica_micro_batches: list[int] = []  # of each data-parallel replica, where it does not divide; empty: all alike
-    # UNSET where experts do not fold (`plan.expert_mesh`): then plans do not name it, and older ones keep their hash.
-    etp: int | UnsetType = UNSET  # ranks of tp that each expert is cut over; the others hold different experts
+    etp: int | UnsetType = UNSET  # ranks of tp that each expert is cut over, where fewer (`plan.expert_mesh`)
     fold_cp: bool | UnsetType = UNSET  # ranks of cp hold different experts
 
 

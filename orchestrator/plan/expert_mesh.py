@@ -12,6 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
 
+from .document import Axis
+
+#: Axes of ranks that hold the same experts, where these do not fold over cp.
+REPLICAS: tuple[Axis, ...] = ("cp", "dp")
+
 
 class Degrees(Protocol):
     """What a `Parallel` and a `Case` have."""
@@ -58,9 +63,15 @@ def spread(par: Degrees) -> int:
     return par.ep * (par.cp if folds_cp(par) else 1)
 
 
-def axes(par: Degrees) -> tuple[str, ...]:
-    """Axes along which ranks hold different experts; of "tp" perhaps a part."""
-    return (*["tp"] * (tensor_ranks(par) < par.tp), *["cp"] * folds_cp(par), "ep")
+def axes(par: Degrees) -> tuple[Axis, ...]:
+    """Axes along which ranks hold different experts and tokens go to them; of "tp" perhaps a part."""
+    folded: dict[Axis, bool] = {"tp": tensor_ranks(par) < par.tp, "cp": folds_cp(par), "ep": True}
+    return tuple(axis for axis in folded if folded[axis])
+
+
+def replicas(par: Degrees) -> tuple[Axis, ...]:
+    """Axes of ranks that hold the same experts."""
+    return ("dp",) if folds_cp(par) else REPLICAS
 
 
 def position(par: Any, coord: Any) -> int:

@@ -8,7 +8,7 @@ from msgspec import structs
 import trainer.comm.mesh as mesh
 import trainer.parallel.apply as apply
 import trainer.parallel.expert.dispatch as exchange
-from orchestrator.verify.matrix import DEEPSEEK, MIXTURE
+from orchestrator.verify.techniques import DEEPSEEK, MIXTURE
 from tests.beds.plans import tiny_model
 from trainer.model.experts import Copies, MixtureOfExperts
 from trainer.model.loss import LossTerms

@@ -134,7 +134,7 @@ def files_of_tests(site: Site) -> list[str]:
 def _differs(layouts: Sequence[dict]) -> str:
     """What verify says of the layouts: nothing where all are equal."""
     from orchestrator.plan.parity import Cell
-    from orchestrator.verify.matrix import DEEPSEEK, MIXTURE
+    from orchestrator.verify.techniques import DEEPSEEK, MIXTURE
     from tests.beds.plans import make_plan, tiny_model
     from trainer.verify import judge as judging
 

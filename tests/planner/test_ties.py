@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.planner.search.auto import resolve_auto
 from orchestrator.planner.search.ties import EQUAL, IN_THREES, bytes_at_the_top, preferred_first, proven
-from orchestrator.verify import matrix
+from orchestrator.verify import techniques
 
 from . import configs, shapes
 
@@ -43,5 +43,5 @@ def test_fewer_bytes_over_the_top_count_before_what_is_proven_and_time():
 
 
 def test_the_schedules_proven_in_threes_are_those_of_the_matrix():
-    deep = {one.parallel["schedule"] for one in matrix.AXES["pipeline"] if one.deep}
+    deep = {one.parallel["schedule"] for one in techniques.AXES["pipeline"] if one.deep}
     assert deep == IN_THREES

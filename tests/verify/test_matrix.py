@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.parity import Cell
-from orchestrator.verify import matrix
+from orchestrator.verify import matrix, techniques
 from orchestrator.verify.cells import of_entries
 from orchestrator.verify.cover import cover
 
@@ -39,7 +39,7 @@ def techniques_of(part: str) -> list[set[str]]:
     return [{technique.name for technique in entry.techniques} for entry in matrix.full() if entry.part == part]
 
 
-ALL = [(axis, technique) for axis, techniques in matrix.AXES.items() for technique in techniques]
+ALL = [(axis, technique) for axis, techniques in techniques.AXES.items() for technique in techniques]
 
 
 def test_every_technique_is_there_alone():

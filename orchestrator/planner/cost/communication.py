@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Model, Parallel, Train
-from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.expert_mesh import axes, expert_mesh
 
 from . import collective
 from .compute import Compute
@@ -22,7 +22,6 @@ from .traffic import (
     TensorOperation,
     boundary_bytes,
     context_parallel_operations,
-    expert_axes,
     expert_operations,
     gradient_traffic,
     tensor_operations,
@@ -96,7 +95,7 @@ def expert_seconds(
     total: Number = 0.0
     ranks = expert_mesh(par).ep
     for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
-        path = paths[expert_axes(par), collective.PATTERN[operation]]
+        path = paths[axes(par), collective.PATTERN[operation]]
         total += count * collective.seconds(operation, size, ranks, path, rate.ring) * rate.ep_exposed
     return total
 

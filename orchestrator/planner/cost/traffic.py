@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from orchestrator.plan import expert_mesh
 from orchestrator.plan.cluster import Operation
-from orchestrator.plan.document import AXES, Axis, Model, Parallel, Train
+from orchestrator.plan.document import Axis, Model, Parallel, Train
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
@@ -48,18 +48,7 @@ SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 
 #: Axes whose ranks hold the same dense, and the same expert, parameters.
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
-EXPERT_REPLICAS: tuple[Axis, ...] = ("cp", "dp")
-
-
-def expert_axes(parallel: Parallel) -> tuple[Axis, ...]:
-    """Axes over which tokens go to their experts. Where an expert is cut over a part of tp, the whole axis."""
-    return tuple(axis for axis in AXES if axis in expert_mesh.axes(parallel))
-
-
-def expert_replicas(parallel: Parallel) -> tuple[Axis, ...]:
-    """Axes of ranks that hold the same experts."""
-    return ("dp",) if expert_mesh.folds_cp(parallel) else EXPERT_REPLICAS
-
+EXPERT_REPLICAS = expert_mesh.REPLICAS
 
 #: Part of the replicas that an operation joins: all of them; neighbours that share one copy; holders of one shard.
 Part = Literal["", "shard", "replica"]
@@ -172,7 +161,7 @@ def _rank_traffic(
         add("cp", operation, size, count * layers * m)
 
     for operation, size, count in expert_operations(model, parallel, train, recomputed):
-        add("ep", operation, size, count * moe / copies * m, expert_axes(parallel))
+        add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
 
     add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
     if bool(first) != bool(last) and sums_table(model, parallel):
@@ -350,7 +339,7 @@ def gradient_traffic(held: tuple[int, int], parallel: Parallel, train: Train, so
     """
     width, gradient, by_round = DTYPE_BYTES[train.precision], grad_bytes(train, software), software.reduces_by_round
     copies = copies_of(parallel)
-    for parameters, replicas in zip(held, (DENSE_REPLICAS, expert_replicas(parallel)), strict=True):
+    for parameters, replicas in zip(held, (DENSE_REPLICAS, expert_mesh.replicas(parallel)), strict=True):
         varying = replicas if copies == 1 else (*replicas, "pp")
         members = copies * prod(getattr(parallel, axis) for axis in replicas)
         if members == 1 or not parameters:

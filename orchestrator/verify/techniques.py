@@ -1,0 +1,165 @@
+"""The techniques of the matrix: a technique is a row of AXES, what it asks of a configuration.
+
+It enters the matrix here and is measured as soon as the trainer runs it; until then its cells say why they are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from orchestrator.plan.document import Mla, Moe
+
+
+class Technique(NamedTuple):
+    name: str
+    parallel: dict[str, Any]  # keys of `parallel`
+    recompute: str = "none"
+    even: bool = False  # wants an even number of micro-batches
+    deep: bool = False  # also among the triples
+    pairs: str = "all"  # with which techniques of other axes: "all", "deep", or "none" (alone only)
+    compile: bool = False
+    dropout: float = 0.0
+    model: dict[str, Any] = {}  # fields of the model that it needs
+    train: dict[str, Any] = {}  # further keys of `train`
+
+
+def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
+    return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **more)
+
+
+#: Latent attention of a small model.
+MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
+_PLAIN = {"bias": False, "position": "rope"}
+MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
+#: DeepSeek-V3's block: a dense layer first, shared experts, choice among groups, latent attention.
+DEEPSEEK = {
+    **_PLAIN,
+    "moe": Moe(
+        experts=8,
+        top_k=3,
+        ffn_hidden=16,
+        shared_ffn_hidden=24,
+        first_dense_layers=1,
+        score="sigmoid",
+        routed_scale=2.5,
+        groups=4,
+        top_groups=2,
+        balance_loss=0.1,
+    ),
+    "mla": MLA,
+}
+
+
+def _folded(name: str, model: dict[str, Any] = MIXTURE, **parallel: Any) -> Technique:
+    return Technique(name, parallel, model=model, pairs="none")
+
+
+#: Experts on a mesh of their own, folded over tp and cp.
+_FOLDED = (
+    _folded("tp2 etp1 ep2", tp=2, etp=1),
+    _folded("tp2 etp1 ep4 deepseek", DEEPSEEK, tp=2, etp=1, ep=2),
+    _folded("tp4 etp2 ep2", tp=4, etp=2),
+    _folded("tp4 etp2 ep2 zero1", tp=4, etp=2, zero=1, dp=2),
+    *(
+        _folded(f"cp2 {method}, ep2 over it", cp=2, cp_method=method, fold_cp=True)
+        for method in ("zigzag", "ring", "allgather", "ulysses")
+    ),
+    *(
+        _folded(f"tp2 cp2 etp1 ep4 zero{zero}", DEEPSEEK, tp=2, cp=2, dp=2, etp=1, fold_cp=True, zero=zero)
+        for zero in range(4)
+    ),
+    _folded("cp2 ep2 over it, zero2 hybrid", cp=2, dp=4, fold_cp=True, zero=2, zero_group=4),
+    _folded("tp2 pp2 etp1 ep4, zb_h1", DEEPSEEK, tp=2, pp=2, ep=2, etp=1, schedule="zb_h1"),
+    _folded("tp2 cp2 pp2 etp1 ep4, dualpipe", tp=2, cp=2, pp=2, etp=1, fold_cp=True, schedule="dualpipe"),
+)
+
+#: Gradients, master weights and moments in the memory of the host.
+_HOST = {"offload": "host"}
+#: On a disk, through so little memory that every bucket is several chunks.
+_DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
+#: Tensor-parallel ranks that share the inputs of recomputed layers.
+_SHARE = {"partition_activations": True}
+_SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
+
+#: Techniques of one axis exclude each other. ZeRO shards over cp where there is cp, else over dp of its own.
+AXES: dict[str, tuple[Technique, ...]] = {
+    "data": (
+        Technique("dp2", {"dp": 2}, deep=True),
+        Technique("zero1", {"zero": 1}, deep=True),
+        Technique("zero2", {"zero": 2}, deep=True),
+        Technique("zero3", {"zero": 3}, deep=True),
+        Technique("zero1 hybrid", {"zero": 1, "dp": 4, "zero_group": 2}),
+        Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
+        Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
+        Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
+        Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
+        *(
+            Technique(f"zero{zero} on the host", {"zero": zero, "dp": 2}, pairs="none", train=_HOST)
+            for zero in (0, 2, 3)
+        ),
+        *(Technique(f"zero{zero} on a disk", {"zero": zero, "dp": 2}, pairs="none", train=_DISK) for zero in (1, 2, 3)),
+        Technique("zero2 hybrid on the host", {"zero": 2, "dp": 4, "zero_group": 2}, pairs="none", train=_HOST),
+    ),
+    "tensor": (
+        Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),
+        Technique("tp2", {"tp": 2, "sp": False}, deep=True),
+        Technique("tp4 sp", {"tp": 4, "sp": True}, pairs="none"),
+        Technique("tp4", {"tp": 4, "sp": False}, pairs="none"),
+    ),
+    "context": (
+        Technique("cp2 zigzag", {"cp": 2, "cp_method": "zigzag"}, deep=True),
+        Technique("cp2 ring", {"cp": 2, "cp_method": "ring"}),
+        Technique("cp2 allgather", {"cp": 2, "cp_method": "allgather"}, deep=True),
+        Technique("cp2 ulysses", {"cp": 2, "cp_method": "ulysses"}, deep=True),
+        *(
+            Technique(f"cp4 {method}", {"cp": 4, "cp_method": method}, pairs="none")
+            for method in ("zigzag", "ring", "allgather", "ulysses")
+        ),
+    ),
+    "pipeline": (
+        _pipeline("afab"),
+        _pipeline("1f1b", deep=True),
+        _pipeline("interleaved", vpp=2, deep=True),
+        _pipeline("zb_h1", deep=True),
+        _pipeline("zb_h2"),
+        _pipeline("zbv", vpp=2),
+        _pipeline("dualpipe", even=True, deep=True),
+        _pipeline("dualpipev", vpp=2),
+        *(
+            Technique(f"pp4 {schedule}", {"pp": 4, "schedule": schedule}, pairs="none", even=schedule == "dualpipe")
+            for schedule in ("1f1b", "zb_h1", "zb_h2", "dualpipe")
+        ),
+    ),
+    "recompute": (
+        Technique("selective", {}, recompute="selective", deep=True),
+        Technique("full", {}, recompute="full", deep=True),
+        Technique("budget", {}, recompute="budget", pairs="deep"),
+        *(
+            Technique(f"tp2 pp2 {mode}, inputs shared", _SHARED, recompute=mode, pairs="none", train=_SHARE)
+            for mode in ("selective", "full")
+        ),
+    ),
+    # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
+    "compile": (Technique("compile", {}, compile=True, pairs="none"),),
+    "experts": (
+        Technique("ep2", {"ep": 2}, model=MIXTURE, deep=True),
+        Technique("ep2 deepseek", {"ep": 2}, model=DEEPSEEK, deep=True),
+        Technique("ep4", {"ep": 4}, model=MIXTURE, pairs="deep"),
+        *_FOLDED,
+        Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
+    ),
+    "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
+}
+
+#: Pairs that the trainer refuses. They stay cells of their own, which say why; products leave them out.
+REFUSED = {("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")}
+REFUSED |= {("zero2", "pp2 dualpipe")}
+#: Two ranks that shard an expert are none of those that hold two, or four.
+REFUSED |= {("zero3 hybrid", "ep2"), ("zero3 hybrid", "ep2 deepseek")}
+REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}
+
+#: Replicas that take unequal numbers of micro-batches, and what they are combined with.
+UNEQUAL = tuple(
+    Technique(f"dp3 zero{zero} unequal", {"dp": 3, "zero": zero, "uneven": True}, pairs="none") for zero in range(4)
+)
+BESIDE_UNEQUAL = ("tp2 sp", "cp2 zigzag", "pp2 1f1b", "pp2 interleaved", "pp2 zb_h1", "pp2 zbv", "full", "dropout")
