@@ -208,6 +208,16 @@ class Engine:
         """`loss_term_totals` as numbers. Waits for the device. Collective."""
         return {name: float(total) for name, total in self.loss_term_totals().items()}
 
+    def expert_loads(self) -> Tensor | None:
+        """What routers have chosen in this step, for `part.expert_meter.loads`; None if it is not sampled. Collective
+        among ranks with the same layers."""
+        return self.part.expert_meter.totals(self.mesh, self.plan.parallel.sp, self.counter)
+
+    @property
+    def tells_expert_loads(self) -> bool:
+        """Whether this rank reports them for all that hold its layers."""
+        return self.mesh.index("grad") == 0 and self.mesh.coord.tp == 0
+
     def measure(self, on: bool) -> None:
         """Whether times are measured from now on. On a GPU that takes two events an action and a collective; on a CPU
         they are always measured."""

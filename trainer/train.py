@@ -246,6 +246,7 @@ class Run:
         logged = number % train.log_every_steps == 0 or number == train.steps
         measured = logged or self.device.type == "cpu" or self.profile.traces(number)
         engine.measure(measured)
+        engine.part.expert_meter.start(logged)
         on_device = [batch.to(self.device) for batch in batches]
         with self.profile.step(number) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
@@ -254,7 +255,7 @@ class Run:
         total, terms = (engine.loss_total(loss_sum), engine.loss_term_totals()) if logged else (None, {})
         values = [norm, loss_sum, scale, engine.current_scale, *terms.values(), *([] if total is None else [total])]
         taken = self.loader.samples_at(self.samples)
-        result = StepResult(engine, values, measured)
+        result = StepResult(engine, values, measured, engine.expert_loads())
         counted = number, self.samples, taken, valid_tokens, lr, start, self._boundary_s
         self._enqueued.append(EnqueuedStep(*counted, memory_bytes, tuple(terms), result))
         self.step, self.samples = number, self.samples + taken
@@ -303,7 +304,7 @@ class Run:
 
     def _report(self, step: EnqueuedStep, loss: float | None, terms: dict[str, float], norm: float) -> None:
         """Report a finished step. Its seconds begin where those of the step before it ended, if that was later."""
-        plan, now, times = self.plan, time.perf_counter(), step.result.times()
+        plan, now, times, loads = self.plan, time.perf_counter(), step.result.times(), step.result.table()
         seconds, self._reported = now - max(step.start, self._reported), now
         train, tokens = plan.job.train, step.taken * plan.job.train.seq_len
         shape = plan.model, train.seq_len
@@ -325,7 +326,10 @@ class Run:
             bubble_ratio=times.idle_s / seconds if piped else None,
             comm_bytes=step.result.comm_bytes,
             comm_s=times.comm_s,
+            expert_bytes=step.result.level_bytes,
+            expert_s=times.level_s,
             memory_bytes=step.memory_bytes,
             mfu=per_flop and per_flop * model_flops_per_token(*shape),
+            experts=self.engine.part.expert_meter.loads(loads) if loads and self.engine.tells_expert_loads else {},
             hfu=per_flop and per_flop * hardware_flops_per_token(*shape, train.recompute, train.recompute_layers),
         )

@@ -6,7 +6,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from orchestrator.run.registry import Discovery
 from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, write_state
 
+from .expert_loads import loads_of, summary
 from .goodput.account import Account, account
 from .goodput.ledger import ledger
 from .goodput.run_timeline import run_timeline
@@ -94,6 +95,9 @@ def make_report(
         "memory": _memory(plan, kept),
         "comm_bytes_per_step": _comm(plan, kept),
         "comm_s_per_step": {"planned": plan.time.exposed_comm_s, "measured": _medians([x.comm_s for x in steady])},
+        "experts": summary(plan, loads_of(kept)),
+        "expert_bytes_per_step": _busiest((line.rank, line.expert_bytes) for line in kept),
+        "expert_s_per_step": _medians([line.expert_s for line in steady]),
         "warnings": plan.warnings,
     }
 
@@ -159,14 +163,20 @@ def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None
     planned = {
         axis: sum(place.bytes_per_step_by_level.values()) for axis, place in plan.placement.items() if not plan.program
     }
-    sums: dict[tuple[int, str], list[int]] = {}
-    for line in lines:
-        for axis, size in line.comm_bytes.items():
-            sums.setdefault((line.rank, axis), []).append(size)
-    busiest: dict[str, float] = {}
-    for (_, axis), sizes in sums.items():
-        busiest[axis] = max(busiest.get(axis, 0.0), statistics.median(sizes))
+    busiest = _busiest((line.rank, line.comm_bytes) for line in lines)
     return {axis: {"planned": planned.get(axis), "measured": busiest.get(axis)} for axis in {**planned, **busiest}}
+
+
+def _busiest(sent: Iterable[tuple[int, dict[str, int]]]) -> dict[str, float]:
+    """(rank, bytes by name) of each step -> by name, the most of any rank's medians."""
+    sums: dict[tuple[int, str], list[int]] = {}
+    for rank, sizes in sent:
+        for name, size in sizes.items():
+            sums.setdefault((rank, name), []).append(size)
+    busiest: dict[str, float] = {}
+    for (_, name), found in sums.items():
+        busiest[name] = max(busiest.get(name, 0.0), statistics.median(found))
+    return busiest
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import UnsetType
 
-from .document import Axis
+from .document import Axis, Plan
 
 #: Axes of ranks that hold the same experts, where these do not fold over cp.
 REPLICAS: tuple[Axis, ...] = ("cp", "dp")
@@ -83,6 +83,13 @@ def position(par: Any, coord: Any) -> int:
     for axis in reversed([axis for axis in par.order if axis in axes(par)]):
         result = result * sizes[axis] + at[axis]
     return result
+
+
+def nvlink_domain_of(plan: Plan) -> list[int]:
+    """The number of the NVLink domain of each rank's GPU."""
+    numbers = {name: index for index, name in enumerate(plan.cluster.node_names)}
+    domain = {node: at for at, nodes in enumerate(plan.cluster.nvlink_domains) for node in nodes}
+    return [domain[numbers[rank.node]] for rank in plan.ranks]
 
 
 def fold(tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Exception]) -> tuple[int, bool]:

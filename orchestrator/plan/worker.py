@@ -14,6 +14,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from .expert_load import ExpertLoad
+
 
 class WorkerEnv(Struct, frozen=True, kw_only=True):
     """A worker's identity. Read from the environment once, in the trainer's `__main__`, never inside layers."""
@@ -150,9 +152,12 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     own_s: float | None = None  # of the step, without waiting for others and without saving
     comm_bytes: dict[str, int] = {}  # sent this step, by axis
     comm_s: dict[str, float] = {}
+    expert_bytes: dict[str, int] = {}  # of axis ep, by level: nvlink (inside a domain), network
+    expert_s: dict[str, float] = {}  # exposed, the same
     memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
     mfu: float | None = None
     hfu: float | None = None
+    experts: dict[str, ExpertLoad] = {}  # by layer; of sampled steps, from one rank of those with the same layers
     bubble_ratio: float | None = None  # share of the step in which this rank waits for other pipeline stages
     dropped_reports: int = 0
 

@@ -15,11 +15,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as classic
 
 from orchestrator.agent.node.metrics import NodeMetrics, serve
+from orchestrator.plan.document import Moe
+from orchestrator.plan.expert_load import ExpertLoad
 from orchestrator.plan.worker import EventReport, StepReport
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.registry import Discovery
 from tests.beds import debian
-from tests.beds.plans import make_plan
+from tests.beds.plans import make_plan, tiny_model
 
 PLAN = make_plan(tp=2, dp=4, nodes=2, sp=False)
 
@@ -100,6 +102,26 @@ def test_numbers_names_and_labels():
     assert found["orch_step_duration_seconds_bucket{le=0.25,phase=step,plan_epoch=1}"] == 0
     info = next(key for key in found if key.startswith("orch_plan_info"))
     assert f"plan_hash={PLAN.hash[:16]}" in info and "tp=2" in info
+
+
+def test_load_of_experts_by_layer_and_bytes_by_level():
+    model = tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=8))
+    metrics = NodeMetrics("run-1", "node1", make_plan(ep=2, dp=2, nodes=2, model=model))
+    metrics.begin_epoch(1)
+    loads = {"0": ExpertLoad([8, 8, 8, 8], 1.0), "1": ExpertLoad([16, 16, 0, 0], 0.5, 0.25, (-0.5, 1.0))}
+    sent = {"expert_bytes": {"network": 100, "nvlink": 300}, "expert_s": {"network": 0.5}}
+    metrics.on_step(report(rank=2, experts=loads, **sent), at=100.0)
+    metrics.on_step(report(rank=3, **sent), at=100.0)
+    found = values(scrape(metrics)[1])
+    assert found["orch_expert_bytes_total{level=network,plan_epoch=1}"] == 200  # both ranks
+    assert found["orch_expert_seconds_total{level=network,plan_epoch=1}"] == 1.0
+
+    def of(name: str) -> list[float | None]:
+        return [found.get(f"orch_{name}{{layer={layer},plan_epoch=1}}") for layer in (0, 1)]
+
+    assert of("expert_load_ratio") == [1, 2] and of("expert_rank_load_ratio") == [1, 2]
+    assert of("expert_balance_ratio") == [1, 0] and of("expert_dropped_ratio") == [0, 0.25]
+    assert of("router_entropy_ratio") == [1, 0.5] and of("router_bias_range") == [None, 1.5]
 
 
 def test_a_new_epoch_keeps_counters_and_forgets_values_of_the_moment():

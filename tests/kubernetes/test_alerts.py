@@ -44,6 +44,8 @@ def restarts(count: int, every: int, metric: str, stale: bool) -> dict[str, str]
     return found
 
 
+BALANCE = "orch_expert_balance_ratio"
+SPREAD = epoch(BALANCE, 0, "0.9x300", layer="4")
 SAVED = "orch_last_durable_checkpoint_timestamp_seconds"
 FIRED = [  # (alert, minutes, series)
     ("OrchNoStep", 40, ALIVE | step("0+60x20 1200x280")),
@@ -58,11 +60,14 @@ FIRED = [  # (alert, minutes, series)
     ("OrchRestarts", 29, restarts(5, 6, "orch_restarts_total", False)),
     ("OrchRestarts", 29, restarts(5, 6, "orch_restarts_total", True)),
     ("OrchRestarts", 29, restarts(5, 6, "orch_wanted_nodes", True)),  # a coordinator that itself is new each time
+    ("OrchExpertsCollapsed", 40, ALIVE | epoch(BALANCE, 0, "0.9x20 0.1x280", layer="3") | SPREAD),
     ("OrchCheckpointOld", 150, ALIVE | epoch(SAVED, 0, "0x300")),
     ("OrchCheckpointOld", 150, KNOWN | epoch(SAVED, 0, "0x10 _x290")),
 ]
 QUIET = [
     (250, ALIVE | KNOWN | step(STEPS) | nodes("8x300", "8x300") | epoch(SAVED, 0, STEPS)),
+    # a layer of experts is spread; another is not for some minutes of its beginning
+    (250, ALIVE | step(STEPS) | SPREAD | epoch(BALANCE, 0, "0.1x8 0.9x292", layer="3")),
     # done: its series have ended and its Job is complete, or nobody knows of a Job
     (250, KNOWN | ENDED | step(GONE) | nodes("8x20 _x280", "8x20 _x280") | epoch(SAVED, 0, GONE)),
     (250, step(GONE) | nodes("8x20 _x280", "8x20 _x280") | epoch(SAVED, 0, GONE)),

@@ -16,6 +16,7 @@ from trainer.verify.ranks import run_ranks
 
 MOE = Moe(experts=6, top_k=2, ffn_hidden=12)
 MODEL = small(**LLAMA, moe=MOE)
+DOMAIN = (0, 0, 1)  # of three ranks
 
 
 def choices(case: str, tokens: int, seed: int) -> torch.Tensor:
@@ -67,8 +68,9 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
 
     def on(rank: int) -> dict:
         experts, counter = experts_of(slice(rank * 2, rank * 2 + 2)), CommCounter()
-        found = run(case, rank, ExpertDispatch(dist.group.WORLD, None, counter), experts)
-        return found | {"bytes": counter.bytes["ep"]}
+        levels = ["nvlink" if DOMAIN[other] == DOMAIN[rank] else "network" for other in range(ranks)]
+        found = run(case, rank, ExpertDispatch(dist.group.WORLD, None, counter, levels), experts)
+        return found | {"bytes": counter.bytes["ep"], "levels": dict(counter.levels)}
 
     found = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
@@ -80,6 +82,11 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
         # there and back, forward and backward: a row of 32 each; a weight there, its gradient back; the counts
         rows, weights, counts = 2 * 8 * 32 * (away + arrived), 8 * (away + arrived), 8 * 6 * 2 // 3
         assert found[rank]["bytes"] == rows + weights + counts
+        assert sum(found[rank]["levels"].values()) == rows + weights
+        outside = [other for other in range(ranks) if DOMAIN[other] != DOMAIN[rank]]
+        out = sum(int((routing.experts // 2 == other).sum()) for other in outside)
+        into = sum(int((case_of(case, other)[1].experts // 2 == rank).sum()) for other in outside)
+        assert found[rank]["levels"]["network"] == (out + into) * (2 * 8 * 32 + 8)
     for name, param in experts.named_parameters():
         mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
         torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
@@ -102,7 +109,8 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
         expert, part = divmod(rank, 2)
         share = 6 // expert_ranks
         experts = experts_of(slice(expert * share, (expert + 1) * share), slice(part * 6, part * 6 + 6))
-        return run(case, rank, ExpertDispatch(over_experts, over_slices, CommCounter()), experts)
+        levels = ["network"] * expert_ranks
+        return run(case, rank, ExpertDispatch(over_experts, over_slices, CommCounter(), levels), experts)
 
     ranks = 2 * expert_ranks
     found = run_ranks(on, ranks)

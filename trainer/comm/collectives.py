@@ -21,6 +21,9 @@ from torch import Tensor
 
 from . import gloo
 
+#: By what a rank reaches the experts of another: inside an NVLink domain, or between two.
+LEVELS = ("nvlink", "network")
+
 
 class TransferTrace(Protocol):
     """Where transfers are recorded (`trainer.metrics.trace.StepTrace`)."""
@@ -45,6 +48,7 @@ class CommCounter:
     last: str = ""  # the latest transfer
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    levels: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # bytes to experts, by level
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
@@ -80,9 +84,9 @@ class CommCounter:
 
     def close(self) -> CommAccount:
         """The account since the last call; a new one begins."""
-        closed = CommAccount(dict(self.bytes), dict(self._seconds), self._events)
+        closed = CommAccount(dict(self.bytes), dict(self._seconds), self._events, dict(self.levels))
         self._events = []
-        for account in (self.bytes, self.calls, self._seconds):
+        for account in (self.bytes, self.calls, self._seconds, self.levels):
             account.clear()
         return closed
 
@@ -99,9 +103,11 @@ class CommAccount:
     bytes: dict[str, int]
     waited: dict[str, float]  # seconds of the host
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
+    levels: dict[str, int]  # of the bytes, those to experts on other ranks, by level: "nvlink", "network"
 
     def seconds(self) -> dict[str, float]:
-        """Exposed seconds by axis. On CUDA it waits for events that have not happened yet."""
+        """Exposed seconds by axis, and by level of what goes to experts. On CUDA it waits for events that have not
+        happened yet."""
         found = defaultdict(float, self.waited)
         for axis, begin, end in self.events:
             if not end.query():
@@ -335,58 +341,3 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, count
         dist.all_to_all_single(out, tensor, group=group)
     ended()
     return out
-
-
-def all_to_all_uneven(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
-) -> Tensor:
-    """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the group, `received[i]`
-    rows came from it. What stays on this rank is not counted as sent."""
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    own = sent[group.rank()]
-    counter.count_sent("all-to-all", axis, (len(rows) - own) * rows[:1].nbytes if len(rows) else 0, group)
-    ended = counter.on_arrival()
-    with counter.waiting(axis, rows):
-        dist.all_to_all_single(out, rows, received, sent, group=group)
-    ended()
-    return out
-
-
-def all_gather_uneven(
-    rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
-) -> Tensor:
-    """[sizes[this rank], ...] -> [sum of `sizes`, ...]: the rows of all ranks of the group, in their order."""
-    here, out = group.rank(), rows.new_empty(sum(sizes), *rows.shape[1:])
-    parts = list(out.split(sizes))
-    parts[here].copy_(rows)
-    _exchange([rows] * len(sizes), parts, group, axis, counter, "all-gather")
-    return out
-
-
-def reduce_scatter_uneven(
-    rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
-) -> Tensor:
-    """[sum of `sizes`, ...] -> [sizes[this rank], ...]: the sum over the group of this rank's rows, added in the order
-    of the ranks."""
-    here, parts = group.rank(), [part.contiguous() for part in rows.split(sizes)]
-    arrived = [part if index == here else torch.empty_like(parts[here]) for index, part in enumerate(parts)]
-    _exchange(parts, arrived, group, axis, counter, "reduce-scatter")
-    total = arrived[0].clone()
-    for part in arrived[1:]:
-        total += part
-    return total
-
-
-def _exchange(
-    to: list[Tensor], into: list[Tensor], group: dist.ProcessGroup, axis: str, counter: CommCounter, what: str
-) -> None:
-    """Send `to[i]` to the i-th rank of the group and receive `into[i]` from it, all at once; empty ones not at all."""
-    others = [(index, rank) for index, rank in enumerate(dist.get_process_group_ranks(group)) if index != group.rank()]
-    counter.count_sent(what, axis, sum(to[index].nbytes for index, _ in others), group)
-    ended = counter.on_arrival()
-    with counter.waiting(axis, to[0]):
-        operations = [dist.P2POp(dist.isend, to[index].contiguous(), rank, group) for index, rank in others]
-        operations += [dist.P2POp(dist.irecv, into[index], rank, group) for index, rank in others]
-        for work in dist.batch_isend_irecv([one for one in operations if one.tensor.numel()] or operations):
-            work.wait()
-    ended()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
-from orchestrator.plan.expert_mesh import axes, expert_mesh, position, spread, tensor_ranks
+from orchestrator.plan.expert_mesh import axes, expert_mesh, nvlink_domain_of, position, spread, tensor_ranks
 from orchestrator.plan.schedules import copies_of
 from trainer.compat import bound_to_device, split_group
 
@@ -38,6 +38,7 @@ class Mesh:
     coord: Coord
     members: Mapping[str, tuple[int, ...]]  # axis or composite -> global ranks of this rank's group, ascending
     groups: Mapping[str, dist.ProcessGroup | None]
+    domains: tuple[int, ...] = ()  # the NVLink domain of each rank of the plan
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int, timeout: timedelta | None = None, split: bool | None = None) -> Mesh:
@@ -65,13 +66,15 @@ class Mesh:
                     everyone = ranks if not outside else _ends(members["pp"])
                     made[key] = _make(name, everyone, rank, parent, split, timeout)
                 groups[name] = made[key]
-        return cls(rank, plan.ranks[rank].coord, MappingProxyType(members), MappingProxyType(groups))
+        found = MappingProxyType(members), MappingProxyType(groups)
+        return cls(rank, plan.ranks[rank].coord, *found, tuple(nvlink_domain_of(plan)))
 
     @classmethod
     def alone(cls, plan: Plan, rank: int = 0) -> Mesh:
         """The same coordinates without process groups: for one process, dry runs and tests of pure code."""
         members = {name: members_of(plan, name, rank) for name in GROUPS}
-        return cls(rank, plan.ranks[rank].coord, MappingProxyType(members), MappingProxyType(dict.fromkeys(GROUPS)))
+        found = MappingProxyType(members), MappingProxyType(dict.fromkeys(GROUPS))
+        return cls(rank, plan.ranks[rank].coord, *found, tuple(nvlink_domain_of(plan)))
 
     def size(self, axis: str) -> int:
         return max(1, len(self.members[axis]))
@@ -91,6 +94,11 @@ class Mesh:
     def ranks(self, axis: str) -> tuple[int, ...]:
         """Global ranks of this rank's group; empty where it has none ("embedding" on a middle stage)."""
         return self.members[axis]
+
+    def levels(self, axis: str) -> tuple[str, ...]:
+        """By what this rank reaches each rank of its group, itself among them: "nvlink" or "network"."""
+        mine = self.domains[self.rank]
+        return tuple("nvlink" if self.domains[rank] == mine else "network" for rank in self.members[axis])
 
     def index(self, axis: str) -> int:
         """This rank's position in its group."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.comm.collectives import CommAccount
+from trainer.comm.collectives import LEVELS, CommAccount
 from trainer.pipeline.action_times import StepActions
 
 if TYPE_CHECKING:
@@ -28,16 +28,21 @@ class StepTimes:
     measured: bool
     phase_s: dict[str, float]
     comm_s: dict[str, float]
+    level_s: dict[str, float]  # of it, to experts on other ranks, by level
     idle_s: float
 
 
 class StepResult:
     """Made when a step is enqueued; `wait` and then `times` may be called once the next one is."""
 
-    def __init__(self, engine: Engine, values: Sequence[Tensor], measured: bool):
-        """`values`: 0-d tensors on the engine's device. Closes the step's accounts of times and bytes."""
+    def __init__(self, engine: Engine, values: Sequence[Tensor], measured: bool, table: Tensor | None = None):
+        """`values`: 0-d tensors on the engine's device, `table`: one of 2-d. Closes the step's accounts of times and
+        bytes."""
         self._cuda, self.measured = engine.device.type == "cuda", measured
         numbers = torch.stack([value.detach().double() for value in values])
+        self._count, self._width = len(numbers), 0
+        if table is not None:
+            numbers, self._width = torch.cat([numbers, table.double().flatten()]), table.shape[1]
         self._event: torch.cuda.Event | None = None
         if self._cuda:
             arriving = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -49,13 +54,17 @@ class StepResult:
         self._comm: CommAccount = engine.counter.close()
         self._phases: dict[str, float] = engine.timer.take()
         self._actions: StepActions = engine.pipeline.action_times.step
-        self.comm_bytes = self._comm.bytes
+        self.comm_bytes, self.level_bytes = self._comm.bytes, self._comm.levels
 
     def wait(self) -> list[float]:
         """The values, when the device has computed them."""
         if self._event is not None:
             self._event.synchronize()
-        return self._numbers.tolist()
+        return self._numbers[: self._count].tolist()
+
+    def table(self) -> list[list[float]]:
+        """After `wait`: the rows of the table, none without."""
+        return self._numbers[self._count :].view(-1, self._width).tolist() if self._width else []
 
     def times(self) -> StepTimes:
         """After `wait`: the step's events have happened, so reading them waits for nothing."""
@@ -63,4 +72,6 @@ class StepResult:
         if self._cuda:  # what the host took to enqueue forward and backward says nothing
             phases = {name: spent for name, spent in phases.items() if name not in ("forward", "backward")}
             phases |= self._actions.seconds_by_pass() if self.measured else {}
-        return StepTimes(self.measured, phases, self._comm.seconds(), self._actions.idle_seconds())
+        waited = self._comm.seconds()
+        levels = {level: waited.pop(level) for level in LEVELS if level in waited}
+        return StepTimes(self.measured, phases, waited, levels, self._actions.idle_seconds())

@@ -55,6 +55,11 @@ class LossTerms:
         finally:
             self._micro_batch = None
 
+    @property
+    def counts(self) -> bool:
+        """Whether the forward of a micro-batch that is no padding runs now, and not its recomputation."""
+        return self._micro_batch is not None and self._micro_batch < self._taken
+
     def add(self, name: str, x: Tensor, value: Tensor, divisor: float | None = None) -> Tensor:
         """`x`, on whose way the loss grows by `value` (0-d) / `divisor`, by default over the step's global number of
         valid tokens.

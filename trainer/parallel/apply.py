@@ -39,6 +39,7 @@ from trainer.model.state import states
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
+from .expert.load import ExpertMeter
 from .kept_inputs import KeptInputs
 from .params import DENSE, EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
@@ -63,6 +64,7 @@ class ModelPart:
     table: ParamTable
     terms: LossTerms
     state_table: ParamTable  # of what modules keep without gradient
+    expert_meter: ExpertMeter
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Every parameter once, in order of execution."""
@@ -102,6 +104,7 @@ def build(
     stages, table, state_table = list[Stage](), ParamTable(), ParamTable()
     terms = LossTerms()
     terms.declare(*term_names(plan.model))
+    meter = ExpertMeter(terms)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     for index in sorted(indices):
@@ -118,6 +121,7 @@ def build(
             apply_tensor_parallel(stage, infos, mesh, plan, counter)
         if plan.model.moe is not None:
             apply_to_experts(stage, mesh, par.sp, terms, counter)
+            meter.watch(stage)
         if mesh.group("cp") is not None:
             apply_context_parallel(stage, par.cp_method, mesh, counter)
         if plan.model.dropout:
@@ -137,7 +141,7 @@ def build(
         stages[-1].tie()
         info = table["embed.weight"]
         table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
-    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms, state_table)
+    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms, state_table, meter)
 
 
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:

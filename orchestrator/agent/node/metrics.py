@@ -23,6 +23,7 @@ from orchestrator import __version__
 from orchestrator.observe.goodput.intervals import WallState
 from orchestrator.observe.goodput.meter import WallMeter
 from orchestrator.plan import Plan
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.worker import EventReport, StepReport
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
@@ -32,6 +33,8 @@ _COUNTERS = {
     "orch_step": "Optimizer steps completed, replayed ones included.",
     "orch_tokens": "Tokens trained on, this node's share: sum over nodes gives the job.",
     "orch_comm_bytes": "Bytes sent by the workers of this node, by axis of parallelism.",
+    "orch_expert_bytes": "Of axis ep: bytes sent to experts of other ranks, by what reaches them.",
+    "orch_expert_seconds": "Of axis ep: seconds in the exchange, by its slowest level, summed over the workers.",
     "orch_comm_seconds": "Seconds in communication, summed over the workers of this node.",
     "orch_wall_seconds": "Seconds of this node's agent, each in one state (docs/reliability.md).",
     "orch_faults": "Failures, by kind and by who detected them.",
@@ -53,6 +56,12 @@ _GAUGES = {
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
     "orch_pipeline_bubble_ratio": "Share of the last step that a worker of this node waited for other stages, at most.",
+    "orch_expert_load_ratio": "Tokens of a layer's expert that got most over the mean, last sampled step.",
+    "orch_expert_rank_load_ratio": "The same of the ranks that share the layer's experts: it waits for the fullest.",
+    "orch_expert_balance_ratio": "Entropy of a layer's load: 1 even, 0 all tokens chose the same experts.",
+    "orch_expert_dropped_ratio": "Share of a layer's choices that no expert took.",
+    "orch_router_entropy_ratio": "Entropy of a token's scores, mean over tokens: 1 if all experts score equal.",
+    "orch_router_bias_range": "Highest less lowest balancing bias of a layer.",
     "orch_checkpoint_bytes": "Size of the last durable checkpoint.",
     "orch_memory_bytes": "Memory by category, of the worker of this node that uses most of it.",
     "orch_last_durable_checkpoint_timestamp_seconds": "When the last checkpoint was safely on disk.",
@@ -67,6 +76,14 @@ _GAUGES = {
 }
 _EXTRA = {
     "orch_loss_term": ["term"],
+    "orch_expert_bytes": ["level"],
+    "orch_expert_seconds": ["level"],
+    "orch_expert_load_ratio": ["layer"],
+    "orch_expert_rank_load_ratio": ["layer"],
+    "orch_expert_balance_ratio": ["layer"],
+    "orch_expert_dropped_ratio": ["layer"],
+    "orch_router_entropy_ratio": ["layer"],
+    "orch_router_bias_range": ["layer"],
     "orch_comm_bytes": ["axis"],
     "orch_comm_seconds": ["axis"],
     "orch_memory_bytes": ["category"],
@@ -178,6 +195,7 @@ class NodeMetrics(Collector):
             self.add("orch_comm_bytes", count, axis)
         for axis, seconds in report.comm_s.items():
             self.add("orch_comm_seconds", seconds, axis)
+        self._on_experts(report)
         if report.memory_bytes:
             self._memory[report.rank] = report.memory_bytes
             for category in report.memory_bytes:
@@ -190,6 +208,21 @@ class NodeMetrics(Collector):
         if dropped > 0:
             self._dropped[report.rank] = report.dropped_reports
             self.add("orch_reports_dropped", dropped)
+
+    def _on_experts(self, report: StepReport) -> None:
+        for level, count in report.expert_bytes.items():
+            self.add("orch_expert_bytes", count, level)
+        for level, seconds in report.expert_s.items():
+            self.add("orch_expert_seconds", seconds, level)
+        if (moe := self._plan.model.moe) is None:
+            return
+        for layer, load in report.experts.items():
+            self.set("orch_expert_load_ratio", load.ratio, layer)
+            self.set("orch_expert_rank_load_ratio", load.rank_ratio(expert_mesh(self._plan.parallel).ep), layer)
+            self.set("orch_expert_balance_ratio", load.balance(moe.top_k), layer)
+            self.set("orch_expert_dropped_ratio", load.dropped, layer)
+            self.set("orch_router_entropy_ratio", load.entropy, layer)
+            self.set("orch_router_bias_range", load.bias and load.bias[1] - load.bias[0], layer)
 
     def on_event(self, report: EventReport, at: float) -> None:
         if report.name == "checkpoint_failed":

@@ -10,6 +10,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from orchestrator.observe.expert_loads import Loads
     from orchestrator.observe.rank_trace import Timeline
     from orchestrator.plan import Plan
     from orchestrator.run.folder import RunFolder
@@ -18,22 +19,28 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
     parser.add_argument("--rank", type=int, metavar="N", help="whose memory over time (default: the fullest planned)")
+    parser.add_argument("--experts", metavar="FILE", type=Path, help="draw load by expert over steps: .png .svg .html")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw that memory over time: .png .svg .html")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import open_run, plan_of_run
+    from orchestrator.observe.expert_loads import loads_of
     from orchestrator.observe.report import make_report
     from orchestrator.observe.timeline import nodes_of, read_events, read_steps
 
-    if args.plot:
-        from orchestrator.observe.plots.plan_picture import ending
+    for name, path in (("--plot", args.plot), ("--experts", args.experts)):
+        if path:
+            from orchestrator.observe.plots.plan_picture import ending
 
-        ending(args.plot)  # before the work, not after it
+            ending(path, name)  # before the work, not after it
     folder, backend = open_run(args.run)
     plan, state = plan_of_run(folder), backend.state(folder)
     nodes = nodes_of(plan, state)
-    report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
+    lines = read_steps(folder, nodes)
+    report, loads = make_report(plan, state, lines, read_events(folder, nodes)), loads_of(lines)
+    if args.experts:
+        _plot_experts(args.experts, folder.run_id, plan, loads)
     _add_drift(report, plan, folder.run_id)
     timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
     if args.plot and timeline is not None:
@@ -44,7 +51,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.cli.terminal import style
         from orchestrator.observe.pages.report_page import render
 
-        print(render(report, plan, style(), timeline))
+        print(render(report, plan, style(), timeline, loads))
     return Exit.DONE
 
 
@@ -98,3 +105,15 @@ def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
     title = f"{plan.model.name or 'program'} on {plan.cluster.name}: {run_id}"
     notes = [f"{step.name}: peak {sum(timeline.peak(step).values()):,} bytes" for step in timeline.steps]
     write(figure(timeline, title), path, title, notes)
+
+
+def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
+    from orchestrator.observe.plots.expert_picture import figure
+    from orchestrator.observe.plots.plan_picture import write
+
+    if not loads:
+        why = "its model has none" if plan.model.moe is None else "no step was sampled yet (train.log_every_steps)"
+        raise OrchError(f"--experts {path}: run {run_id} has no load of experts: {why}", Exit.USAGE)
+    title = f"load by expert: {run_id}"
+    notes = [f"layer {layer}: {len(steps)} steps" for layer, steps in loads.items()]
+    write(figure(loads, title), path, title, notes, "--experts")

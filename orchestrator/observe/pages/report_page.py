@@ -9,19 +9,24 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrator.observe.expert_loads import Loads
 from orchestrator.observe.rank_trace import Timeline
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
 from orchestrator.style import CATEGORY_COLOUR, GRAY, YELLOW, Style, percent, seconds, si, three
 
+from . import expert_page
 from .goodput_page import goodput
 from .plan_page import CATEGORIES
 
 Pair = Mapping[str, float | None]  # "planned" and "measured"; of some also "low", "high", "inside", "z"
 
 
-def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None) -> str:
-    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded."""
+def render(
+    report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None, loads: Loads | None = None
+) -> str:
+    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded; `loads`: of experts,
+    if steps were sampled."""
     parts = [_run(report, style), goodput(report, style)]
     if report["step_s"]["measured"] is not None or not plan.program:
         parts.append(_speed(report, style))
@@ -33,6 +38,8 @@ def render(report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline 
         return "\n\n".join(parts)
     if plan.parallel.world_size > 1:
         parts.append(_communication(report, style))
+    if loads:
+        parts.append(expert_page.render(plan, loads, style))
     parts.append(_formulas(report, plan, style))
     return "\n\n".join(parts)
 
@@ -123,6 +130,13 @@ def _communication(report: dict[str, Any], style: Style) -> str:
     if waits:
         text = ", ".join(f"{axis} {seconds(value)}" for axis, value in waits.items())
         lines += textwrap.wrap(f"waited for, in the median step: {text}", style.width)
+    if report["expert_bytes_per_step"]:
+        spent = report["expert_s_per_step"]
+        sent = [
+            f"{level} {binary(size)}" + (f" in {seconds(spent[level])}" if level in spent else "")
+            for level, size in report["expert_bytes_per_step"].items()
+        ]
+        lines += textwrap.wrap(f"to experts of other ranks: {', '.join(sent)}", style.width)
     return "\n".join(lines)
 
 

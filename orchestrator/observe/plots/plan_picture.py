@@ -39,22 +39,22 @@ def save(plan: Plan, path: Path) -> None:
     )
 
 
-def ending(path: Path) -> str:
+def ending(path: Path, option: str = "--plot") -> str:
     """The format that a file's name asks for. Raises OrchError (64) for one that there is not."""
     found = path.suffix.lower()
     if found not in FORMATS:
-        raise OrchError(f"--plot {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
+        raise OrchError(f"{option} {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
     return found
 
 
-def write(drawn: Figure, path: Path, title: str, notes: Sequence[str]) -> None:
+def write(drawn: Figure, path: Path, title: str, notes: Sequence[str], option: str = "--plot") -> None:
     """The picture in the format of its name; a page has a title and a list of notes as well."""
-    kind = ending(path)
+    kind = ending(path, option)
     data = _html(drawn, title, notes) if kind == ".html" else _image(drawn, kind[1:])
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise OrchError(f"--plot {path}: {error.strerror}", Exit.USAGE) from None
+        raise OrchError(f"{option} {path}: {error.strerror}", Exit.USAGE) from None
 
 
 def figure(plan: Plan) -> Figure:

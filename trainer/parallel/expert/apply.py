@@ -31,7 +31,8 @@ def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counte
     experts, tensor = mesh.group("experts"), mesh.group("tp")
     each_its_own = sp and experts is not None
     if experts is not None:
-        mixture.dispatch = ExpertDispatch(experts, mesh.group("etp") if each_its_own else None, counter)
+        slices = mesh.group("etp") if each_its_own else None
+        mixture.dispatch = ExpertDispatch(experts, slices, counter, mesh.levels("experts"))
     if tensor is None:
         return
     if each_its_own:

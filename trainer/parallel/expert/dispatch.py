@@ -12,15 +12,15 @@ slices, and sum and scatter the partial results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.comm.collectives import CommCounter, all_gather, all_gather_uneven, all_to_all, all_to_all_uneven
-from trainer.comm.collectives import reduce_scatter_uneven as scatter_uneven
+from trainer.comm.collectives import CommCounter, all_gather, all_to_all
+from trainer.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
 from trainer.model.experts import Copies, Experts
 from trainer.model.router import Routing
 
@@ -56,13 +56,19 @@ class ExpertDispatch:
     """Replaces `model.experts.dispatch`.
 
     The i-th rank of `expert_group` holds the i-th run of experts, each rank of `tensor_group` a slice of each of them;
-    None: one rank. Ranks of `tensor_group` bring different tokens (sequence parallelism).
+    None: one rank. Ranks of `tensor_group` bring different tokens (sequence parallelism). `levels`: of the ranks of
+    `expert_group`, as `Mesh.levels` has them.
     """
 
     def __init__(
-        self, expert_group: dist.ProcessGroup | None, tensor_group: dist.ProcessGroup | None, counter: CommCounter
+        self,
+        expert_group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None,
+        counter: CommCounter,
+        levels: Sequence[str],
     ):
         self.expert_group, self.tensor_group, self.counter = expert_group, tensor_group, counter
+        self.levels = levels
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
         ranks = self.expert_group.size() if self.expert_group is not None else 1
@@ -91,7 +97,7 @@ class ExpertDispatch:
         sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
 
         def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-            return all_to_all_uneven(rows, sent, received, group, AXIS, self.counter)
+            return all_to_all_uneven(rows, sent, received, group, AXIS, self.counter, self.levels)
 
         return Move(lambda rows: exchange(rows, sent, received), lambda rows: exchange(rows, received, sent)), arriving
 
@@ -104,6 +110,6 @@ class ExpertDispatch:
             return all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
         def scatter(rows: Tensor) -> Tensor:
-            return scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
+            return reduce_scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
         return Move(gather, scatter), everyone

@@ -1,0 +1,98 @@
+"""What the routers of a rank choose, in the steps that are sampled: tokens by expert and the entropy of their scores.
+
+A step that is not sampled costs a comparison a layer. One that is adds to a table on the device, which the host reads
+with the step's other numbers: it never waits.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan.expert_load import ExpertLoad
+from trainer.comm.collectives import CommCounter, all_reduce
+from trainer.comm.mesh import Mesh
+from trainer.model.experts import Enter, MixtureOfExperts
+from trainer.model.loss import LossTerms
+from trainer.model.router import Routing
+from trainer.model.stage import Stage
+from trainer.model.state import states
+
+#: Columns of a layer's row behind the tokens of its experts.
+ENTROPY, TOKENS, LOWEST, HIGHEST = range(4)
+_MORE = 4
+
+
+class ExpertMeter:
+    """Sums over the micro-batches of a step. Layers are those of this rank, in model order."""
+
+    def __init__(self, terms: LossTerms):
+        self.terms, self.on = terms, False
+        self.mixtures: dict[int, MixtureOfExperts] = {}
+        self._rows: dict[int, Tensor] = {}
+
+    def watch(self, stage: Stage) -> None:
+        """Look at the tokens of each mixture of experts where they enter it, before tensor-parallel ranks gather them;
+        last, since what was put there before stays."""
+        for name, block in stage.blocks.items():
+            if isinstance(block.mlp, MixtureOfExperts):
+                self.mixtures[int(name)] = block.mlp
+                block.mlp.enter = self._around(int(name), block.mlp.enter)
+
+    def start(self, on: bool) -> None:
+        """Begin a step; `on`: it is sampled."""
+        self.on = on and bool(self.mixtures)
+        self._rows.clear()
+
+    def totals(self, mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor | None:
+        """float64 [layers of this rank, experts + 4] over all ranks with these layers; None if the step is not sampled.
+        Collective among them."""
+        if not self.on:
+            return None
+        table = torch.stack([self._rows.get(layer, self._empty(one)) for layer, one in sorted(self.mixtures.items())])
+        if sp:
+            all_reduce(table, mesh.group("tp"), "tp", counter)
+        all_reduce(table, mesh.group("grad"), "dp", counter)
+        for row, (_, mixture) in zip(table, sorted(self.mixtures.items()), strict=True):
+            if (bias := balancing_bias(mixture)) is not None:
+                row[LOWEST - _MORE], row[HIGHEST - _MORE] = bias.min(), bias.max()
+        return table
+
+    def loads(self, table: list[list[float]]) -> dict[str, ExpertLoad]:
+        """What `totals` has computed, by the number of the layer in the model."""
+        found = {}
+        for (layer, mixture), row in zip(sorted(self.mixtures.items()), table, strict=True):
+            tokens, (entropy, count, *bias) = [round(one) for one in row[:-_MORE]], row[-_MORE:]
+            share = entropy / (max(count, 1.0) * log(len(tokens))) if len(tokens) > 1 else 0.0
+            ends = (bias[0], bias[1]) if balancing_bias(mixture) is not None else None
+            found[str(layer)] = ExpertLoad(tokens, share, bias=ends)
+        return found
+
+    def _around(self, layer: int, enter: Enter) -> Enter:
+        def watched(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+            if self.on and self.terms.counts:
+                self._add(layer, routing)
+            return enter(x, routing)
+
+        return watched
+
+    @torch.no_grad()
+    def _add(self, layer: int, routing: Routing) -> None:
+        row = self._rows.setdefault(layer, self._empty(self.mixtures[layer]))
+        chosen = routing.experts.flatten()
+        row.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=row.dtype))  # `bincount` would wait for the device
+        more = row[-_MORE:]
+        more[ENTROPY] += torch.special.entr(routing.scores).sum()
+        more[TOKENS] += len(routing.experts)
+
+    @staticmethod
+    def _empty(mixture: MixtureOfExperts) -> Tensor:
+        weight = mixture.router.weight
+        return torch.zeros(len(weight) + _MORE, dtype=torch.float64, device=weight.device)
+
+
+def balancing_bias(mixture: MixtureOfExperts) -> Tensor | None:
+    """What moves the choice of experts and has no gradient, [experts]; None without."""
+    return next((getattr(module, key) for _, module, key, _ in states(mixture) if key.endswith("bias")), None)
