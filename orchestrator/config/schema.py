@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from orchestrator.plan.document import Axis, CpMethod, Frozen, Matmul, Mla, Moe, Precision, Recompute, Yarn
+from orchestrator.plan.document import AllToAll, Axis, CpMethod, Frozen, Matmul, Mla, Moe, Precision, Recompute, Yarn
 
 # ------------------------------------------------------------------------------------------- kinds of values
 
@@ -187,6 +187,7 @@ class ParallelSpec(Frozen):
     ep: Degree | None = None
     etp: Degree | None = None  # ranks of tp that each expert is cut over; None: all. The others hold different experts
     fold_cp: bool = False  # ranks of cp hold different experts
+    expert_all_to_all: AllToAll | None = None  # None: direct; hierarchical: a token goes once to each NVLink domain
     pp: Degree | None = None
     dp: Degree | None = None  # None: what the cluster leaves
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # None: 0

@@ -27,6 +27,8 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 #: tensor, one a row, one a block of 128 (DeepSeek-V3, arXiv 2412.19437), one a block of 32 (OCP MX); 4 bits, one a
 #: block of 16.
 Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
+#: hierarchical: a token goes once to each NVLink domain that holds some of its experts, and from there on to them.
+AllToAll = Literal["direct", "hierarchical"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -206,6 +208,7 @@ class Parallel(Frozen):
     replica_micro_batches: list[int] = []  # of each data-parallel replica, where it does not divide; empty: all alike
     etp: int | UnsetType = UNSET  # ranks of tp that each expert is cut over, where fewer (`plan.expert_mesh`)
     fold_cp: bool | UnsetType = UNSET  # ranks of cp hold different experts
+    expert_all_to_all: AllToAll | UnsetType = UNSET  # UNSET: direct
 
 
 class Coord(Frozen):
@@ -222,9 +225,6 @@ class Rank(Frozen):
     gpu: int  # local index on its node
     nic: int  # local index of the NIC nearest to that GPU
     coord: Coord
-
-
-# ---------------------------------------------------------------------------------------------- predictions
 
 
 class AxisPlacement(Frozen):

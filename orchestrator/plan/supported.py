@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from msgspec import UNSET, Struct, UnsetType
 
 from .batch import share
-from .document import TABLE, BatchRamp, Cluster, CpMethod, Matmul, Model, Precision
+from .document import TABLE, AllToAll, BatchRamp, Cluster, CpMethod, Matmul, Model, Precision
 from .domains import domains_of
 from .expert_mesh import axes, expert_mesh
 
@@ -41,6 +41,7 @@ class Case(Struct, frozen=True, kw_only=True):
     zero_group: int = 0
     etp: int | UnsetType = UNSET
     fold_cp: bool | UnsetType = UNSET
+    expert_all_to_all: AllToAll | UnsetType = UNSET
     allow_tp_across_nvlink: bool
     micro_batch_size: int
     global_batch_samples: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from . import hierarchy
 from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
@@ -86,7 +87,7 @@ def case_of(plan: Plan) -> Case:
     """The choice of degrees that a plan holds."""
     par, train = plan.parallel, plan.job.train
     names = ["tp", "cp", "ep", "pp", "dp", "vpp", "zero", "sp", "schedule", "schedule_rows", "cp_method", "zero_group"]
-    names += ["etp", "fold_cp"]
+    names += ["etp", "fold_cp", "expert_all_to_all"]
     names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
     same: dict[str, Any] = {name: getattr(par, name) for name in names}
     same |= {name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")}
@@ -107,6 +108,7 @@ def problems(plan: Plan) -> Iterator[str]:
         return
     case, train, layers = case_of(plan), plan.job.train, plan.model.layers
     yield from filter(None, (rule(case) for rule in (*TRAINER.values(), *LAYOUT.values())))
+    yield from filter(None, [hierarchy.problem(plan)])
     if train.recompute == "budget" and len(train.recompute_layers) != layers:
         yield f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for {layers} layers"
 

@@ -6,7 +6,7 @@ from msgspec import UNSET, structs
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
-from orchestrator.plan import SCHEMA, Exit, Plan, seal
+from orchestrator.plan import SCHEMA, Exit, Plan, hierarchy, seal
 from orchestrator.plan.document import Cluster, Memory
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
@@ -88,6 +88,8 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
         warnings=[],
         certificate=certified(certificate, time.step_s),
     )
+    if problem := hierarchy.problem(plan):
+        raise OrchError(f"parallel: {problem}", Exit.CONFIG)
     return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative, any_layout)))
 
 

@@ -37,6 +37,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         sp=tp > 1 if par.sp is None else par.sp,
         etp=UNSET if par.etp is None else par.etp,
         fold_cp=True if par.fold_cp else UNSET,
+        expert_all_to_all=par.expert_all_to_all if par.expert_all_to_all == "hierarchical" else UNSET,
         schedule=TABLE if par.schedule_file else par.schedule,
         schedule_rows=_schedule_rows(par),
         cp_method=par.cp_method or "zigzag",
@@ -90,6 +91,7 @@ def global_batch(config: Config) -> int:
 def make_parallel(config: Config, case: Case) -> doc.Parallel:
     """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys contradict them."""
     names = ["tp", "cp", "ep", "pp", "dp", "zero", "vpp", "cp_method", "schedule_rows", "etp", "fold_cp"]
+    names += ["expert_all_to_all"]
     names += ["micro_batch_size", "micro_batches", "global_batch_samples"]
     same: dict[str, Any] = {name: getattr(case, name) for name in names}
     par = config.parallel

@@ -23,7 +23,7 @@ from .placement.rank_assignment import assign_ranks
 
 #: Keys of `parallel` that say how a model is computed: without one they mean nothing. Others (zero, vpp, sp) are put
 #: into the plan, where the program can read them.
-_OF_A_MODEL = ("schedule", "schedule_file", "cp_method", "micro_batch_size", "stage_layers")
+_OF_A_MODEL = ("schedule", "schedule_file", "cp_method", "etp", "expert_all_to_all", "micro_batch_size", "stage_layers")
 
 
 def plan_program(config: Config, cluster: doc.Cluster) -> Plan:

@@ -118,7 +118,7 @@ def of_entry(base: Config, entry: Entry) -> Config:
         **entry.train,
     )
     optim = structs.replace(base.optim, warmup_steps=0)
-    cluster = one_node(base.cluster, entry.processes)
+    cluster = few_nodes(base.cluster, entry.processes, entry.nodes)
     config = structs.replace(base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim)
     return _with_budget(config) if entry.recompute == "budget" else config
 
@@ -140,7 +140,8 @@ def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set
     count = scale.micro_batches(config, degrees, one, own_batch or "experiment" in given)
     config = scale.scaled(config, degrees, one, named)
     par, train = config.parallel, config.train
-    config = structs.replace(config, cluster=one_node(config.cluster, scale.ranks(one)), nodes=None)
+    nodes = 2 if config.parallel.expert_all_to_all == "hierarchical" and scale.ranks(one) % 2 == 0 else 1
+    config = structs.replace(config, cluster=few_nodes(config.cluster, scale.ranks(one), nodes), nodes=None)
     if not fits or "train.seq_len" not in given:
         piece = 2 * one["cp"] * one["tp"]
         train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
@@ -163,13 +164,14 @@ def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set
     return _with_budget(config) if budget else config
 
 
-def one_node(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
-    """The same hardware as one node of `gpus`: what is verified is the arithmetic, not the placement."""
+def few_nodes(cluster: ClusterSpec, gpus: int, nodes: int = 1) -> ClusterSpec:
+    """The same hardware as `gpus` in one node: what is verified is the arithmetic, not the placement. In several,
+    each an NVLink domain, where the arithmetic depends on them."""
     return structs.replace(
         cluster,
-        nodes=1,
-        gpus_per_node=gpus,
+        nodes=nodes,
+        gpus_per_node=gpus // nodes,
         nvlink=structs.replace(cluster.nvlink, domain_nodes=1),
         nic=structs.replace(cluster.nic, per_node=1, rails=1),
-        levels=[structs.replace(cluster.levels[0], nodes_per_switch=1)],
+        levels=[structs.replace(cluster.levels[0], nodes_per_switch=nodes)],
     )

@@ -33,7 +33,7 @@ from orchestrator.plan.document import Precision
 from orchestrator.plan.trained import problems
 from orchestrator.plan.worker import WorkerEnv
 
-from .cells import one_node
+from .cells import few_nodes
 
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 #: Words that a user may give; everything else of a job is the cases' own.
@@ -198,7 +198,7 @@ def _plan(config: Config, precision: Precision, turn: int, apart: bool, size: in
     ranks = prod(degrees)
     if ranks > MOST_RANKS:
         raise _Refused(f"{ranks} ranks are too many to run on one machine (at most {MOST_RANKS})")
-    cluster = one_node(config.cluster, ranks)
+    cluster = few_nodes(config.cluster, ranks)
     gpu = structs.replace(cluster.gpu, peak_tflops=dict.fromkeys(PRECISIONS, 0.02))  # what is verified is arithmetic
     piece = 2 * degrees[1] * degrees[0]
     train = structs.replace(

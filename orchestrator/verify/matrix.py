@@ -108,6 +108,10 @@ class Entry(NamedTuple):
         return degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] * degrees["ep"]
 
     @property
+    def nodes(self) -> int:
+        return max((technique.nodes for technique in self.techniques), default=1)
+
+    @property
     def recompute(self) -> str:
         return next((t.recompute for t in self.techniques if t.recompute != "none"), "none")
 

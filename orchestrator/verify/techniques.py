@@ -21,6 +21,7 @@ class Technique(NamedTuple):
     dropout: float = 0.0
     model: dict[str, Any] = {}  # fields of the model that it needs
     train: dict[str, Any] = {}  # further keys of `train`
+    nodes: int = 1  # that its ranks lie on
 
 
 def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
@@ -71,6 +72,24 @@ _FOLDED = (
     _folded("cp2 ep2 over it, zero2 hybrid", cp=2, dp=4, fold_cp=True, zero=2, zero_group=4),
     _folded("tp2 pp2 etp1 ep4, zb_h1", DEEPSEEK, tp=2, pp=2, ep=2, etp=1, schedule="zb_h1"),
     _folded("tp2 cp2 pp2 etp1 ep4, dualpipe", tp=2, cp=2, pp=2, etp=1, fold_cp=True, schedule="dualpipe"),
+)
+
+
+def _by_domain(name: str, model: dict[str, Any] = MIXTURE, nodes: int = 2, **parallel: Any) -> Technique:
+    recompute = parallel.pop("recompute", "none")
+    parallel |= {"expert_all_to_all": "hierarchical", "allow_tp_across_nvlink": True}
+    return Technique(name, parallel, recompute, model=model, pairs="none", nodes=nodes)
+
+
+#: Tokens go once to each of several NVLink domains.
+_BY_DOMAIN = (
+    _by_domain("ep4 hierarchical", ep=4),
+    _by_domain("ep2 hierarchical, full", recompute="full", ep=2),
+    _by_domain("ep4 hierarchical deepseek, dp2 zero2", DEEPSEEK, nodes=4, ep=4, dp=2, zero=2),
+    _by_domain("tp2 ep4 hierarchical", DEEPSEEK, tp=2, ep=4),
+    _by_domain("tp2 etp1 ep8 hierarchical", DEEPSEEK, tp=2, etp=1, ep=4),
+    _by_domain("cp4 ep4 over it, hierarchical", cp=4, fold_cp=True),
+    _by_domain("ep4 pp2 hierarchical, zb_h1", nodes=4, ep=4, pp=2, schedule="zb_h1"),
 )
 
 #: Gradients, master weights and moments in the memory of the host.
@@ -146,6 +165,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("ep2 deepseek", {"ep": 2}, model=DEEPSEEK, deep=True),
         Technique("ep4", {"ep": 4}, model=MIXTURE, pairs="deep"),
         *_FOLDED,
+        *_BY_DOMAIN,
         Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),

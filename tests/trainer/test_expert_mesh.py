@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 
 import pytest
 
+from orchestrator.plan import hierarchy
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_mesh import expert_mesh, position
 from orchestrator.plan.trained import problems
 from tests.beds.plans import make_plan, tiny_model
-from trainer.comm.mesh import members_of
+from trainer.comm.mesh import DOMAIN_GROUPS, groups_used, members_of
 
 MODEL = tiny_model(moe=Moe(experts=8, top_k=2, ffn_hidden=8))
 
@@ -42,6 +43,61 @@ def test_groups_hold_each_expert_once(etp, fold_cp, order):
         assert sorted(held(peer) for peer in whole) == every, "each expert once, on all stages"
         shard, replica = (members_of(plan, f"expert_{name}", rank) for name in ("shard", "replica"))
         assert set(shard) & set(replica) == {rank} and len(shard) * len(replica) == mesh.edp
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(ep=4, nodes=2),
+        dict(ep=4, dp=2, nodes=4),
+        dict(tp=2, ep=4, nodes=4),
+        dict(tp=2, ep=4, etp=1, nodes=2),
+        dict(cp=4, ep=2, fold_cp=True, nodes=4),
+        dict(ep=4, nodes=4),
+    ],
+)
+def test_domain_groups_by_their_definition(layout):
+    """Inside: same NVLink domain; across: one rank of each domain, all in the same place of theirs."""
+    plan = make_plan(**layout, expert_all_to_all="hierarchical", model=MODEL)
+    assert hierarchy.problem(plan) is None and hierarchy.is_hierarchical(plan)
+    groups = hierarchy.expert_groups(plan)
+    for rank in plan.ranks:
+        experts, inside, across = (members_of(plan, name, rank.rank) for name in ("experts", *DOMAIN_GROUPS))
+        assert list(experts) in groups
+        assert [one for one in experts if plan.ranks[one].node == rank.node] == list(inside)
+        assert len({plan.ranks[one].node for one in across}) == len(across) == len(experts) // len(inside)
+        assert set(inside) & set(across) == {rank.rank}
+        places = [members_of(plan, "experts_inside", one).index(one) for one in across]
+        assert len(set(places)) == 1 and list(across) == sorted(across)
+    assert set(DOMAIN_GROUPS) <= set(groups_used(plan))
+    assert not set(DOMAIN_GROUPS) & set(groups_used(make_plan(**layout, model=MODEL)))
+
+
+def test_tokens_that_cannot_go_by_domain_are_refused_with_what_can():
+    def refused(moe=MODEL.moe, **layout):
+        plan = make_plan(**layout, expert_all_to_all="hierarchical", model=tiny_model(moe=moe))
+        found = hierarchy.problem(plan)
+        assert found is None or found in problems(plan)
+        return found
+
+    assert refused(ep=4, nodes=1) is None, "one domain: straight"
+    assert "without expert parallelism; legal: direct" in refused(dp=2)
+    assert "lie 6 + 2 in their" in refused(ep=8, dp=3, nodes=4)
+    assert "some groups of 4 ranks" in refused(ep=4, dp=3, nodes=2)
+    limited = Moe(experts=8, top_k=2, ffn_hidden=8, groups=2, top_groups=1)
+    assert refused(limited, ep=4, nodes=2) is None
+    assert "nearest: 2 domains (ep=2)" in refused(limited, ep=4, nodes=4)
+
+
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (4, 4), (2, 1)])
+@pytest.mark.parametrize("domains", [1, 2])
+def test_expected_landings_against_every_choice(groups, top_groups, domains):
+    moe = Moe(experts=8, top_k=2, ffn_hidden=8, groups=groups, top_groups=top_groups)
+    found = []
+    for chosen in combinations(range(groups), top_groups):
+        held = [expert for expert in range(8) if expert // (8 // groups) in chosen]
+        found += [len({expert // (8 // domains) for expert in pair}) for pair in combinations(held, 2)]
+    assert hierarchy.landings(moe, domains) == pytest.approx(sum(found) / len(found), rel=1e-12)
 
 
 def test_a_plan_names_the_legal_words():

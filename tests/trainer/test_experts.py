@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from orchestrator.plan.document import Moe
+from orchestrator.planner.cost.collective import sent_bytes
+from orchestrator.planner.cost.expert_exchange import phases
+from orchestrator.planner.cost.fabric import Fabric
+from orchestrator.planner.cost.traffic import RecomputedShare, expert_operations
+from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter
 from trainer.model.experts import Dispatch, Experts, dispatch
 from trainer.model.router import Routing
 from trainer.parallel.expert.dispatch import ExpertDispatch
+from trainer.parallel.expert.hierarchical import HierarchicalDispatch
 from trainer.verify.ranks import run_ranks
 
 MOE = Moe(experts=6, top_k=2, ffn_hidden=12)
@@ -90,6 +100,88 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
     for name, param in experts.named_parameters():
         mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
         torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"])
+@pytest.mark.parametrize(("domains", "inside"), [(2, 3), (3, 2), (3, 1)])
+def test_tokens_go_once_to_each_domain(case, domains, inside):
+    ranks = domains * inside
+    each, here = 6 // ranks, 6 // domains  # experts of a rank, of a domain
+
+    def on(rank: int) -> dict:
+        near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][rank // inside]
+        across = [dist.new_group([*range(i, ranks, inside)]) for i in range(inside)][rank % inside]
+        experts, counter = experts_of(slice(rank * each, (rank + 1) * each)), CommCounter()
+        to = ExpertDispatch(near if inside > 1 else None, None, counter, ["nvlink"] * inside)
+        levels = ["nvlink" if d == rank // inside else "network" for d in range(domains)]
+        found = run(case, rank, HierarchicalDispatch(across, to, counter, levels), experts)
+        return found | {"levels": dict(counter.levels)}
+
+    found, experts = run_ranks(on, ranks), experts_of(slice(0, 6))
+    row, weight, label = 8 * 32, 8, 4
+    for rank in range(ranks):
+        compare(found[rank], run(case, rank, dispatch, experts), atol=1e-11)
+        sent = 0
+        for other in range(rank % inside, ranks, inside):  # its counterpart in each domain
+            if other != rank:
+                out, into = (
+                    case_of(case, r)[1].experts // here == d // inside for r, d in ((rank, other), (other, rank))
+                )
+                # rows there and back, in both passes; weights there, their gradients back; labels there
+                sent += 2 * row * int(out.any(1).sum() + into.any(1).sum())
+                sent += (weight + label) * int(out.sum()) + weight * int(into.sum())
+        assert found[rank]["levels"].get("network", 0) == sent
+    for name, param in experts.named_parameters():
+        mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
+        torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("domains", "inside"), [(2, 3), (3, 2)])
+def test_bytes_by_level_are_those_of_the_plan(domains, inside):
+    """Of tokens that make each pair of choices equally often, as the plan takes it: exactly, beside weights, labels."""
+    ranks = domains * inside
+    tokens = [pair for pair in itertools.combinations(range(6), 2) for _ in range(2)]
+    routing = Routing(torch.tensor(tokens), *[torch.full((30, 2), 0.5, dtype=torch.float64)] * 3)
+
+    def on(rank: int) -> dict:
+        near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][rank // inside]
+        across = [dist.new_group([*range(i, ranks, inside)]) for i in range(inside)][rank % inside]
+        experts, found = experts_of(slice(rank, rank + 1)), {}
+        levels = ["nvlink" if other // inside == rank // inside else "network" for other in range(ranks)]
+        for name in ("direct", "hierarchical"):
+            counter = CommCounter()
+            to = ExpertDispatch(dist.group.WORLD, None, counter, levels)
+            if name == "hierarchical":
+                by_domain = ["nvlink" if d == rank // inside else "network" for d in range(domains)]
+                to = ExpertDispatch(near, None, counter, ["nvlink"] * inside)
+                to = HierarchicalDispatch(across, to, counter, by_domain)
+            to(torch.zeros(30, 32, dtype=torch.float64), routing, experts)
+            found[name] = dict(counter.levels)
+        return found
+
+    train = structs.replace(make_plan().job.train, precision="fp64", seq_len=30)
+    for found in run_ranks(on, ranks):
+        for name, sent in found.items():
+            way = {} if name == "direct" else {"expert_all_to_all": name}
+            plan = make_plan(ep=ranks, nodes=domains, model=MODEL, **way)
+            path = Fabric(plan.cluster).path(np.arange(ranks)[None], "exchange")
+            share = RecomputedShare(0, 0, 0, 0)
+            parts = phases(path, MODEL, plan.parallel)
+            par = structs.replace(plan.parallel, micro_batch_size=1)
+            (operation, size, _), *_ = expert_operations(MODEL, par, train, share)
+            planned = {"nvlink": 0.0, "network": 0.0}
+            for part in parts:
+                for level, of in part.share.items():
+                    planned["nvlink" if level == "nvlink" else "network"] += 2 * of * sent_bytes(operation, size, ranks)
+            away = {"nvlink": (inside - 1) / ranks, "network": (ranks - inside) / ranks}  # of the copies, by weight
+            if name == "hierarchical":
+                away["nvlink"] = (inside - 1) / inside
+            label = {"nvlink": 0, "network": 4 * (name == "hierarchical")}
+            extra = {level: 60 * of * (8 + label[level]) for level, of in away.items()}
+            assert sent == pytest.approx({level: planned[level] + extra[level] for level in sent}, rel=1e-12)
+    assert found["hierarchical"]["network"] < found["direct"]["network"]
 
 
 @pytest.mark.process

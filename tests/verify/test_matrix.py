@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.plan.hierarchy import is_hierarchical
 from orchestrator.plan.parity import Cell
 from orchestrator.verify import matrix, techniques
 from orchestrator.verify.cells import of_entries
@@ -82,6 +83,13 @@ def test_every_technique_of_a_pair_meets_every_variation(part):
             met.setdefault(technique.name, set()).add(entry.variation[part])
     choices = {variation[part] for variation in matrix.VARIATIONS}
     assert all(met[technique.name] == choices for _, technique in ALL if technique.pairs == "all")
+
+
+def test_cells_whose_tokens_go_by_domain_have_domains():
+    entries = [entry for entry in matrix.full() if "expert_all_to_all" in entry.degrees]
+    assert len(entries) >= 7
+    for cell in of_entries(entries, None):
+        assert is_hierarchical(cell.plan) and len({rank.node for rank in cell.plan.ranks}) > 1
 
 
 def test_names_are_unique_and_the_planner_takes_every_cell():

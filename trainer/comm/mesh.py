@@ -12,6 +12,7 @@ import torch.distributed as dist
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.plan.expert_mesh import axes, expert_mesh, nvlink_domain_of, position, spread, tensor_ranks
+from orchestrator.plan.hierarchy import hierarchy, is_hierarchical
 from orchestrator.plan.schedules import copies_of
 from trainer.compat import bound_to_device, split_group
 
@@ -21,13 +22,16 @@ from trainer.compat import bound_to_device, split_group
 DENSE_GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
 #: The same for experts, of which the ranks of "experts" hold different ones; those of "etp" cut the same ones.
 EXPERT_GROUPS = ("experts", "etp", "expert_grad", "expert_model", "expert_shard", "expert_replica")
-GROUPS: tuple[str, ...] = (*DENSE_GROUPS, *EXPERT_GROUPS)
+#: Ranks of "experts" in one NVLink domain, and those in equal places of all domains (`plan.hierarchy`).
+DOMAIN_GROUPS = ("experts_inside", "experts_across")
+GROUPS: tuple[str, ...] = (*DENSE_GROUPS, *EXPERT_GROUPS, *DOMAIN_GROUPS)
 
 #: Which group a group is split from, in place of the world: fewer ranks then take part.
 PARENTS = {"embedding": "pp", "kv": "tp", "shard": "grad", "replica": "grad"}
 PARENTS |= {"etp": "tp", "expert_grad": "grad", "expert_shard": "expert_grad", "expert_replica": "expert_grad"}
+PARENTS |= dict.fromkeys(DOMAIN_GROUPS, "experts")
 #: Groups that compute waits for at once: their kernels go before those that only have to end with the step.
-URGENT = frozenset({"tp", "cp", "ep", "kv", "pp", "experts", "etp"})
+URGENT = frozenset({"tp", "cp", "ep", "kv", "pp", "experts", "etp", *DOMAIN_GROUPS})
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ def groups_used(plan: Plan) -> tuple[str, ...]:
     """The groups that ranks of this plan communicate in, in the order in which they are made. Dense weights are summed
     over "grad", experts over "expert_grad"; "embedding" serves tied embeddings."""
     mesh, unused = expert_mesh(plan.parallel), {"ep", "dp"}
+    if not is_hierarchical(plan):
+        unused |= {*DOMAIN_GROUPS}
     if mesh.ep == 1:
         unused |= {*EXPERT_GROUPS}
     elif spread(plan.parallel) == 1:  # within tp alone: experts are summed and sharded as dense weights
@@ -145,6 +151,8 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
         return _kv_replicas(plan, rank)
     if name in ("shard", "replica"):
         return _hybrid(members_of(plan, "grad", rank), plan.parallel.zero_group, name, rank)
+    if name in DOMAIN_GROUPS:
+        return getattr(hierarchy(plan, rank), name.removeprefix("experts_"))
     if name in EXPERT_GROUPS:
         return _of_experts(plan, name, rank)
     if name in ("grad", "model", "embedding") and copies_of(plan.parallel) > 1:

@@ -51,6 +51,7 @@ def one_process(plan: Plan) -> Plan:
         **{"schedule": "1f1b", "schedule_rows": [], "stage_layers": [plan.model.layers]},
         etp=UNSET,
         fold_cp=UNSET,
+        expert_all_to_all=UNSET,
         micro_batches=count,
         accumulation=count,
     )

@@ -12,6 +12,7 @@ from orchestrator.plan.expert_mesh import axes, expert_mesh
 from . import collective
 from .compute import Compute
 from .dual import Number, larger
+from .expert_exchange import phases
 from .fabric import Path
 from .rates import Rates
 from .software import Software
@@ -95,8 +96,8 @@ def expert_seconds(
     total: Number = 0.0
     ranks = expert_mesh(par).ep
     for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
-        path = paths[axes(par), collective.PATTERN[operation]]
-        total += count * collective.seconds(operation, size, ranks, path, rate.ring) * rate.ep_exposed
+        for path in phases(paths[axes(par), collective.PATTERN[operation]], model, par):
+            total += count * collective.seconds(operation, size, ranks, path, rate.ring) * rate.ep_exposed
     return total
 
 

@@ -26,6 +26,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.compute import Compute, micro_batch_compute
 from orchestrator.planner.cost.dual import Number, value_of
+from orchestrator.planner.cost.expert_exchange import phases
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
 from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
@@ -226,12 +227,17 @@ def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -
             by_level: dict[str, float] = {}
             for item in rank:
                 if item.axis == axis:
-                    path = candidate.paths[item.key]
-                    for level, share in path.share.items():
-                        by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+                    for path in _phases(candidate, item):
+                        for level, share in path.share.items():
+                            by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
         result[axis] = AxisPlacement(worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest)
     return result
+
+
+def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
+    path, work = candidate.paths[item.key], candidate.work
+    return phases(path, work.model, work.parallel) if item.operation == "all_to_all" and item.axis == "ep" else [path]
 
 
 def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:

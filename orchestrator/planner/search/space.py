@@ -71,8 +71,9 @@ class Space:
         par, ramp = config.parallel, config.train.batch_ramp
         if par.schedule_file is not None:
             raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
-        if par.etp is not None or par.fold_cp:
-            raise OrchError("parallel.etp and parallel.fold_cp are not searched: not with parallel=auto", Exit.CONFIG)
+        if par.etp is not None or par.fold_cp or par.expert_all_to_all:
+            words = "parallel.etp, parallel.fold_cp and parallel.expert_all_to_all"
+            raise OrchError(f"{words} are not searched: not with parallel=auto", Exit.CONFIG)
         if config.train.recompute not in (None, *RECOMPUTE_MODES):
             raise OrchError(
                 f"train.recompute={config.train.recompute} is not searched; with parallel=auto leave it out, or give"

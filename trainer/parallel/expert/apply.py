@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.model.block import Block
-from trainer.model.experts import MixtureOfExperts
+from trainer.model.experts import Dispatch, MixtureOfExperts
 from trainer.model.loss import LossTerms
 from trainer.model.stage import Stage
 from trainer.parallel.tensor import Gather, Region, Scatter
 
 from .dispatch import ExpertDispatch
+from .hierarchical import HierarchicalDispatch
 from .tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
 
 
@@ -32,7 +34,7 @@ def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counte
     each_its_own = sp and experts is not None
     if experts is not None:
         slices = mesh.group("etp") if each_its_own else None
-        mixture.dispatch = ExpertDispatch(experts, slices, counter, mesh.levels("experts"))
+        mixture.dispatch = _dispatch(mesh, slices, counter)
     if tensor is None:
         return
     if each_its_own:
@@ -40,3 +42,13 @@ def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counte
         mixture.shared_in, mixture.shared_out = Region(Gather, tensor, counter), Region(Scatter, tensor, counter)
     else:
         mixture.enter = TokensOfAll(tensor, counter) if sp else TokensOfOne(tensor, counter)
+
+
+def _dispatch(mesh: Mesh, slices: dist.ProcessGroup | None, counter: CommCounter) -> Dispatch:
+    """Straight to the ranks of the experts, or by their NVLink domains where the plan has groups for that."""
+    if "experts_across" not in mesh.groups:
+        return ExpertDispatch(mesh.group("experts"), slices, counter, mesh.levels("experts"))
+    inside = ExpertDispatch(mesh.group("experts_inside"), slices, counter, mesh.levels("experts_inside"))
+    return HierarchicalDispatch(
+        mesh.required_group("experts_across"), inside, counter, list(mesh.levels("experts_across"))
+    )

@@ -70,11 +70,19 @@ class ExpertDispatch:
         self.expert_group, self.tensor_group, self.counter = expert_group, tensor_group, counter
         self.levels = levels
 
+    @property
+    def ranks(self) -> int:
+        """That share the experts."""
+        return self.expert_group.size() if self.expert_group is not None else 1
+
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        ranks = self.expert_group.size() if self.expert_group is not None else 1
-        copies = Copies.of(x, routing, ranks * experts.count)
-        rows, weights, counts = copies.rows, copies.weights, copies.counts.view(ranks, experts.count)
-        moves = []
+        copies = Copies.of(x, routing, self.ranks * experts.count)
+        out = self.exchange(copies.rows, copies.weights, copies.counts, experts)
+        return copies.summed(out, routing)
+
+    def exchange(self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+        """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the experts return."""
+        counts, moves = counts.view(self.ranks, experts.count), []
         if self.expert_group is not None:
             move, counts = self._to_experts(counts, self.expert_group)
             moves.append(move)
@@ -84,12 +92,13 @@ class ExpertDispatch:
         for move in moves:
             rows, weights = move(rows), move(weights)
         # `counts` [runs, experts here]: the runs lie one after another, each sorted by expert
-        expert_of = torch.arange(experts.count, device=x.device).repeat(len(counts)).repeat_interleave(counts.flatten())
+        each_run = torch.arange(experts.count, device=rows.device).repeat(len(counts))
+        expert_of = each_run.repeat_interleave(counts.flatten())
         by_expert = expert_of.argsort(stable=True)
         out = experts(rows[by_expert], counts.sum(0), weights[by_expert])[by_expert.argsort()]
         for move in reversed(moves):
             out = move.reverse(out)
-        return copies.summed(out, routing)
+        return out
 
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""

@@ -1,0 +1,99 @@
+"""The hierarchical all-to-all: a token goes once over the network to each NVLink domain that holds some of its experts
+(node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and from the rank where it lands on to them.
+
+The ranks that share the experts lie in D domains, L in each. The i-th rank of a domain sends to the i-th ranks of the
+others. Pure.
+"""
+
+from __future__ import annotations
+
+from math import comb
+from typing import NamedTuple
+
+from .document import Moe, Plan
+from .expert_mesh import axes, expert_mesh, nvlink_domain_of, tensor_ranks
+
+
+class Hierarchy(NamedTuple):
+    """Ranks, ascending."""
+
+    inside: tuple[int, ...]  # those of one domain
+    across: tuple[int, ...]  # one of each domain, in equal places
+
+
+def is_hierarchical(plan: Plan) -> bool:
+    """Whether tokens go by domain: where that is asked for and there are several."""
+    asked = plan.parallel.expert_all_to_all == "hierarchical" and expert_mesh(plan.parallel).ep > 1
+    return asked and len({*nvlink_domain_of(plan)}) > 1 and any(len(set(runs)) > 1 for runs in _domains(plan))
+
+
+def expert_groups(plan: Plan) -> list[list[int]]:
+    """Ranks that share a layer's experts, ascending, group by group."""
+    par, found = plan.parallel, dict[tuple[int, ...], list[int]]()
+    over, etp = axes(par), tensor_ranks(par)
+    for rank in plan.ranks:
+        at = rank.coord
+        key = at.pp, at.dp, 0 if "cp" in over else at.cp, at.tp % etp if "tp" in over else at.tp
+        found.setdefault(key, []).append(rank.rank)
+    return list(found.values())
+
+
+def hierarchy(plan: Plan, rank: int) -> Hierarchy:
+    """Of the group that `rank` is in."""
+    group = next(ranks for ranks in expert_groups(plan) if rank in ranks)
+    domain = nvlink_domain_of(plan)
+    inside = [one for one in group if domain[one] == domain[rank]]
+    return Hierarchy(tuple(inside), tuple(group[inside.index(rank) :: len(inside)]))
+
+
+def problem(plan: Plan) -> str | None:
+    """Why tokens cannot go by domain in this plan, in one line; None where they can or need not."""
+    if plan.parallel.expert_all_to_all != "hierarchical":
+        return None
+    ep, moe = expert_mesh(plan.parallel).ep, plan.model.moe
+    if moe is None or ep == 1:
+        return "expert_all_to_all=hierarchical without expert parallelism; legal: direct, or ep of two or more"
+    every = _domains(plan)
+    if len({len(set(runs)) for runs in every}) > 1:
+        return (
+            f"expert_all_to_all=hierarchical: some groups of {ep} ranks that share experts lie in one NVLink domain,"
+            " others in several; legal: equally many for each, or direct"
+        )
+    for runs in every:
+        names = list(dict.fromkeys(runs))
+        counts = [runs.count(name) for name in names]
+        if len(set(counts)) > 1 or runs != [name for name in names for _ in range(counts[0])]:
+            return (
+                f"expert_all_to_all=hierarchical: the {ep} ranks that share experts lie {' + '.join(map(str, counts))}"
+                " in their NVLink domains; legal: equally many neighbours in each, or direct"
+            )
+        if moe.top_groups < moe.groups and moe.groups % len(names):
+            legal = [many for many in range(1, ep + 1) if ep % many == 0 and moe.groups % many == 0]
+            near = min(legal, key=lambda many: abs(many - len(names)))
+            return (
+                f"expert_all_to_all=hierarchical: {len(names)} NVLink domains do not hold whole groups of experts, so a"
+                f" token of {moe.top_groups} of {moe.groups} groups would go to more domains than that; nearest: {near}"
+                f" domains (ep={ep // len(names) * near})"
+            )
+    return None
+
+
+def landings(moe: Moe, domains: int) -> float:
+    """Expected number of domains that hold experts of one token, where all choices are equally likely: `top_groups` of
+    the groups, and `top_k` of their experts. Groups lie whole in the domains, or there is one."""
+    limited = moe.top_groups < moe.groups
+    groups, each = (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
+    taken, here = (moe.top_groups if limited else groups), groups // domains
+    missed = 0.0
+    for inside in range(min(taken, here) + 1):  # of the token's groups, in one domain
+        if taken - inside > groups - here:
+            continue
+        chance = comb(here, inside) * comb(groups - here, taken - inside) / comb(groups, taken)
+        missed += chance * comb((taken - inside) * each, moe.top_k) / comb(taken * each, moe.top_k)
+    return domains * (1.0 - missed)
+
+
+def _domains(plan: Plan) -> list[list[int]]:
+    """Of each group of ranks that share experts, the domain of each rank."""
+    domain = nvlink_domain_of(plan)
+    return [[domain[rank] for rank in ranks] for ranks in expert_groups(plan)]

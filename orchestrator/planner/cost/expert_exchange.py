@@ -1,0 +1,41 @@
+"""What the hierarchical all-to-all (`orchestrator.plan.hierarchy`) changes: less on the network, more inside a domain.
+
+Directly, a rank sends each copy of a token to its expert's rank: of n - 1 others L - 1 are in its NVLink domain. By
+domain, it sends each token once to every domain that holds some of its experts, and all copies that land in a domain
+are spread over its L ranks. Choices are taken to be equally likely.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from orchestrator.plan.cluster import NVLINK
+from orchestrator.plan.document import Model, Parallel
+from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.hierarchy import landings
+
+from .fabric import Path
+
+
+def phases(path: Path, model: Model, parallel: Parallel) -> list[Path]:
+    """One after the other: the whole exchange, or what goes between domains and then inside them. Their `share` is that
+    of the bytes that the direct one sends."""
+    factors = level_factors(path, model, parallel)
+    if factors is None:
+        return [path]
+    nvlink, network = factors
+    spread = {level: part * network for level, part in path.share.items() if level != NVLINK}
+    between = structs.replace(path, nvlink_s=0.0, fabric_s=path.fabric_s * network, share=spread)
+    within = {NVLINK: path.share.get(NVLINK, 0.0) * nvlink}
+    inside = structs.replace(path, fabric_s=0.0, nvlink_s=path.nvlink_s * nvlink, share=within, stretch={})
+    return [between, inside] if path.nvlink_s else [between]
+
+
+def level_factors(path: Path, model: Model, parallel: Parallel) -> tuple[float, float] | None:
+    """By what (NVLink's, the network's) bytes of the direct exchange are multiplied; None where it is direct."""
+    if parallel.expert_all_to_all != "hierarchical" or model.moe is None:
+        return None
+    ranks = expert_mesh(parallel).ep
+    inside = round(1 + path.share.get(NVLINK, 0.0) * (ranks - 1))
+    domains = ranks // inside
+    return (float(domains), landings(model.moe, domains) / model.moe.top_k) if domains > 1 else None

@@ -1,0 +1,87 @@
+"""The hierarchical all-to-all: tokens go once to each NVLink domain that holds some of their experts, and from where
+they land on to these (node-limited routing, DeepSeek-V3, arXiv 2412.19437, sections 2.1.2 and 3.2.2).
+
+Between domains a rank sends to the ranks in its own place of each (`plan.hierarchy`), so every network card carries its
+own share. It sends a row of hidden size for each token and domain, and for each copy that it lets be made there its
+weight and four bytes that say of which row and for which expert. Inside a domain copies go as in `dispatch`. On the way
+back the results of a token's copies are summed where it landed, so that one row returns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.comm.collectives import CommCounter, all_to_all
+from trainer.comm.uneven import all_to_all_uneven
+from trainer.model.experts import Experts
+from trainer.model.router import Routing
+
+from .dispatch import AXIS, ExpertDispatch, Move
+
+
+class HierarchicalDispatch:
+    """Replaces `model.experts.dispatch`. `across`: one rank of each domain, of which the i-th holds the i-th run of
+    experts; `inside`: sends within a domain."""
+
+    def __init__(self, across: dist.ProcessGroup, inside: ExpertDispatch, counter: CommCounter, levels: list[str]):
+        self.across, self.inside, self.counter, self.levels = across, inside, counter, levels
+
+    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        here = experts.count * self.inside.ranks  # experts of a domain
+        sent = _Sent.of(routing, here, self.across.size())
+        counts = torch.stack([sent.rows_to, sent.copies_to], 1)
+        arriving = all_to_all(counts, self.across, AXIS, self.counter)
+        by_rows, by_copies = (self._move(counts[:, at].tolist(), arriving[:, at].tolist()) for at in (0, 1))
+        rows = by_rows(x[sent.token])
+        weights = by_copies(routing.weights.flatten()[sent.choice])
+        label = by_copies.there(sent.label)
+        # A label counts rows from its sender's first one for this domain.
+        start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=len(label))
+        row, expert = label // here + start, label % here
+        by_expert = expert.argsort(stable=True)
+        count = _counted(expert, here)
+        row = row[by_expert]
+        out = self.inside.exchange(rows[row], weights[by_expert], count, experts)
+        return _summed(by_rows.reverse(_summed(out, row, len(rows))), sent.token, len(x))
+
+    def _move(self, sent: list[int], received: list[int]) -> Move:
+        def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            return all_to_all_uneven(rows, sent, received, self.across, AXIS, self.counter, self.levels)
+
+        return Move(lambda rows: exchange(rows, sent, received), lambda rows: exchange(rows, received, sent))
+
+
+def _summed(rows: Tensor, into: Tensor, count: int) -> Tensor:
+    """[count, hidden]: the sum of the rows that go `into` each place; in the same order each time, on a GPU too."""
+    return rows.new_zeros(count, *rows.shape[1:]).index_put((into,), rows, accumulate=True)
+
+
+def _counted(numbers: Tensor, count: int) -> Tensor:
+    """How often each of 0 to count - 1 is among `numbers`; `bincount` would wait for the device."""
+    zeros = torch.zeros(count, dtype=torch.int64, device=numbers.device)
+    return zeros.scatter_add_(0, numbers.flatten().long(), torch.ones_like(numbers, dtype=torch.int64).flatten())
+
+
+class _Sent(NamedTuple):
+    """What a rank sends: rows and copies, sorted by domain."""
+
+    token: Tensor  # int64 [rows]: each token once for each domain that it goes to
+    choice: Tensor  # int64 [copies]: which of the n * k choices each copy is
+    label: Tensor  # int32 [copies]: number of its row among those to the domain * experts there + expert in the domain
+    rows_to: Tensor  # int64 [domains]
+    copies_to: Tensor  # int64 [domains]
+
+    @classmethod
+    def of(cls, routing: Routing, here: int, domains: int) -> _Sent:
+        """`here`: experts of a domain."""
+        domain = routing.experts // here  # [n, k]
+        goes = torch.zeros(len(domain), domains, dtype=torch.bool, device=domain.device).scatter_(1, domain, True)
+        number = goes.cumsum(0) - 1  # of a token's row among those to each domain
+        choice = domain.flatten().argsort(stable=True)
+        label = number.gather(1, domain) * here + routing.experts % here
+        token = goes.T.nonzero()[:, 1]
+        return cls(token, choice, label.flatten()[choice].int(), goes.sum(0), _counted(domain, domains))
