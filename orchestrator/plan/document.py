@@ -1,8 +1,7 @@
 """The plan: the only contract between orchestrator and trainer.
 
-A plan is a value. It is built once by the planner, hashed, written as JSON, read by agents and workers, and never
-changed. Units are in the names or in the comments: bytes, seconds, FLOP/s, bytes/s; ranks and indices count from 0.
-The JSON schema of this file is `plan.schema.json` in this folder (a test keeps the two equal).
+A plan is a value: built once by the planner, hashed, written as JSON, read by agents and workers, never changed. Units
+are in the names or comments: bytes, seconds, FLOP/s; ranks and indices count from 0. JSON schema: `plan.schema.json`.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ class Certificate(Frozen):
 
 
 class Memory(Frozen, omit_defaults=True):
-    """Bytes on the worst rank."""
+    """Bytes on the worst rank. Each category at its own peak; `total` is the sum of all, less `apart`."""
 
     params: int
     grads: int
@@ -255,6 +254,7 @@ class Memory(Frozen, omit_defaults=True):
     sd: float = 0.0  # standard deviation of the relative error of `total`, from the profile
     host: int = 0  # offloaded: in the memory of the rank's host, no part of `total`
     disk: int = 0  # offloaded: on a disk of its node
+    apart: int = 0  # of the categories, what is not there at the peak of `total`
 
 
 class Time(Frozen, omit_defaults=True):

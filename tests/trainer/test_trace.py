@@ -37,14 +37,18 @@ def test_what_outlives_its_forward_is_an_activation_and_the_rest_is_not():
     assert kept(lambda: now[0], work) == dict.fromkeys(CATEGORIES, 0) | {"activations": KIB, "buffers": 4 * KIB}
 
 
-def test_what_recomputation_makes_again_is_an_activation():
+def test_what_recomputation_makes_for_backward_is_an_activation():
+    alive = []
+
     def work():
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # as recomputation has
-            torch.zeros(KIB, dtype=torch.uint8)
+            alive.append(torch.zeros(KIB, dtype=torch.uint8))
+            torch.zeros(4 * KIB, dtype=torch.uint8)  # backward never sees it
+        alive.clear()
         torch.zeros(2 * KIB, dtype=torch.uint8)
 
     found = kept(lambda: (1, False), work)
-    assert (found["activations"], found["buffers"]) == (KIB, 2 * KIB)
+    assert (found["activations"], found["buffers"]) == (KIB, 4 * KIB)
 
 
 def test_what_becomes_a_gradient_is_one_from_its_birth():

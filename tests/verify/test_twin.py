@@ -105,6 +105,27 @@ def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(cap
     assert not any(one["differs"] for rank in found["ranks"] for one in rank["compared"])
 
 
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=tiny parallel=dp8_zero3",
+        "model=gpt2 parallel=dp8_zero3",
+        "model=gpt2 parallel=dp8_zero1 train.recompute=full",
+        "model=llama32_1b parallel=dp8_zero3 parallel.zero_group=4 train.recompute=full",
+        "model=llama32_1b parallel=cp2_dp4_zero3 train.recompute=selective",
+        "model=llama32_1b parallel=pp4_dp2_zero1 train.recompute=full",
+        "model=llama32_1b parallel=pp2_dp4_zero3",
+        "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full train.partition_activations=true",
+    ],
+)
+def test_every_moment_of_a_step_is_planned(words, capsys):
+    """Peaks at the loss, where backward begins, where a layer is recomputed; what ZeRO-3 gathers once and twice."""
+    code = main(["twin", "+cluster=h100x8", *words.split()])
+    assert code == 0, capsys.readouterr().out
+
+
 def test_what_it_cannot_run_is_refused(capsys):
     assert main(["twin", "+cluster=h100x64", "model=mixtral_8x7b", "parallel=tp8_ep8_zero3"]) == 65
     assert "no ranks to shard an expert over" in capsys.readouterr().err

@@ -54,6 +54,7 @@ class StorageLife:
     born: float
     died: float = math.inf
     forward: int | None = None  # number of the forward that made it
+    again: bool = False  # recomputation made it
 
     def __post_init__(self) -> None:
         if self.category not in CATEGORIES:
@@ -169,8 +170,9 @@ class StorageTracker(DispatchMode):
 
     def _new_storage(self, size: int) -> StorageLife:
         number, forward = self._running() or (None, False)
-        category = "activations" if self._again() else "buffers"
-        return StorageLife(size, category, self._clock(), forward=number if forward else None)
+        again = self._again()
+        category = "activations" if again else "buffers"
+        return StorageLife(size, category, self._clock(), forward=number if forward else None, again=again)
 
     def _again(self) -> bool:
         """Whether recomputation runs, inside a backward: it puts hooks of its own above ours."""
@@ -190,6 +192,8 @@ class StorageTracker(DispatchMode):
         life = self._known.pop(key)
         if life is not None:
             self._classify(life)
+            if life.again and self._again():  # a temporary of the recomputation: backward never saw it
+                life.category = "buffers"
             life.died = self._clock()
 
     def _classify(self, life: StorageLife) -> None:

@@ -114,10 +114,11 @@ def gradient_seconds(
     rate: Rates,
     software: Software,
     paths: Mapping[PathKey, Path],
+    outside: int = 0,
 ) -> Number:
-    """Seconds of all communication of gradients and weights of a rank. held: its (dense, expert) parameters."""
+    """Seconds of all communication of gradients and weights of a rank. held, outside: as in `gradient_traffic`."""
     total: Number = 0.0
-    for one in gradient_traffic(held, par, train, software):
+    for one in gradient_traffic(held, par, train, software, outside):
         total += one.count * collective.seconds(one.operation, one.size, one.members, paths[one.key], rate.ring)
     return total
 

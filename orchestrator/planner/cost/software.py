@@ -41,6 +41,7 @@ class Software(Struct, frozen=True, kw_only=True):
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
     #: ZeRO-2 sums gradients after the micro-batches that a virtual stage runs in a row, not after each.
     reduces_by_round: bool = False
+    keeps_tables: bool = False  # ZeRO-3 without a pipeline gathers tables and last norm once, not again for backward
     selective: Selective = "ops"
     host: Literal["eager", "modern"] = "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
     memory: str = "orch"  # recipe of model states and activations: `planner.memory.recipe`
@@ -49,7 +50,7 @@ class Software(Struct, frozen=True, kw_only=True):
 
 _LISTED = (
     # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
-    Software(name="orch", selective="orch", accumulate="separate"),
+    Software(name="orch", selective="orch", accumulate="separate", keeps_tables=True),
     Software(
         name="megatron_2021",  # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
         overlapped_steps=True,

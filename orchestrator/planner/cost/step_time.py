@@ -16,7 +16,7 @@ from typing import NamedTuple
 from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
-from orchestrator.planner.model.layers import layer_groups
+from orchestrator.planner.model.layers import layer_groups, params_outside_layers
 from orchestrator.planner.model.stages import rank_stages, splits_backward
 
 from . import collective
@@ -161,9 +161,11 @@ class StepCost:
     def _sent(self) -> list[Number]:
         """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline rank."""
         work, found = self.work, dict[tuple[int, int], Number]()
+        same = self.parallel, work.train, work.rate, work.software, self.paths
+        outside = params_outside_layers(work.model, self.parallel.tp)
         for held in work.held:
             if held not in found:
-                found[held] = gradient_seconds(held, self.parallel, work.train, work.rate, work.software, self.paths)
+                found[held] = gradient_seconds(held, *same, outside)
         return [found[held] for held in work.held]
 
     @cached_property

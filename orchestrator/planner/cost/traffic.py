@@ -25,6 +25,7 @@ from orchestrator.planner.model.layers import (
     embedding_params,
     layer_params,
     norm_params,
+    params_outside_layers,
     sample_layers,
 )
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
@@ -168,7 +169,7 @@ def _rank_traffic(
         size = table_gradient_bytes(model, parallel, train, software)
         result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
-    result.extend(gradient_traffic(parameters, parallel, train, software))
+    result.extend(gradient_traffic(parameters, parallel, train, software, params_outside_layers(model, parallel.tp)))
     return result
 
 
@@ -332,11 +333,11 @@ def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
     return sent / copies
 
 
-def gradient_traffic(held: tuple[int, int], parallel: Parallel, train: Train, software: Software) -> Iterator[Traffic]:
-    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters.
-
-    In a bidirectional pipeline the rank at the other end holds the same ones: groups are then as `axis_order.mirrored`.
-    """
+def gradient_traffic(
+    held: tuple[int, int], parallel: Parallel, train: Train, software: Software, outside: int = 0
+) -> Iterator[Traffic]:
+    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters, `outside` of them in no layer.
+    In a bidirectional pipeline both ends hold the same: groups are as `axis_order.mirrored`."""
     width, gradient, by_round = DTYPE_BYTES[train.precision], grad_bytes(train, software), software.reduces_by_round
     copies = copies_of(parallel)
     for parameters, replicas in zip(held, (DENSE_REPLICAS, expert_mesh.replicas(parallel)), strict=True):
@@ -344,13 +345,14 @@ def gradient_traffic(held: tuple[int, int], parallel: Parallel, train: Train, so
         members = copies * prod(getattr(parallel, axis) for axis in replicas)
         if members == 1 or not parameters:
             continue
-        for part, share, operations in _gradient_parts(parameters, members, parallel, width, gradient, by_round):
+        once = outside if software.keeps_tables and replicas is DENSE_REPLICAS else 0
+        for part, share, operations in _gradient_parts(parameters, members, parallel, width, gradient, by_round, once):
             for operation, size, count, _ in operations:
                 yield Traffic("dp", varying, operation, size, count, share, part)
 
 
 def _gradient_parts(
-    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
+    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int, by_round: bool, once: int
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
     """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
 
@@ -358,7 +360,7 @@ def _gradient_parts(
     the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119).
     """
     group = parallel.zero_group
-    own = _gradient_operations(parameters, parallel, width, grad_width, by_round)
+    own = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
     if not 1 < group < members or not parallel.zero:
         return [("", members, own)]
     gradients = parameters * grad_width / group
@@ -374,13 +376,13 @@ def reductions(parallel: Parallel, by_round: bool) -> int:
 
 
 def _gradient_operations(
-    parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool = False
+    parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool, once: int
 ) -> list[SizedOperation]:
     """(operation, bytes, count per step, window) of gradients and weights of `parameters` parameters on a rank.
 
-    ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3 gathers weights for
-    every forward and every backward, but only once a step in a pipeline, where micro-batches interleave. `by_round`:
-    reduced after the pp micro-batches that an interleaved schedule runs in a row on a virtual stage.
+    ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3 gathers weights, but for
+    `once` of them, for every forward and every backward, in a pipeline, whose micro-batches interleave, once a step.
+    `by_round`: reduced after the pp micro-batches that an interleaved schedule runs in a row on a virtual stage.
     """
     if parameters == 0:
         return []
@@ -393,4 +395,5 @@ def _gradient_operations(
     scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
     if parallel.zero < 3 or parallel.pp > 1:
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
-    return [scatter, ("all_gather", weights / buckets, 2 * buckets * many, "compute")]
+    twice = 2 - once / parameters
+    return [scatter, ("all_gather", weights / buckets, twice * buckets * many, "compute")]

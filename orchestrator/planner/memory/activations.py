@@ -6,7 +6,8 @@ check; with the trainer's, it is what its storages were measured to hold (docs/a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 from msgspec import Struct
@@ -20,6 +21,7 @@ from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_
 from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
+from .moments import OneStage
 from .unequal_stages import unequal_peak
 
 #: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on every rank (ZB-1p and
@@ -43,6 +45,7 @@ class Kernels(Struct, frozen=True, kw_only=True):
     compiled: bool = False  # a compiler computes outputs of norms and activations again, where no gather precedes
     keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
     keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
+    in_transfer: bool = False  # keep what is being sent and received, and no more
     selective: Selective = "orch"
     dropout: bool = False  # dropout, even where the model does not say so: a default of the software
     fills_limit: bool = False  # split backwards come as a search placed them, up to a limit of whole micro-batches
@@ -56,12 +59,14 @@ class Kernels(Struct, frozen=True, kw_only=True):
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
 
-def trainer_kernels(model: Model, parallel: Parallel) -> Kernels:
-    """What this project's trainer keeps."""
+def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda") -> Kernels:
+    """What this project's trainer keeps. Over gloo, on CPUs, stages receive early, so what was sent is held longer."""
     return Kernels(
         fused_attention=fuses_attention(model, parallel),
         fused_activation=True,
         keep_gathered=parallel.sp and splits_backward(parallel),  # a deferred weight gradient needs the whole input
+        keep_sent=device == "cpu",
+        in_transfer=True,
     )
 
 
@@ -216,19 +221,12 @@ def _every_second_product(model: Model, layer: int, tokens: float, parallel: Par
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
     """Peak activation bytes of each pipeline rank, logits included."""
     kernels = kernels or trainer_kernels(model, parallel)
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    kinds, modes = sample_layers(model), ("none", "selective", "full")
-    kept = [
-        {mode: layer_activation_bytes(model, kind, tokens, parallel, train, kernels, mode) for mode in modes}
-        for kind in kinds
-        if kind is not None
-    ]
-    at = [0, len(kept) - 1]  # index of a dense layer and of an MoE layer
+    kept = _of_layers(model, parallel, train, kernels)
     last, head = len(parallel.stage_layers) - 1, head_bytes(model, parallel, train, kernels)
     stage, result = stage_bytes(model, parallel, train, kernels), []
     split = splits_backward(parallel) and not kernels.fills_limit
     deferred = DeferredGradients(model, parallel, train) if split else None
-    held = in_flight(parallel)
+    held, boundary = in_flight(parallel), message_bytes(model, parallel, train, kernels)
     if kernels.fills_limit and parallel.schedule in LIMITS:
         held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
 
@@ -239,7 +237,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     )
 
     def layers_in(ranges: Sequence[range]) -> list[Layers]:
-        groups = [(n, kind, kept[at[kind]][mode]) for kind, mode, n in layer_groups(model, train, ranges) if n]
+        groups = [(n, kind, kept(kind, mode)) for kind, mode, n in layer_groups(model, train, ranges) if n]
         return [(n, kind, one.stored, one.recomputing) for n, kind, one in groups]
 
     def stored_in(index: int, layers: Sequence[Layers]) -> float:
@@ -254,23 +252,47 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
             bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
             for index, layers, one in zip(stages, each, stored, strict=True)
         ]
+        sent = (1 if stages == (last,) else 2) * boundary  # the last stage receives no gradient
         if len(set(parts)) > 1:
-            result.append(unequal_peak(schedule, rank, stages, parts))
+            result.append(unequal_peak(schedule, rank, stages, parts) + sent)
             continue
         layers, ends = layers_in([stage_range(parallel, index) for index in stages]), last in stages
         if deferred:
             count, mean = len(stages), sum(stored) / len(stages)
-            result.append(deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None))
+            result.append(deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None) + sent)
             continue
         recomputing = [more for *_, more in layers]
         heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
         extra = max(0.0, *recomputing, head * ends) + max(0.0, heads - head)
+        # a layer is recomputed when its output was sent: of the two messages the gradient is there
+        extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
         result.append(sum(stored) / len(stages) * in_flight_count + extra)
-    received = received_bytes(model, parallel, train, kernels)
-    return [
-        size + received / (2 if stages == (last,) else 1)  # the last stage receives no gradient
-        for size, stages in zip(result, rank_stages(parallel), strict=True)
-    ]
+    return result
+
+
+def _of_layers(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> Callable[..., ActivationBytes]:
+    """Bytes of a layer by kind (0: dense, 1: with experts) and recomputation mode, each computed once."""
+    tokens, kinds = parallel.micro_batch_size * train.seq_len / parallel.cp, sample_layers(model)
+
+    @cache
+    def of(kind: int, mode: str) -> ActivationBytes:
+        layer = kinds[kind]
+        assert layer is not None
+        return layer_activation_bytes(model, layer, tokens, parallel, train, kernels, mode)
+
+    return of
+
+
+def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> OneStage:
+    """Activation bytes where the whole model is one stage."""
+    of = _of_layers(model, parallel, train, kernels)
+    groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(model.layers)]) if n]
+    return OneStage(
+        sum(n * one.stored for n, one in groups) + stage_bytes(model, parallel, train, kernels)[1],
+        head_bytes(model, parallel, train, kernels),
+        max(one.recomputing for _, one in groups),
+        max(one.stored + one.recomputing for _, one in groups),
+    )
 
 
 def logits_in_flight(schedule: str, micro_batches: int) -> int:
@@ -278,9 +300,19 @@ def logits_in_flight(schedule: str, micro_batches: int) -> int:
     return micro_batches if schedule == "afab" else 1
 
 
-def received_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
-    """Bytes of a hidden state and a gradient that a pipeline rank has received and not used yet."""
-    return 2 * boundary_bytes(model, parallel, train) if parallel.pp > 1 and kernels.keep_sent else 0.0
+def message_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+    """Bytes of a hidden state or gradient that a pipeline rank has received and not used yet, or is sending."""
+    there = parallel.pp > 1 and (kernels.keep_sent or kernels.in_transfer)
+    return boundary_bytes(model, parallel, train) if there else 0.0
+
+
+def backward_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+    """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free."""
+    moe, tokens = model.moe, parallel.micro_batch_size * train.seq_len / parallel.cp
+    ffn = 0 if moe is None else moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
+    if moe is None or sample_layers(model)[0] is not None:
+        ffn = max(ffn, model.ffn_hidden)
+    return (2 if model.mlp == "gated" else 1) * tokens * ffn / parallel.tp * DTYPE_BYTES[train.precision]
 
 
 def received_input_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels, layers: range) -> float:
@@ -315,7 +347,7 @@ def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
     if kernels.loss_width is not None:
         return logits * (kernels.loss_width - DTYPE_BYTES[train.precision])
     width, chunk = DTYPE_BYTES[train.precision], 4 * min(LOSS_CHUNK, logits)
-    most = max(chunk * 2, width * logits + chunk) if width < 4 else max(chunk, width * logits)
+    most = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
     # a split backward keeps the gradient: `DeferredGradients` counts it
     kept = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
     return max(0.0, most - width * logits) if kept else most

@@ -12,10 +12,11 @@ from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.cost.traffic import rank_parameters
-from orchestrator.planner.model.layers import DTYPE_BYTES, layer_params, parameter_count, sample_layers
+from orchestrator.planner.model.layers import DTYPE_BYTES, parameter_count
 from orchestrator.planner.model.stages import rank_stages
 
-from .activations import activations, loss_bytes
+from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
+from .moments import peak_of_one_stage, whole_layer
 from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
 
 
@@ -93,13 +94,23 @@ def gradient_bytes(train: Train, recipe: Recipe) -> float:
 
 
 def buffers(model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH) -> float:
-    """Bytes outside the model: device context and communicators, gathered sequences, temporary buffers of ZeRO."""
+    """Bytes outside the model: what is always there, and temporary buffers of ZeRO."""
+    return lasting_buffers(model, parallel, train, device, recipe) + zero_buffers(model, parallel, train, recipe)
+
+
+def lasting_buffers(model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH) -> float:
+    """Bytes of device context and communicators, and of gathered sequences."""
     width = DTYPE_BYTES[train.precision]
     hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
     result = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
     if parallel.tp > 1:
         result += 2 * hidden  # one gathered input and one partial sum
-    return result + zero_buffers(model, parallel, train, recipe)
+    return result
+
+
+def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
+    """Whether the peak is the highest of a step's moments (`moments.py`), not the sum of all that may come."""
+    return recipe.name == ORCH.name and parallel.pp == 1 and parallel.schedule == "1f1b"
 
 
 def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> float:
@@ -115,12 +126,10 @@ def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe 
     buckets = min(recipe.buckets or 3 * parallel.bucket_bytes, 2 * _unsharded_params(model, parallel) * gradient)
     if parallel.zero < 3:
         return buckets
-    kinds = [layer_params(model, layer) for layer in sample_layers(model) if layer is not None]
-    tp, cut = parallel.tp, parallel.tp * spread(parallel)
-    block = max((one.attention + one.ffn) / tp + one.replicated + one.experts / cut for one in kinds)
-    tables = model.vocab * model.hidden / tp * (1 if model.tied_embeddings else 2)
+    block = whole_layer(model, parallel)
+    tables = model.vocab * model.hidden / parallel.tp * (1 if model.tied_embeddings else 2)
     if recipe.by_matrix:
-        block, tables = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / tp, 0.0
+        block, tables = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / parallel.tp, 0.0
     gathered = _unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
     return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
@@ -147,20 +156,27 @@ def memory_by_pp_rank(
     """
     cut = parallel.tp * spread(parallel)
     replicas = expert_mesh(parallel).edp * cut // (expert_shards or cut)
-    buffer_bytes = buffers(model, parallel, train, cluster.device, recipe)
+    one_stage, same = is_one_stage(parallel, recipe), (model, parallel, train, cluster.device, recipe)
+    buffer_bytes = lasting_buffers(*same) if one_stage else buffers(*same)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     loss, last, result = loss_bytes(model, parallel, train, kernels), len(parallel.stage_layers) - 1, []
+    backward = backward_bytes(model, parallel, train) if recipe.name == ORCH.name else 0.0
     held = activations(model, parallel, train, kernels)
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
     for pp_rank, ((dense, experts), kept, stages) in enumerate(ranks):
         shards = expert_shards or cut
         states = rank_state_bytes(dense, experts * cut / shards, parallel, train, recipe, replicas)
         sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optimizer, "activations": kept}
-        sizes["buffers"] = buffer_bytes + (loss if last in stages else 0.0)
+        sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
+        if one_stage:
+            of_stage = kept_of_one_stage(model, parallel, train, kernels)
+            backward += zero_buffers(model, parallel, train, recipe) if parallel.zero == 2 else 0.0
+            peak = peak_of_one_stage(model, parallel, train, of_stage, states.grads, loss, backward)
+            sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
         tensors = sum(sizes.values())
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
-        parts = {name: round(size) for name, size in sizes.items()}
-        total = sum(parts.values())
+        parts = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}
+        total = sum(parts.values()) - 2 * parts["apart"]
         away = {"host": round(states.host), "disk": round(states.disk)}
         if states.disk:
             size, width = offload_of(train).buffer_bytes, state_width(train.precision)

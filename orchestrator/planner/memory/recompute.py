@@ -19,7 +19,7 @@ from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.stages import rank_stages, stage_range
 
-from .activations import Kernels, activations, loss_bytes
+from .activations import Kernels, activations, backward_bytes, loss_bytes
 from .rank_memory import buffers, rank_state_bytes
 from .recipe import ORCH, Recipe, kernels_of
 
@@ -49,6 +49,7 @@ def resolve_recompute(
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
         states = rank_state_bytes(*rank_parameters(model, parallel)[pp_rank], parallel, train, recipe)
         loss = loss_bytes(model, parallel, train, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
+        loss = max(loss, backward_bytes(model, parallel, train) if recipe.name == ORCH.name else 0.0)
         left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
         left -= states.params + states.grads + states.optimizer
         budget = left if budget_gib is None else budget_gib * GIB

@@ -123,6 +123,12 @@ def embedding_params(model: Model) -> tuple[int, int]:
     return model.vocab * model.hidden, model.max_seq_len * model.hidden if model.position == "learned" else 0
 
 
+def params_outside_layers(model: Model, tp: int) -> int:
+    """Parameters in no layer of a rank that holds the whole model: tables, padded for tp, and last norm."""
+    table, positions = -(-model.vocab // tp) * model.hidden, embedding_params(model)[1]
+    return table * (1 if model.tied_embeddings else 2) + positions + norm_params(model)
+
+
 def parameter_count(model: Model | ModelSpec) -> int:
     """All parameters, as published figures count them: layers, embeddings, final norm, head, `extra_params`.
 

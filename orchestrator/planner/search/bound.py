@@ -30,7 +30,9 @@ from orchestrator.planner.cost.traffic import DENSE_REPLICAS
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.activations import LIMITS, logits_in_flight
 from orchestrator.planner.memory.deferred_weight_gradients import DeferredGradients
+from orchestrator.planner.memory.moments import peak_of_one_stage
 from orchestrator.planner.memory.unequal_stages import unequal_peak
+from orchestrator.planner.model.layers import params_outside_layers
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, StageSeconds
@@ -133,17 +135,24 @@ class ZeroStage:
         recipe = base.cost.recipe
         self.nestings, self.nodes = base.nestings, base.nodes
 
-        def each(replicas: int) -> float:
-            one = memory.param_state_bytes(replicas, par, self.context.train, recipe)
-            return one.params + one.grads + one.optimizer
+        def each(replicas: int) -> memory.StateBytes:
+            return memory.param_state_bytes(replicas, par, self.context.train, recipe)
 
         #: of a dense and an expert parameter, by copies of the model on a pipeline, which share the shards
-        self.state_bytes = {
+        self.states = {
             copies: (each(copies * mesh.cp * mesh.ep * mesh.dp), each(copies * mesh.cp * mesh.dp)) for copies in (1, 2)
         }
+        self.state_bytes = {
+            copies: (dense.params + dense.grads + dense.optimizer, experts.params + experts.grads + experts.optimizer)
+            for copies, (dense, experts) in self.states.items()
+        }
         self.dense_bytes, self.expert_bytes = self.state_bytes[1]
-        device = self.context.cluster.device
-        self.buffer_bytes = memory.buffers(self.context.model, par, self.context.train, device, recipe)
+        if memory.is_one_stage(par, recipe) and par.zero >= 3:  # gradients may come after the peak
+            self.dense_bytes, self.expert_bytes = (one.params + one.optimizer for one in self.states[1])
+        same = self.context.model, par, self.context.train, self.context.cluster.device, recipe
+        self.one_stage = memory.is_one_stage(par, recipe)
+        self.buffer_bytes = memory.lasting_buffers(*same) if self.one_stage else memory.buffers(*same)
+        self.bucket_bytes = memory.zero_buffers(*same[:3], recipe) if par.zero == 2 else 0.0
         self._sent: dict[tuple[int, int], list[float]] = {}
         self._constant: dict[int, float] = {}
 
@@ -154,7 +163,9 @@ class ZeroStage:
             context = self.context
             same = held, self.par, context.train, context.rate, context.software
             found = self._sent[held] = [
-                0.0 if self.par.zero_group else value_of(gradient_seconds(*same, paths))  # hybrid sharding: not bounded
+                0.0  # hybrid sharding: not bounded
+                if self.par.zero_group
+                else value_of(gradient_seconds(*same, paths, params_outside_layers(context.model, self.par.tp)))
                 for paths in self.nestings
             ]
         return found
@@ -240,9 +251,10 @@ class PipelineBound:
     def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool) -> float:
         mesh, cost = self.branch.mesh, self.branch.cost
         keeps, m, recompute = cost.kept(schedule), mesh.micro_batches, self.branch.recompute
-        messages = 1 if rank.head and self.held == 1 else 2  # the last stage receives no gradient
-        rest = messages * cost.boundary if mesh.pp > 1 and keeps.kernels.keep_sent else 0.0
-        rest += keeps.loss if rank.head else 0.0
+        message = keeps.message if mesh.pp > 1 else 0.0
+        sent = (1 if rank.head and self.held == 1 else 2) * message  # the last stage receives no gradient
+        temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
+        rest = sent + temporary
 
         def in_flight(where: int) -> int:
             if keeps.kernels.fills_limit and schedule in LIMITS:
@@ -265,14 +277,29 @@ class PipelineBound:
         recomputing = max((more for *_, more in layers), default=0.0)
         if rank.head:
             recomputing = max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
-        return rest + stored * in_flight(rank.rank) + recomputing
+        more = recomputing + sent if keeps.kernels.keep_sent else max(recomputing + message, sent)
+        return temporary + stored * in_flight(rank.rank) + more
 
     def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
+        if sharded.one_stage:
+            return self._one_stage(sharded) * ROUNDING
         fullest, (dense, expert) = 0.0, sharded.state_bytes[self.shape.copies]
         for (plain, experts), keeps in zip(self.params, kept, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
+
+    def _one_stage(self, sharded: ZeroStage) -> float:
+        """Bytes of a rank that holds the whole model."""
+        cost, ((plain, experts),) = self.branch.cost, self.params
+        keeps, (dense, expert) = cost.kept("1f1b"), sharded.states[1]
+        of_stage = keeps.one_stage(self.branch.recompute)
+        grads, backward = plain * dense.grads + experts * expert.grads, keeps.backward + sharded.bucket_bytes
+        train = cost.trains[self.branch.recompute]
+        peak = peak_of_one_stage(cost.context.model, sharded.par, train, of_stage, grads, keeps.loss, backward)
+        states = plain * (dense.params + dense.optimizer) + experts * (expert.params + expert.optimizer) + grads
+        tensors = states + of_stage.stored + max(of_stage.head, of_stage.again) + sharded.buffer_bytes
+        return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:
         """Lower bound of the step in seconds, for any nesting order."""

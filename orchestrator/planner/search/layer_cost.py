@@ -29,7 +29,8 @@ from orchestrator.planner.memory.deferred_weight_gradients import (
     Layers,
     bytes_of_stage,
 )
-from orchestrator.planner.memory.recipe import Recipe, kernels_of
+from orchestrator.planner.memory.moments import OneStage
+from orchestrator.planner.memory.recipe import ORCH, Recipe, kernels_of
 from orchestrator.planner.memory.unequal_stages import StageBytes
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
@@ -96,7 +97,11 @@ class Kept:
         self.head = activations.head_bytes(model, self.par, train, self.kernels)
         self.stage = activations.stage_bytes(model, self.par, train, self.kernels)
         self.loss = activations.loss_bytes(model, self.par, train, self.kernels)
+        many = structs.replace(self.par, pp=2)  # of a pipeline
+        self.message = activations.message_bytes(model, many, train, self.kernels)
+        self.backward = activations.backward_bytes(model, self.par, train) if cost.recipe.name == ORCH.name else 0.0
         self._layers: dict[str, list[activations.ActivationBytes]] = {}
+        self._one_stage: dict[str, OneStage] = {}
 
     def layers(self, recompute: str) -> list[activations.ActivationBytes]:
         """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
@@ -116,6 +121,13 @@ class Kept:
         """Bytes of one micro-batch in a stage until backward, without output projection and loss."""
         dense, moe = self.layers(recompute)
         return stage.dense * dense.stored + stage.moe * moe.stored + self.stage[stage.last]
+
+    def one_stage(self, recompute: str) -> OneStage:
+        """Where the whole model is one stage."""
+        if recompute not in self._one_stage:
+            job = self.cost.context.model, self.par, self.cost.trains[recompute], self.kernels
+            self._one_stage[recompute] = activations.kept_of_one_stage(*job)
+        return self._one_stage[recompute]
 
     def stage_bytes(self, recompute: str, stage: StageShape, deferred: DeferredGradients | None) -> StageBytes:
         """Of one micro-batch in one of a rank's several stages."""
