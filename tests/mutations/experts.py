@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from msgspec import structs
 
@@ -43,7 +45,9 @@ def _routing(patch, change):
     """`change(routing, experts of a rank)` -> the routing that the exchange sees instead."""
     original = ExpertDispatch.__call__
     patch.setattr(
-        ExpertDispatch, "__call__", lambda self, x, r, experts: original(self, x, change(r, experts.count), experts)
+        ExpertDispatch,
+        "__call__",
+        lambda self, x, r, experts, more: original(self, x, change(r, experts.count), experts, more),
     )
 
 
@@ -66,8 +70,14 @@ def _groups(patch, name, members):
 
 
 def _backward(patch, change):
-    original = exchange._Moved.backward
-    patch.setattr(exchange._Moved, "backward", staticmethod(lambda ctx, grad: (change(original(ctx, grad)[0]), None)))
+    for step in (exchange._Moved, exchange._Started):
+        original = step.backward
+        patch.setattr(step, "backward", staticmethod(partial(_changed, original, change)))
+
+
+def _changed(original, change, ctx, grad):
+    first, *rest = original(ctx, grad)
+    return change(first), *rest
 
 
 @EXPERTS("experts: gradients are divided by ep", ep=2, model=MIXED)

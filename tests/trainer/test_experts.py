@@ -18,7 +18,7 @@ from orchestrator.planner.cost.traffic import RecomputedShare, expert_operations
 from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter
-from trainer.model.experts import Dispatch, Experts, dispatch
+from trainer.model.experts import Dispatch, Experts, MixtureOfExperts, dispatch, nothing
 from trainer.model.router import Routing
 from trainer.parallel.expert.dispatch import ExpertDispatch
 from trainer.parallel.expert.hierarchical import HierarchicalDispatch
@@ -60,7 +60,7 @@ def experts_of(part: slice, width: slice = slice(None)) -> Experts:
 def run(case: str, rank: int, by: Dispatch, experts: Experts) -> dict:
     """The rank's tokens through `experts` and back, forward and backward."""
     x, routing = case_of(case, rank)
-    out = by(x, routing, experts)
+    out, _ = by(x, routing, experts, nothing)
     out.backward(torch.full_like(out, 2.0) * (1 + rank))
     grads = {name: param.grad for name, param in experts.named_parameters()}
     return {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
@@ -157,7 +157,7 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
                 by_domain = ["nvlink" if d == rank // inside else "network" for d in range(domains)]
                 to = ExpertDispatch(near, None, counter, ["nvlink"] * inside)
                 to = HierarchicalDispatch(across, to, counter, by_domain)
-            to(torch.zeros(30, 32, dtype=torch.float64), routing, experts)
+            to(torch.zeros(30, 32, dtype=torch.float64), routing, experts, nothing)
             found[name] = dict(counter.levels)
         return found
 
@@ -182,6 +182,56 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
             extra = {level: 60 * of * (8 + label[level]) for level, of in away.items()}
             assert sent == pytest.approx({level: planned[level] + extra[level] for level in sent}, rel=1e-12)
     assert found["hierarchical"]["network"] < found["direct"]["network"]
+
+
+class Order:
+    """A trace that keeps the order of what begins and ends."""
+
+    def __init__(self):
+        self.seen = []
+
+    def transfer(self, name, axis, size, ranks):
+        self.seen.append("start")
+
+    def on_arrival(self, work):
+        return lambda: self.seen.append("wait")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["direct", "hierarchical"])
+def test_shared_experts_compute_while_tokens_are_on_their_way(kind):
+    """The dispatch of rows starts, shared experts compute, then their arrival is waited for; in backward the same."""
+    moe = structs.replace(MOE, shared_ffn_hidden=16)
+
+    def on(rank: int) -> dict:
+        mixture, order = MixtureOfExperts(small(**LLAMA, moe=moe), moe).double(), Order()
+        for param in mixture.parameters():
+            torch.nn.init.normal_(param)
+        local = Experts(MODEL, structs.replace(MOE, experts=3)).double()
+        mixture.experts = local
+        counter = CommCounter(trace=order)
+        to = ExpertDispatch(dist.group.WORLD, None, counter, ["network"] * 2)
+        if kind == "hierarchical":
+            to = HierarchicalDispatch(
+                dist.group.WORLD, ExpertDispatch(None, None, counter, []), counter, ["network"] * 2
+            )
+        mixture.dispatch = to
+        mixture.shared.register_forward_hook(lambda *_: order.seen.append("shared"))
+        mixture.shared.register_full_backward_hook(lambda *_: order.seen.append("shared"))
+        local.register_forward_pre_hook(lambda *_: order.seen.append("experts"))
+        x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
+        out = mixture(x)
+        forward, order.seen = order.seen, []
+        out.sum().backward()
+        return {"forward": forward, "backward": order.seen}
+
+    for found in run_ranks(on, 2):
+        there = found["forward"][: found["forward"].index("experts")]
+        assert there[-3:] == ["start", "shared", "wait"]
+        assert "shared" not in there[:-3] and there.count("start") == there.count("wait")
+        at = found["backward"].index("shared")
+        assert found["backward"][at - 1 : at + 2] == ["start", "shared", "wait"]
+        assert found["backward"][at - 2] == "wait", "the exchange of results is over"
 
 
 @pytest.mark.process

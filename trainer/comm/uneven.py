@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,38 @@ def all_to_all_uneven(
     """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the group, `received[i]`
     rows came from it. What stays on this rank is not counted as sent. `levels`: by what each rank of the group is
     reached, "nvlink" or "network"; the wait counts as that for the slower one."""
+    return start_all_to_all_uneven(rows, sent, received, group, axis, counter, levels)()
+
+
+def start_all_to_all_uneven(
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
+    levels: Sequence[str],
+) -> Callable[[], Tensor]:
+    """The same; the returned function waits and returns what arrived. Keep it until then."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
     own, row = sent[group.rank()], rows[:1].nbytes if len(rows) else 0
     counter.count_sent("all-to-all", axis, (len(rows) - own) * row, group)
     for rank, (count, level) in enumerate(zip(sent, levels, strict=True)):
         if rank != group.rank():
             counter.levels[level] += count * row
-    ended = counter.on_arrival()
-    with counter.waiting("network" if "network" in levels else "nvlink", rows), counter.waiting(axis, rows):
-        dist.all_to_all_single(out, rows, received, sent, group=group)
-    ended()
-    return out
+    level, what = "network" if "network" in levels else "nvlink", counter.last
+    with counter.waiting(level, rows), counter.waiting(axis, rows):
+        work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+    assert work is not None  # since it is asynchronous
+    ended = counter.on_arrival(work)
+
+    def wait() -> Tensor:
+        with counter.waiting(level, rows), counter.waiting(axis, rows, what):  # `rows` live until they are sent
+            work.wait()
+        ended()
+        return out
+
+    return wait
 
 
 def all_gather_uneven(

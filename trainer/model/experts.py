@@ -22,8 +22,10 @@ from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
 from .router import Router, Routing
 
-#: (x [n, hidden], routing, experts) -> [n, hidden]
-Dispatch = Callable[[Tensor, Routing, "Experts"], Tensor]
+#: What is computed while tokens are on their way to experts of other ranks.
+Meanwhile = Callable[[], Tensor | None]
+#: (x [n, hidden], routing, experts, meanwhile) -> [n, hidden], and what `meanwhile` returns
+Dispatch = Callable[[Tensor, Routing, "Experts", Meanwhile], tuple[Tensor, Tensor | None]]
 #: (x [b, s, hidden], routing of its tokens) -> the same of the tokens that this rank's experts shall see
 Enter = Callable[[Tensor, Routing], tuple[Tensor, Routing]]
 #: Terms of the loss.
@@ -95,8 +97,12 @@ class MixtureOfExperts(nn.Module):
         if self.terms is not None:
             x = self._add_terms(x, routing, self.terms)
         x, routing = self.enter(x, routing)
-        out = self.dispatch(x.flatten(0, -2), routing, self.experts).view_as(x)
-        return out if self.shared is None else out + self.shared_out(self.shared(self.shared_in(x)))
+
+        def shared() -> Tensor | None:
+            return None if self.shared is None else self.shared_out(self.shared(self.shared_in(x)))
+
+        out, beside = self.dispatch(x.flatten(0, -2), routing, self.experts, shared)
+        return out.view_as(x) if beside is None else out.view_as(x) + beside
 
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
         moe = self.router.moe
@@ -143,7 +149,11 @@ class Copies(NamedTuple):
         return out[self.order.argsort()].unflatten(0, routing.experts.shape).sum(1)
 
 
-def dispatch(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+def dispatch(x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> tuple[Tensor, Tensor | None]:
     """All experts on this rank."""
     copies = Copies.of(x, routing, experts.count)
-    return copies.summed(experts(copies.rows, copies.counts, copies.weights), routing)
+    return copies.summed(experts(copies.rows, copies.counts, copies.weights), routing), meanwhile()
+
+
+def nothing() -> None:
+    """A `Meanwhile`."""

@@ -20,18 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_gather, all_to_all
-from trainer.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
-from trainer.model.experts import Copies, Experts
+from trainer.comm.uneven import all_gather_uneven, reduce_scatter_uneven, start_all_to_all_uneven
+from trainer.model.experts import Copies, Experts, Meanwhile
 from trainer.model.router import Routing
 
 AXIS, TENSOR_AXIS = "ep", "tp"
 
 
+#: Sends rows; the function that it returns waits for those that arrive.
+Start = Callable[[Tensor], Callable[[], Tensor]]
+
+
 class Move(NamedTuple):
     """A way of rows between ranks, and the way back: forward and backward of one autograd operation."""
 
-    there: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
+    there: Start
+    back: Start
 
     @property
     def reverse(self) -> Move:
@@ -40,16 +44,67 @@ class Move(NamedTuple):
     def __call__(self, rows: Tensor) -> Tensor:
         return _Moved.apply(rows, self)
 
+    def beside(self, rows: Tensor, meanwhile: Meanwhile) -> tuple[Tensor, Tensor | None]:
+        """(the rows that arrive, what `meanwhile` returns, which is computed while they are on their way). Backward
+        computes the gradient of `meanwhile` while theirs are on the way back."""
+        under_way = _UnderWay()
+        mark = _Started.apply(rows, self, under_way)
+        other = meanwhile()
+        return _Arrived.apply(mark, self, under_way), other
+
 
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, move: Move) -> Tensor:
         ctx.move = move
-        return move.there(rows)
+        return move.there(rows)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.back(grad.contiguous()), None
+        return ctx.move.back(grad.contiguous())(), None
+
+
+class _UnderWay:
+    """The wait for what is on its way: in forward from `_Started` to `_Arrived`, in backward the other way."""
+
+    wait: Callable[[], Tensor]
+
+
+class _Started(torch.autograd.Function):
+    """Returns a mark without elements, which stands for the rows until they arrive. Autograd runs what was computed
+    between the two in backward between them, too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, move: Move, under_way: _UnderWay) -> Tensor:
+        ctx.under_way, under_way.wait = under_way, move.there(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.under_way.wait(), None, None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mark: Tensor, move: Move, under_way: _UnderWay) -> Tensor:
+        ctx.move, ctx.under_way = move, under_way
+        return under_way.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.under_way.wait = ctx.move.back(grad.contiguous())
+        return grad.new_empty(0), None, None
+
+
+def all_to_all_move(
+    sent: list[int], received: list[int], group: dist.ProcessGroup, counter: CommCounter, levels: Sequence[str]
+) -> Move:
+    """`sent[i]` rows to the i-th rank of `group`, `received[i]` from it."""
+
+    def start(rows: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
+        return start_all_to_all_uneven(rows, sent, received, group, AXIS, counter, levels)
+
+    return Move(lambda rows: start(rows, sent, received), lambda rows: start(rows, received, sent))
 
 
 class ExpertDispatch:
@@ -75,13 +130,18 @@ class ExpertDispatch:
         """That share the experts."""
         return self.expert_group.size() if self.expert_group is not None else 1
 
-    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+    ) -> tuple[Tensor, Tensor | None]:
         copies = Copies.of(x, routing, self.ranks * experts.count)
-        out = self.exchange(copies.rows, copies.weights, copies.counts, experts)
-        return copies.summed(out, routing)
+        out, other = self.exchange(copies.rows, copies.weights, copies.counts, experts, meanwhile)
+        return copies.summed(out, routing), other
 
-    def exchange(self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
-        """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the experts return."""
+    def exchange(
+        self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts, meanwhile: Meanwhile
+    ) -> tuple[Tensor, Tensor | None]:
+        """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the experts return, and
+        `meanwhile`."""
         counts, moves = counts.view(self.ranks, experts.count), []
         if self.expert_group is not None:
             move, counts = self._to_experts(counts, self.expert_group)
@@ -89,8 +149,13 @@ class ExpertDispatch:
         if self.tensor_group is not None:
             move, counts = self._to_slices(counts, self.tensor_group)
             moves.append(move)
+        other = None if moves else meanwhile()
         for move in moves:
-            rows, weights = move(rows), move(weights)
+            weights = move(weights)
+            if move is moves[0]:
+                rows, other = move.beside(rows, meanwhile)
+            else:
+                rows = move(rows)
         # `counts` [runs, experts here]: the runs lie one after another, each sorted by expert
         each_run = torch.arange(experts.count, device=rows.device).repeat(len(counts))
         expert_of = each_run.repeat_interleave(counts.flatten())
@@ -98,27 +163,24 @@ class ExpertDispatch:
         out = experts(rows[by_expert], counts.sum(0), weights[by_expert])[by_expert.argsort()]
         for move in reversed(moves):
             out = move.reverse(out)
-        return out
+        return out, other
 
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""
         arriving = all_to_all(counts, group, AXIS, self.counter)
         sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
 
-        def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-            return all_to_all_uneven(rows, sent, received, group, AXIS, self.counter, self.levels)
-
-        return Move(lambda rows: exchange(rows, sent, received), lambda rows: exchange(rows, received, sent)), arriving
+        return all_to_all_move(sent, received, group, self.counter, self.levels), arriving
 
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [runs, experts] on this rank -> those of all ranks of the group, rank after rank."""
         everyone = all_gather(counts, group, TENSOR_AXIS, self.counter)
         sizes = everyone.view(group.size(), -1).sum(1).tolist()
 
-        def gather(rows: Tensor) -> Tensor:
-            return all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
+        def gather(rows: Tensor) -> Callable[[], Tensor]:
+            return lambda: all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
-        def scatter(rows: Tensor) -> Tensor:
-            return reduce_scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
+        def scatter(rows: Tensor) -> Callable[[], Tensor]:
+            return lambda: reduce_scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
         return Move(gather, scatter), everyone

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_to_all
-from trainer.comm.uneven import all_to_all_uneven
-from trainer.model.experts import Experts
+from trainer.model.experts import Experts, Meanwhile, nothing
 from trainer.model.router import Routing
 
-from .dispatch import AXIS, ExpertDispatch, Move
+from .dispatch import AXIS, ExpertDispatch, all_to_all_move
 
 
 class HierarchicalDispatch:
@@ -30,29 +29,28 @@ class HierarchicalDispatch:
     def __init__(self, across: dist.ProcessGroup, inside: ExpertDispatch, counter: CommCounter, levels: list[str]):
         self.across, self.inside, self.counter, self.levels = across, inside, counter, levels
 
-    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+    ) -> tuple[Tensor, Tensor | None]:
         here = experts.count * self.inside.ranks  # experts of a domain
         sent = _Sent.of(routing, here, self.across.size())
         counts = torch.stack([sent.rows_to, sent.copies_to], 1)
         arriving = all_to_all(counts, self.across, AXIS, self.counter)
-        by_rows, by_copies = (self._move(counts[:, at].tolist(), arriving[:, at].tolist()) for at in (0, 1))
-        rows = by_rows(x[sent.token])
+        by_rows, by_copies = (
+            all_to_all_move(out, into, self.across, self.counter, self.levels)
+            for out, into in zip(counts.T.tolist(), arriving.T.tolist(), strict=True)
+        )
         weights = by_copies(routing.weights.flatten()[sent.choice])
-        label = by_copies.there(sent.label)
+        label = by_copies.there(sent.label)()
+        rows, other = by_rows.beside(x[sent.token], meanwhile)
         # A label counts rows from its sender's first one for this domain.
         start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=len(label))
         row, expert = label // here + start, label % here
         by_expert = expert.argsort(stable=True)
         count = _counted(expert, here)
         row = row[by_expert]
-        out = self.inside.exchange(rows[row], weights[by_expert], count, experts)
-        return _summed(by_rows.reverse(_summed(out, row, len(rows))), sent.token, len(x))
-
-    def _move(self, sent: list[int], received: list[int]) -> Move:
-        def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-            return all_to_all_uneven(rows, sent, received, self.across, AXIS, self.counter, self.levels)
-
-        return Move(lambda rows: exchange(rows, sent, received), lambda rows: exchange(rows, received, sent))
+        out, _ = self.inside.exchange(rows[row], weights[by_expert], count, experts, nothing)
+        return _summed(by_rows.reverse(_summed(out, row, len(rows))), sent.token, len(x)), other
 
 
 def _summed(rows: Tensor, into: Tensor, count: int) -> Tensor:
