@@ -220,14 +220,15 @@ class DataSpec(Frozen):
 
 
 class OptimSpec(Frozen):
-    """AdamW (arXiv 1711.05101) with a warm-up."""
+    """The rule of the update, and its learning rate with a warm-up."""
 
     lr: Positive  # peak
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
     min_lr_ratio: Ratio = 0.1
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: Natural = 0
     decay_steps: Natural = 0  # 0: until train.steps; for wsd the length of the final decay
-    beta1: Beta = 0.9
+    beta1: Beta = 0.9  # for sgd and the matrices of muon: the momentum
     beta2: Beta = 0.95
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1

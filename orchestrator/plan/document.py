@@ -317,6 +317,7 @@ class Optim(Frozen):
     beta2: float
     eps: float
     weight_decay: float
+    kind: Literal["sgd", "muon"] | UnsetType = UNSET  # UNSET: adamw, as in plans from before there was a choice
 
 
 class Data(Frozen):

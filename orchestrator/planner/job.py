@@ -15,7 +15,7 @@ def make_job(config: Config) -> doc.Job:
     data, checkpoint = config.data, config.checkpoint
     return doc.Job(
         train=make_train(config),
-        optim=doc.Optim(**{name: getattr(config.optim, name) for name in doc.Optim.__struct_fields__}),
+        optim=make_optim(config),
         data=doc.Data(
             name=data.name,
             paths=list(data.paths),
@@ -35,6 +35,23 @@ def make_job(config: Config) -> doc.Job:
         metrics=doc.Metrics(**{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}),
         matmul=config.train.matmul,
     )
+
+
+def make_optim(config: Config) -> doc.Optim:
+    """The plan's `optim`. Raises OrchError (65) for an optimizer that the trainer cannot run as it is asked to."""
+    optim = config.optim
+    if optim.kind != "adamw" and config.train.offload != "none":
+        raise OrchError(
+            f"optim.kind={optim.kind} keeps its state on the device: train.offload={config.train.offload} is for"
+            " optim.kind=adamw",
+            Exit.CONFIG,
+        )
+    if optim.kind == "muon" and config.parallel.zero == 3:
+        raise OrchError(
+            "optim.kind=muon updates whole matrices, which zero3 cuts into rows: parallel.zero=0, 1 or 2", Exit.CONFIG
+        )
+    same = {name: getattr(optim, name) for name in doc.Optim.__struct_fields__ if name != "kind"}
+    return doc.Optim(**same, kind=UNSET if optim.kind == "adamw" else optim.kind)
 
 
 def make_train(config: Config) -> doc.Train:

@@ -91,6 +91,7 @@ def make_plan(
     model: doc.Model | None = None,
     partition_activations: bool = False,
     offload: doc.Offload | dict | None = None,
+    optim_kind: str | UnsetType = UNSET,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
     model = model or tiny_model()
@@ -154,6 +155,7 @@ def make_plan(
             optim=doc.Optim(
                 **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},
                 **{"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+                kind=optim_kind,
             ),
             data=doc.Data(
                 **{"name": "test", "paths": data_paths or ["stdlib"], "extensions": [".py"], "tokenizer": "bytes"},

@@ -21,12 +21,16 @@ from trainer.parallel.data.buckets import ShardedBucket, Sharding
 from trainer.parallel.params import ParamInfo, StateKind
 
 from .adamw import AdamW
+from .muon import Muon
 from .rule import ElementRule, Matrix, MatrixRule, Rules, Shard, Update
+from .sgd import Sgd
 
 
 def rules_of(optim: Optim) -> Rules:
-    """What the plan asks for."""
-    return Rules(AdamW(optim))
+    """What the plan asks for. With Muon, whatever is no matrix inside of a block follows AdamW."""
+    if optim.kind == "sgd":
+        return Rules(Sgd(optim))
+    return Rules(AdamW(optim), Muon(optim) if optim.kind == "muon" else None)
 
 
 @dataclass(frozen=True)

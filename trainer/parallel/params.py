@@ -11,7 +11,8 @@ from math import prod
 from torch import Tensor
 
 #: What is stored of a parameter: "master", its weights in the optimizer's precision, and what the optimizer's rule
-#: keeps ("exp_avg", "exp_avg_sq"). "state" is what modules keep without gradient, under names of its own.
+#: keeps ("exp_avg" and "exp_avg_sq", or "momentum"). "state" is what modules keep without gradient, under names of its
+#: own.
 StateKind = str
 
 

@@ -1,5 +1,5 @@
 """The reference: one process trains the whole model on the whole global batch with plain autograd, `clip_grad_norm_`
-and `torch.optim.AdamW`. It shares only the model's forward and initial weights with the trainer.
+and a plain optimizer. It shares only the model's forward and initial weights with the trainer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trainer.model.loss import LossTerms, cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.optim.lr import learning_rate
 
+from .plain_optim import plain_optimizer
 from .samples import micro_batch
 
 
@@ -60,10 +61,7 @@ def train(
         if isinstance(module, MixtureOfExperts):
             module.terms = terms_of_model
     params = dict(stage.named_parameters())
-    matrices = {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": job.optim.weight_decay}
-    vectors = {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0}
-    betas = (job.optim.beta1, job.optim.beta2)
-    adamw = torch.optim.AdamW([matrices, vectors], lr=0.0, betas=betas, eps=job.optim.eps, foreach=False)
+    update = plain_optimizer(params, job.optim)
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
@@ -77,9 +75,7 @@ def train(
         sum(terms.values(), loss).backward()
         grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(step, job.optim, job.train.steps)
-        adamw.step()
+        update(learning_rate(step, job.optim, job.train.steps))
         weights = {name: param.detach().clone() for name, param in params.items()}
         values = {name: value.item() for name, value in terms.items()}
         values |= {name: float(value) for name, value in terms_of_model.sums.items() if value is not None}

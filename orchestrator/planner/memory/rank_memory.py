@@ -36,7 +36,7 @@ def rank_state_bytes(
     """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding.
 
     Weights in the training precision; gradients in `grad_dtype` or as the recipe has them, unsharded with ZeRO-0 and 1;
-    AdamW's two moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
+    moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
     shard over cp * dp, all other weights over cp * ep * dp; where a pipeline holds the model twice, over both copies.
     """
     params = grads = optimizer = host = disk = 0.0
@@ -69,7 +69,7 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
     if offload.optimizer:
         wide = state_width(train.precision)  # master weights are a copy of their own, also of weights that are as wide
         sharded = shards if parallel.zero >= 1 else 1
-        state = (2 * moment + wide + recipe.more_optimizer) / sharded
+        state = (recipe.moments * moment + wide + recipe.more_optimizer) / sharded
         if offload.optimizer == "disk":  # gradients stay on the device
             own = gradient / (shards if parallel.zero >= 2 else 1)
             if offload.weights:
@@ -84,7 +84,7 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
     return StateBytes(
         params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
         grads=gradient / (shards if parallel.zero >= 2 else 1),
-        optimizer=(2 * moment + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
+        optimizer=(recipe.moments * moment + master + recipe.more_optimizer) / (shards if parallel.zero >= 1 else 1),
     )
 
 

@@ -16,7 +16,8 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from orchestrator.plan.document import Cluster, Model, Parallel
+from orchestrator.config.schema import OptimSpec
+from orchestrator.plan.document import Cluster, Model, Optim, Parallel
 from orchestrator.planner.cost.software import Software, software_named
 
 from .activations import Kernels, trainer_kernels
@@ -29,9 +30,10 @@ Kind = Literal["model", "allocated", "reserved", "process"]
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
-    """One family. Optimizer: AdamW's moments in fp32, and an fp32 master copy of narrower weights."""
+    """One family. Optimizer: its moments in fp32, and an fp32 master copy of narrower weights."""
 
     name: str
+    moments: int = 2  # tensors like the weights that the optimizer keeps, beside a master copy: AdamW's two
     kernels: Kernels | None = None  # None: this project's trainer, whose kernels depend on device and layout
     gradient: float | None = None  # bytes of a gradient; None: as the software sends it, or the plan's `grad_dtype`
     more_gradient: float = 0.0  # bytes of each parameter's gradient of one micro-batch, beside the sum
@@ -150,6 +152,12 @@ def recipe_for(software: Software) -> Recipe:
         kernels = structs.replace(kernels, fused_activation=True, compiled=True)
     gradient = software.grad_bytes if recipe.gradient is None else recipe.gradient
     return structs.replace(recipe, kernels=kernels, gradient=gradient)
+
+
+def optimizing(recipe: Recipe, optim: Optim | OptimSpec) -> Recipe:
+    """The recipe with the optimizer's state. Muon's is counted as AdamW's, which its embeddings, head, vectors and
+    experts have; its other matrices have half of that, so what a plan says is the most that it takes."""
+    return structs.replace(recipe, moments=1) if optim.kind == "sgd" else recipe
 
 
 def adapters_only(recipe: Recipe) -> Recipe:

@@ -214,7 +214,8 @@ class Space:
         """Possible ZeRO stages; without replicas there is nothing to shard."""
         if self.par.zero is not None:
             return (self.par.zero,)
-        return (0, 1, 2, 3) if mesh.dp * mesh.cp * mesh.ep > 1 else (0,)
+        stages = (0, 1, 2) if self.config.optim.kind == "muon" else (0, 1, 2, 3)  # whole matrices: see `make_optim`
+        return stages if mesh.dp * mesh.cp * mesh.ep > 1 else (0,)
 
     def layouts(self, mesh: Mesh) -> Iterator[Layout]:
         for recompute in self.recompute:

@@ -1,0 +1,49 @@
+"""What a plan says of an optimizer: the bytes of its state, and which layouts it is refused in."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import to_json
+from tests.planner.configs import build_plan
+
+
+def test_sgd_keeps_one_tensor_and_adamw_two():
+    wide = {kind: build_plan(f"optim.kind={kind}", "train.precision=fp32").memory for kind in ("adamw", "sgd", "muon")}
+    assert wide["adamw"].optimizer == 2 * wide["sgd"].optimizer == 2 * wide["sgd"].params
+    assert wide["muon"] == wide["adamw"]  # the most that it takes
+    narrow = {kind: build_plan(f"optim.kind={kind}", "train.precision=bf16").memory for kind in ("adamw", "sgd")}
+    assert narrow["adamw"].optimizer == 6 * narrow["adamw"].params  # a master copy and two moments
+    assert narrow["sgd"].optimizer == 4 * narrow["sgd"].params
+
+
+def test_plans_of_adamw_do_not_name_it():
+    assert '"kind"' not in to_json(build_plan()).split('"optim"')[1].split("}")[0]
+    assert build_plan("optim.kind=muon").job.optim.kind == "muon"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["optim.kind=muon", "parallel=dp2_zero3"],
+            "whole matrices, which zero3 cuts into rows: parallel.zero=0, 1 or 2",
+        ),
+        (["optim.kind=sgd", "train.offload=host"], "optim.kind=sgd keeps its state on the device"),
+        (["optim.kind=muon", "train.offload=disk"], "optim.kind=muon keeps its state on the device"),
+        (["optim.kind=moun"], "did you mean 'muon'"),
+    ],
+)
+def test_refused_at_plan_time(words, message):
+    with pytest.raises(OrchError, match=message) as caught:
+        build_plan(*words)
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_finds_no_layout_that_muon_is_refused_in():
+    """The same search with AdamW takes ZeRO-3: 70 billion parameters do not fit otherwise, with so little choice."""
+    words = ["+cluster=h100x64", "model=llama2_70b", "parallel=auto", "parallel.tp=1", "parallel.pp=1"]
+    assert build_plan(*words).parallel.zero == 3
+    with pytest.raises(OrchError):
+        build_plan(*words, "optim.kind=muon")

@@ -1,0 +1,52 @@
+"""Muon: a matrix moves along the orthogonal part of its momentum (arXiv 2502.16982, section 2).
+
+The orthogonal part comes from five Newton-Schulz steps, which bring every singular value near 1. They need the whole
+matrix: its owner makes them, and the ranks of a tp group each make them on the matrix that they have gathered, so that
+all get what one process gets. They are made in the master dtype: in bf16, as often elsewhere, layouts would differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from orchestrator.plan.document import Optim
+from trainer.parallel.params import StateKind
+
+from .rule import Matrix, Update
+
+#: Of the quintic a x + b x^3 + c x^5 that each step applies to singular values, and how many steps.
+QUINTIC, STEPS = (3.4445, -4.7750, 2.0315), 5
+#: An update's root mean square, as AdamW's is, whatever the shape: so both take the same learning rate.
+RMS = 0.2
+
+
+class Muon:
+    kinds: tuple[StateKind, ...] = ("momentum",)
+
+    def __init__(self, optim: Optim):
+        self.momentum, self.weight_decay = optim.beta1, optim.weight_decay
+
+    def step(self, matrices: Sequence[Matrix], update: Update) -> None:
+        """m = beta1 m + g; w = (1 - lr decay) w - lr 0.2 sqrt(longer side) orthogonal(g + beta1 m)."""
+        keep = 1 - update.lr * self.weight_decay
+        for matrix in matrices:
+            momentum = matrix.grad + self.momentum * matrix.state["momentum"]
+            whole = orthogonal(matrix.whole(matrix.grad + self.momentum * momentum))
+            moved = matrix.part(whole) * (update.lr * RMS * max(whole.shape) ** 0.5)
+            update.set(matrix.state["momentum"], momentum)
+            update.set(matrix.master, matrix.master * keep - moved)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """U f(S) V^T of a matrix U S V^T divided by its Frobenius norm, where f brings values to between 0.7 and 1.2; zeros
+    stay zeros."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    value = matrix.T if tall else matrix
+    value = value / (value.norm() + 1e-7)
+    a, b, c = QUINTIC
+    for _ in range(STEPS):
+        square = value @ value.T
+        value = a * value + (b * square + c * square @ square) @ value
+    return value.T if tall else value

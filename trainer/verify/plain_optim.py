@@ -1,0 +1,74 @@
+"""The optimizers as one process has them: AdamW by torch, the others by their formulas, a parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from orchestrator.plan.document import Optim
+
+#: Makes an update with a learning rate, from the parameters' `.grad`.
+Step = Callable[[float], None]
+
+
+def plain_optimizer(params: Mapping[str, Tensor], optim: Optim) -> Step:
+    """The plan's optimizer for a whole model, by its parameters' names."""
+    if optim.kind == "sgd":
+        return _by_formula(params, optim, lambda gradient, momentum: momentum)
+    if optim.kind != "muon":
+        return _adamw(list(params.values()), optim)
+    inside = {name for name, param in params.items() if param.dim() == 2 and name.split(".")[0] == "layers"}
+    steps = (
+        _by_formula({name: params[name] for name in inside}, optim, _muon(optim.beta1)),
+        _adamw([param for name, param in params.items() if name not in inside], optim),
+    )
+
+    def step(lr: float) -> None:
+        for one in steps:
+            one(lr)
+
+    return step
+
+
+def _adamw(params: list[Tensor], optim: Optim) -> Step:
+    matrices = {"params": [param for param in params if param.dim() > 1], "weight_decay": optim.weight_decay}
+    vectors = {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    made = torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+
+    def step(lr: float) -> None:
+        for group in made.param_groups:
+            group["lr"] = lr
+        made.step()
+
+    return step
+
+
+def _by_formula(params: Mapping[str, Tensor], optim: Optim, direction: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """`direction` of a gradient and the momentum that it has been added to."""
+    momenta = {name: torch.zeros_like(param) for name, param in params.items()}
+
+    def step(lr: float) -> None:
+        with torch.no_grad():
+            for name, param in params.items():
+                gradient = torch.zeros_like(param) if param.grad is None else param.grad
+                momenta[name] = optim.beta1 * momenta[name] + gradient
+                decay = optim.weight_decay if param.dim() > 1 else 0.0
+                param.copy_((1 - lr * decay) * param - lr * direction(gradient, momenta[name]))
+
+    return step
+
+
+def _muon(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """By a singular value decomposition, whose values the polynomial of arXiv 2502.16982 is applied to directly."""
+
+    def direction(gradient: Tensor, momentum: Tensor) -> Tensor:
+        left, values, right = torch.linalg.svd(gradient + beta * momentum, full_matrices=False)
+        values = values / (values.square().sum().sqrt() + 1e-7)
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        return 0.2 * max(gradient.shape) ** 0.5 * (left * values) @ right
+
+    return direction
