@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan import to_json
 from tests.planner.configs import build_plan
 
 
+def plan_of(*words):
+    return build_plan(load(list(words)))
+
+
 def test_sgd_keeps_one_tensor_and_adamw_two():
-    wide = {kind: build_plan(f"optim.kind={kind}", "train.precision=fp32").memory for kind in ("adamw", "sgd", "muon")}
+    wide = {kind: plan_of(f"optim.kind={kind}", "train.precision=fp32").memory for kind in ("adamw", "sgd", "muon")}
     assert wide["adamw"].optimizer == 2 * wide["sgd"].optimizer == 2 * wide["sgd"].params
     assert wide["muon"] == wide["adamw"]  # the most that it takes
-    narrow = {kind: build_plan(f"optim.kind={kind}", "train.precision=bf16").memory for kind in ("adamw", "sgd")}
+    narrow = {kind: plan_of(f"optim.kind={kind}", "train.precision=bf16").memory for kind in ("adamw", "sgd")}
     assert narrow["adamw"].optimizer == 6 * narrow["adamw"].params  # a master copy and two moments
     assert narrow["sgd"].optimizer == 4 * narrow["sgd"].params
 
 
 def test_plans_of_adamw_do_not_name_it():
-    assert '"kind"' not in to_json(build_plan()).split('"optim"')[1].split("}")[0]
-    assert build_plan("optim.kind=muon").job.optim.kind == "muon"
+    assert "kind" not in json.loads(to_json(plan_of()))["job"]["optim"]
+    assert plan_of("optim.kind=muon").job.optim.kind == "muon"
 
 
 @pytest.mark.parametrize(
@@ -37,13 +44,13 @@ def test_plans_of_adamw_do_not_name_it():
 )
 def test_refused_at_plan_time(words, message):
     with pytest.raises(OrchError, match=message) as caught:
-        build_plan(*words)
+        plan_of(*words)
     assert "\n" not in str(caught.value)
 
 
 def test_auto_finds_no_layout_that_muon_is_refused_in():
     """The same search with AdamW takes ZeRO-3: 70 billion parameters do not fit otherwise, with so little choice."""
-    words = ["+cluster=h100x64", "model=llama2_70b", "parallel=auto", "parallel.tp=1", "parallel.pp=1"]
-    assert build_plan(*words).parallel.zero == 3
+    words = ["+cluster=h100x64", "model=llama3_70b", "parallel=auto", "parallel.tp=1", "parallel.pp=1"]
+    assert plan_of(*words).parallel.zero == 3
     with pytest.raises(OrchError):
-        build_plan(*words, "optim.kind=muon")
+        plan_of(*words, "optim.kind=muon")
