@@ -346,15 +346,10 @@ class Metrics(Frozen):
 
 
 #: What stands in memory for what nobody knows of a user's program. Documents do not name it: see `Plan.program`.
-_NONE: dict[str, Any] = {
-    "norm": "rms",
-    "position": "none",
-    "mlp": "plain",
-    "activation": "gelu",
-    "schedule": "constant",
-}
+_NONE: dict[str, Any] = {"norm": "rms", "position": "none", "mlp": "plain", "activation": "gelu"}
 _NONE |= {"name": "", "source": "", "limited_by": "", "tokenizer": "", "cache_dir": "", "paths": [], "extensions": []}
 _NONE |= {"precision": "fp32", "grad_dtype": "fp32", "recompute": "none", "exposed_comm_s": {}}
+_NONE |= {"schedule": "constant"}
 
 
 def _nothing(kind: type[Struct]) -> dict[str, Any]:
