@@ -127,11 +127,14 @@ def test_orch_run_is_a_drop_in_for_torchrun(home, capsys):
     """The same script under both: exit codes, what it prints, and files that it writes into the folder."""
     script = program(
         """
-        import os, pathlib, sys
-        rank = os.environ["RANK"]
-        pathlib.Path(f"out-{sys.argv[1]}-{rank}.txt").write_text(os.environ["WORLD_SIZE"])
-        print(f"hello from {rank}", flush=True)
-        sys.exit(int(sys.argv[2]) if rank == "1" else 0)
+        import os, pathlib, sys, time
+        rank, (who, code) = os.environ["RANK"], sys.argv[1:]
+        os.write(1, f"hello from {rank}\\n".encode())  # one write: torchrun's ranks share a pipe, print may write twice
+        pathlib.Path(f"out-{who}-{code}-{rank}.txt").write_text(os.environ["WORLD_SIZE"])
+        first = pathlib.Path(f"out-{who}-{code}-0.txt")  # it is ended once rank 1 fails
+        while not (first.exists() and first.read_text()):
+            time.sleep(0.01)
+        sys.exit(int(code) if rank == "1" else 0)
         """
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -143,7 +146,8 @@ def test_orch_run_is_a_drop_in_for_torchrun(home, capsys):
         said = {line.partition("] ")[2] for line in ours.stdout.splitlines() if line.startswith("[rank ")}
         assert said >= {line for line in theirs.stdout.splitlines() if line.startswith("hello")} != set()
         for rank in range(2):
-            assert Path(f"out-o-{rank}.txt").read_text() == Path(f"out-t-{rank}.txt").read_text() == "2"
+            ours_wrote, theirs_wrote = (Path(f"out-{who}-{code}-{rank}.txt").read_text() for who in "ot")
+            assert ours_wrote == theirs_wrote == "2"
     assert "rank 1" in ours.stdout and "First cause" in ours.stdout
 
 
