@@ -56,7 +56,7 @@ def parse(spec: str) -> Degrees:
         tp, cp = found.get("tp", 1), found.get("cp", 1)
 
         def refuse(why: str, near: int) -> OrchError:
-            etp = next(number for number in range(found["etp"], 0, -1) if tp % number == 0)
+            etp = _divisor(tp, found["etp"])
             words = found | {"etp": etp, "ep": near if etp == found["etp"] else tp // etp}
             return OrchError(f"parallel={spec}: {why}; did you mean {_joined(words)!r}? ({RULE})", Exit.USAGE)
 
@@ -71,6 +71,11 @@ def canonical(degrees: Degrees) -> str:
         inner = degrees.get("tp", 1) // etp * (degrees.get("cp", 1) if degrees.get("fold_cp") else 1)
         degrees = degrees | {"ep": degrees.get("ep", 1) * inner}
     return _joined(degrees)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest of `number` that is at most `most`, which is 1 or more."""
+    return next(one for one in range(min(number, most), 0, -1) if number % one == 0)
 
 
 def _joined(words: Degrees) -> str:
@@ -97,6 +102,6 @@ def _repair(text: str) -> str | None:
         fixed.setdefault(name, min(max(int(match[2]), low), high))
     if "etp" in fixed:  # beside what else is wrong: a mesh of the experts that is legal
         tp = fixed.get("tp", 1)
-        fixed["etp"] = next(number for number in range(min(fixed["etp"], tp), 0, -1) if tp % number == 0)
+        fixed["etp"] = _divisor(tp, fixed["etp"])
         fixed["ep"] = tp // fixed["etp"]
     return _joined(fixed)

@@ -24,7 +24,7 @@ class Hierarchy(NamedTuple):
 def is_hierarchical(plan: Plan) -> bool:
     """Whether tokens go by domain: where that is asked for and there are several."""
     asked = plan.parallel.expert_all_to_all == "hierarchical" and expert_mesh(plan.parallel).ep > 1
-    return asked and len({*nvlink_domain_of(plan)}) > 1 and any(len(set(runs)) > 1 for runs in _domains(plan))
+    return asked and any(len(set(runs)) > 1 for runs in _domains(plan))
 
 
 def expert_groups(plan: Plan) -> list[list[int]]:

@@ -17,7 +17,7 @@ from .cost.profile import Profile, differing, relative_sd
 from .degrees import make_case, make_parallel
 from .job import make_job
 from .memory import rank_memory as memory
-from .memory.recipe import optimizing, recipe_of
+from .memory.recipe import recipe_of
 from .memory.recompute import resolve_recompute
 from .model.layers import resolve
 from .placement.axis_order import CostContext, axis_placement, solve
@@ -43,7 +43,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     case = make_case(config, cluster_to_fill(config, cluster), model)
     legality.check(case)
     shape = make_parallel(config, case)
-    recipe = optimizing(recipe_of(config.cost.software), config.optim)
+    recipe = recipe_of(config.cost.software, config.optim)
     budget = config.train.recompute_budget_gib
     train = resolve_recompute(job.train, cluster, model, shape, budget, recipe, job.matmul)
     job = structs.replace(job, train=train)

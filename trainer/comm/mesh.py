@@ -152,7 +152,7 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     if name in ("shard", "replica"):
         return _hybrid(members_of(plan, "grad", rank), plan.parallel.zero_group, name, rank)
     if name in DOMAIN_GROUPS:
-        return getattr(hierarchy(plan, rank), name.removeprefix("experts_"))
+        return getattr(hierarchy(plan, rank), name.removeprefix("experts_")) if is_hierarchical(plan) else ()
     if name in EXPERT_GROUPS:
         return _of_experts(plan, name, rank)
     if name in ("grad", "model", "embedding") and copies_of(plan.parallel) > 1:

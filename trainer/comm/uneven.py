@@ -11,21 +11,6 @@ from torch import Tensor
 from .collectives import CommCounter
 
 
-def all_to_all_uneven(
-    rows: Tensor,
-    sent: list[int],
-    received: list[int],
-    group: dist.ProcessGroup,
-    axis: str,
-    counter: CommCounter,
-    levels: Sequence[str],
-) -> Tensor:
-    """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the group, `received[i]`
-    rows came from it. What stays on this rank is not counted as sent. `levels`: by what each rank of the group is
-    reached, "nvlink" or "network"; the wait counts as that for the slower one."""
-    return start_all_to_all_uneven(rows, sent, received, group, axis, counter, levels)()
-
-
 def start_all_to_all_uneven(
     rows: Tensor,
     sent: list[int],
@@ -35,7 +20,10 @@ def start_all_to_all_uneven(
     counter: CommCounter,
     levels: Sequence[str],
 ) -> Callable[[], Tensor]:
-    """The same; the returned function waits and returns what arrived. Keep it until then."""
+    """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the group, `received[i]`
+    rows came from it. What stays on this rank is not counted as sent. `levels`: by what each rank of the group is
+    reached, "nvlink" or "network"; the wait counts as that for the slower one. The returned function waits and returns
+    what arrived. Keep it until then."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
     own, row = sent[group.rank()], rows[:1].nbytes if len(rows) else 0
     counter.count_sent("all-to-all", axis, (len(rows) - own) * row, group)

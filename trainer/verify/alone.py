@@ -40,14 +40,7 @@ def one_process(plan: Plan) -> Plan:
     alone = structs.replace(
         par,
         **degrees,
-        **{
-            "zero": 0,
-            "vpp": 1,
-            "sp": False,
-            "zero_group": 0,
-            "world_size": 1,
-            "replica_micro_batches": [],
-        },
+        **{"zero": 0, "vpp": 1, "sp": False, "zero_group": 0, "world_size": 1, "replica_micro_batches": []},
         **{"schedule": "1f1b", "schedule_rows": [], "stage_layers": [plan.model.layers]},
         etp=UNSET,
         fold_cp=UNSET,

@@ -11,7 +11,7 @@ from orchestrator.plan.batch import replica_of
 from orchestrator.plan.interval import interval
 from orchestrator.plan.schedules import Kind
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
-from orchestrator.planner.memory.recipe import optimizing, recipe_of
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.plan_cost import pipeline_timeline
 from orchestrator.style import seconds
 
@@ -198,7 +198,7 @@ class Topology:
 
 def memory(ax: Axes, plan: Plan) -> None:
     """Stacked bytes of each pipeline stage against the GPU's capacity."""
-    recipe = optimizing(recipe_of(plan.time.software or "orch"), plan.job.optim)
+    recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     stages = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul)
     left = [0.0] * len(stages)
     rows = list(range(len(stages)))

@@ -13,7 +13,7 @@ from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.recipe import optimizing, recipe_of
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.placement.axis_order import CostContext, axis_placement, solve
 from orchestrator.planner.placement.node_placement import certified, place_job
 from orchestrator.planner.placement.rank_assignment import assign_ranks
@@ -58,7 +58,7 @@ def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Se
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, plan.parallel, only)
     coordinates = coords(parallel.order, degrees(parallel))
-    recipe = optimizing(recipe_of(plan.time.software or "orch"), plan.job.optim)
+    recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     accounts = memory.memory_by_pp_rank(cluster, plan.model, parallel, plan.job.train, recipe, plan.job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s

@@ -46,6 +46,7 @@ class Kernels(Struct, frozen=True, kw_only=True):
     keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
     keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
     in_transfer: bool = False  # keep what is being sent and received, and no more
+    inside_backward: bool = False  # count gradients inside a layer while its backward runs
     selective: Selective = "orch"
     dropout: bool = False  # dropout, even where the model does not say so: a default of the software
     fills_limit: bool = False  # split backwards come as a search placed them, up to a limit of whole micro-batches
@@ -58,6 +59,11 @@ class Kernels(Struct, frozen=True, kw_only=True):
     product_width: float | None = None  # bytes of a matrix product's input, where narrower than the tensor
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
+    @property
+    def holds_messages(self) -> bool:
+        """A hidden state or gradient that a pipeline rank has received and not used yet, or is sending."""
+        return self.keep_sent or self.in_transfer
+
 
 def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda") -> Kernels:
     """What this project's trainer keeps. Over gloo, on CPUs, stages receive early, so what was sent is held longer."""
@@ -67,6 +73,7 @@ def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda") -> K
         keep_gathered=parallel.sp and splits_backward(parallel),  # a deferred weight gradient needs the whole input
         keep_sent=device == "cpu",
         in_transfer=True,
+        inside_backward=True,
     )
 
 
@@ -226,7 +233,8 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     stage, result = stage_bytes(model, parallel, train, kernels), []
     split = splits_backward(parallel) and not kernels.fills_limit
     deferred = DeferredGradients(model, parallel, train) if split else None
-    held, boundary = in_flight(parallel), message_bytes(model, parallel, train, kernels)
+    held, messages = in_flight(parallel), parallel.pp > 1 and kernels.holds_messages
+    boundary = boundary_bytes(model, parallel, train) if messages else 0.0
     if kernels.fills_limit and parallel.schedule in LIMITS:
         held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
 
@@ -300,14 +308,10 @@ def logits_in_flight(schedule: str, micro_batches: int) -> int:
     return micro_batches if schedule == "afab" else 1
 
 
-def message_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
-    """Bytes of a hidden state or gradient that a pipeline rank has received and not used yet, or is sending."""
-    there = parallel.pp > 1 and (kernels.keep_sent or kernels.in_transfer)
-    return boundary_bytes(model, parallel, train) if there else 0.0
-
-
-def backward_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+def backward_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
     """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free."""
+    if not kernels.inside_backward:
+        return 0.0
     moe, tokens = model.moe, parallel.micro_batch_size * train.seq_len / parallel.cp
     ffn = 0 if moe is None else moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
     if moe is None or sample_layers(model)[0] is not None:

@@ -35,7 +35,7 @@ def largest(gpus: int, technique: str) -> float:
     train = structs.replace(_TRAIN, offload=Offload(optimizer=place))
     states = param_state_bytes(gpus, structs.replace(_PARALLEL, zero=zero, dp=gpus), train)
     ranks = min(gpus, GPUS_PER_NODE)
-    most = [GPU_BYTES / (states.params + states.grads + states.optimizer)]
+    most = [GPU_BYTES / states.on_device]
     most += [ASSUMED.memory_bytes / (ranks * states.host)] if states.host else []
     most += [ASSUMED.disk_bytes / (ranks * states.disk)] if states.disk else []
     return min(most)

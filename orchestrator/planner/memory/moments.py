@@ -23,6 +23,11 @@ class OneStage(NamedTuple):
     again: float  # the most that a layer makes again in backward
     layer: float  # the most that one layer holds in its backward
 
+    @property
+    def most(self) -> float:
+        """At their own peak: with the logits, or while a layer is recomputed."""
+        return self.stored + max(self.head, self.again)
+
 
 class Peak(NamedTuple):
     """Bytes at the highest moment."""
@@ -56,7 +61,7 @@ def peak_of_one_stage(
         (kept.layer, later, 0.0),
     )
     held, buffers, missing = max(moments, key=lambda moment: moment[0] + moment[1] - moment[2])
-    return Peak(always + buffers, kept.stored + max(kept.head, kept.again) - held + missing)
+    return Peak(always + buffers, kept.most - held + missing)
 
 
 def whole_layer(model: Model, parallel: Parallel) -> float:

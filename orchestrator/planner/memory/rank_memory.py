@@ -29,6 +29,10 @@ class StateBytes(Struct, frozen=True):
     host: float = 0.0  # offloaded to the host's memory
     disk: float = 0.0  # offloaded to its disk
 
+    @property
+    def on_device(self) -> float:
+        return self.params + self.grads + self.optimizer
+
 
 def rank_state_bytes(
     dense: float, experts: float, parallel: Parallel, train: Train, recipe: Recipe = ORCH, expert_replicas: int = 0
@@ -160,16 +164,16 @@ def memory_by_pp_rank(
     buffer_bytes = lasting_buffers(*same) if one_stage else buffers(*same)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     loss, last, result = loss_bytes(model, parallel, train, kernels), len(parallel.stage_layers) - 1, []
-    backward = backward_bytes(model, parallel, train) if recipe.name == ORCH.name else 0.0
-    held = activations(model, parallel, train, kernels)
+    backward = backward_bytes(model, parallel, train, kernels)
+    of_stage = kept_of_one_stage(model, parallel, train, kernels) if one_stage else None
+    held = activations(model, parallel, train, kernels) if of_stage is None else [of_stage.most]
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
     for pp_rank, ((dense, experts), kept, stages) in enumerate(ranks):
         shards = expert_shards or cut
         states = rank_state_bytes(dense, experts * cut / shards, parallel, train, recipe, replicas)
         sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optimizer, "activations": kept}
         sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
-        if one_stage:
-            of_stage = kept_of_one_stage(model, parallel, train, kernels)
+        if of_stage is not None:
             backward += zero_buffers(model, parallel, train, recipe) if parallel.zero == 2 else 0.0
             peak = peak_of_one_stage(model, parallel, train, of_stage, states.grads, loss, backward)
             sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart

@@ -136,9 +136,14 @@ _LISTED = (
 RECIPES: dict[str, Recipe] = {one.name: one for one in _LISTED}
 
 
-def recipe_of(software: str) -> Recipe:
-    """The recipe of a family of `planner.cost.software`. Raises OrchError (65) for an unknown name."""
-    return recipe_for(software_named(software))
+def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
+    """The recipe of a family of `planner.cost.software`, with the state of an optimizer (None: AdamW).
+
+    Muon's is counted as AdamW's, which its embeddings, head, vectors and experts have; its other matrices have half of
+    that, so what a plan says is the most that it takes. Raises OrchError (65) for an unknown name.
+    """
+    recipe = recipe_for(software_named(software))
+    return structs.replace(recipe, moments=1) if optim is not None and optim.kind == "sgd" else recipe
 
 
 @lru_cache(maxsize=512)
@@ -152,12 +157,6 @@ def recipe_for(software: Software) -> Recipe:
         kernels = structs.replace(kernels, fused_activation=True, compiled=True)
     gradient = software.grad_bytes if recipe.gradient is None else recipe.gradient
     return structs.replace(recipe, kernels=kernels, gradient=gradient)
-
-
-def optimizing(recipe: Recipe, optim: Optim | OptimSpec) -> Recipe:
-    """The recipe with the optimizer's state. Muon's is counted as AdamW's, which its embeddings, head, vectors and
-    experts have; its other matrices have half of that, so what a plan says is the most that it takes."""
-    return structs.replace(recipe, moments=1) if optim.kind == "sgd" else recipe
 
 
 def adapters_only(recipe: Recipe) -> Recipe:

@@ -49,9 +49,9 @@ def resolve_recompute(
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
         states = rank_state_bytes(*rank_parameters(model, parallel)[pp_rank], parallel, train, recipe)
         loss = loss_bytes(model, parallel, train, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
-        loss = max(loss, backward_bytes(model, parallel, train) if recipe.name == ORCH.name else 0.0)
+        loss = max(loss, backward_bytes(model, parallel, train, kernels))
         left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
-        left -= states.params + states.grads + states.optimizer
+        left -= states.on_device
         budget = left if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
             layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget, kernels), strict=True

@@ -143,8 +143,7 @@ class ZeroStage:
             copies: (each(copies * mesh.cp * mesh.ep * mesh.dp), each(copies * mesh.cp * mesh.dp)) for copies in (1, 2)
         }
         self.state_bytes = {
-            copies: (dense.params + dense.grads + dense.optimizer, experts.params + experts.grads + experts.optimizer)
-            for copies, (dense, experts) in self.states.items()
+            copies: (dense.on_device, experts.on_device) for copies, (dense, experts) in self.states.items()
         }
         self.dense_bytes, self.expert_bytes = self.state_bytes[1]
         if memory.is_one_stage(par, recipe) and par.zero >= 3:  # gradients may come after the peak
@@ -251,7 +250,7 @@ class PipelineBound:
     def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool) -> float:
         mesh, cost = self.branch.mesh, self.branch.cost
         keeps, m, recompute = cost.kept(schedule), mesh.micro_batches, self.branch.recompute
-        message = keeps.message if mesh.pp > 1 else 0.0
+        message = cost.boundary if mesh.pp > 1 and keeps.kernels.holds_messages else 0.0
         sent = (1 if rank.head and self.held == 1 else 2) * message  # the last stage receives no gradient
         temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
         rest = sent + temporary
@@ -298,7 +297,7 @@ class PipelineBound:
         train = cost.trains[self.branch.recompute]
         peak = peak_of_one_stage(cost.context.model, sharded.par, train, of_stage, grads, keeps.loss, backward)
         states = plain * (dense.params + dense.optimizer) + experts * (expert.params + expert.optimizer) + grads
-        tensors = states + of_stage.stored + max(of_stage.head, of_stage.again) + sharded.buffer_bytes
+        tensors = states + of_stage.most + sharded.buffer_bytes
         return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:

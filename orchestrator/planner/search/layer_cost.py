@@ -30,7 +30,7 @@ from orchestrator.planner.memory.deferred_weight_gradients import (
     bytes_of_stage,
 )
 from orchestrator.planner.memory.moments import OneStage
-from orchestrator.planner.memory.recipe import ORCH, Recipe, kernels_of
+from orchestrator.planner.memory.recipe import Recipe, kernels_of
 from orchestrator.planner.memory.unequal_stages import StageBytes
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
@@ -97,9 +97,7 @@ class Kept:
         self.head = activations.head_bytes(model, self.par, train, self.kernels)
         self.stage = activations.stage_bytes(model, self.par, train, self.kernels)
         self.loss = activations.loss_bytes(model, self.par, train, self.kernels)
-        many = structs.replace(self.par, pp=2)  # of a pipeline
-        self.message = activations.message_bytes(model, many, train, self.kernels)
-        self.backward = activations.backward_bytes(model, self.par, train) if cost.recipe.name == ORCH.name else 0.0
+        self.backward = activations.backward_bytes(model, self.par, train, self.kernels)
         self._layers: dict[str, list[activations.ActivationBytes]] = {}
         self._one_stage: dict[str, OneStage] = {}
 

@@ -23,7 +23,7 @@ from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
-from orchestrator.planner.memory.recipe import optimizing, recipe_of
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.placement.axis_order import Solution, solve
 from orchestrator.planner.placement.node_placement import make_context
 
@@ -94,7 +94,7 @@ class Search:
         self.space = Space(config, self.context, any_layout)
         confined = not config.parallel.allow_tp_across_nvlink
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
-        self.recipe = optimizing(recipe_of(config.cost.software), config.optim)
+        self.recipe = recipe_of(config.cost.software, config.optim)
         self.capacity = self.recipe.capacity(cluster)
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
