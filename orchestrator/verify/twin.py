@@ -20,12 +20,13 @@ from msgspec import structs
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.cluster import NVLINK, SELF
+from orchestrator.plan.document import Memory
 from orchestrator.plan.schedules import TABLE, illegal
 from orchestrator.plan.twin import RankRun, Transfer
 from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
-from orchestrator.planner.memory.recipe import CONTEXT_BYTES
+from orchestrator.planner.memory.recipe import CONTEXT_BYTES, recipe_of
 from orchestrator.planner.model.layers import dense_and_moe
 from orchestrator.planner.model.stages import rank_stages, stage_range
 
@@ -92,8 +93,13 @@ def shortened(plan: Plan) -> Plan:
 
 
 def _totals(plan: Plan) -> list[int]:
-    accounts = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
-    return [account.total for account in accounts]
+    return [account.total for account in _accounts(plan)]
+
+
+def _accounts(plan: Plan) -> list[Memory]:
+    """Of each pipeline rank, as the bundled trainer has it."""
+    recipe = recipe_of("orch", plan.job.optim)
+    return memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe)
 
 
 def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
@@ -120,7 +126,7 @@ def compare(plan: Plan, found: RankRun) -> list[Compared]:
 
 
 def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
-    account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
+    account = _accounts(plan)[pp_rank]
     context = CONTEXT_BYTES[plan.cluster.device]  # of the device's own library: nothing that a twin has
     total = account.total - context
     for name in STATES:
