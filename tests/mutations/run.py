@@ -53,7 +53,7 @@ TESTS = {
     "optim/s*": "test_checkpoint_geometry test_whole_matrices",
     "optim/d*": "test_offload",
     "optim/m*": "test_optim_kinds",
-    "optim/sh*": "test_planned_memory test_offload",
+    "optim/sh*": "test_offload",
     "parallel/apply*": "test_grad_classes test_kept_inputs",
     "parallel/recompute*": "test_kept_inputs",
     "parallel/expert/*": "test_experts",

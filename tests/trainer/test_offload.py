@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from trainer.engine import Engine
 from trainer.errors import DiskError, exit_code
 from trainer.host import HostMemory, StateFile
 from trainer.metrics.memory import StepMemory
+from trainer.optim.sharded import give_back
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
@@ -117,6 +119,18 @@ def streamed(rank: int) -> list[int]:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
+    """Narrow ones: it is page-locked, so their copy runs beside the next update. Wide ones need no room."""
+    master, gradient = torch.arange(8.0) / 7, torch.full((8,), -1.0)
+    bucket = SimpleNamespace(param_shard=torch.zeros(8, dtype=dtype), host_grad=gradient)
+    give_back(bucket, master)
+    assert torch.equal(bucket.param_shard, master.to(dtype))
+    room = gradient.view(torch.uint8)[: bucket.param_shard.nbytes].view(dtype)
+    assert torch.equal(room, bucket.param_shard) == (dtype == torch.bfloat16)
+    assert dtype == torch.bfloat16 or bool((gradient == -1.0).all())
+
+
 def test_gradients_leave_bucket_by_bucket_during_backward():
     for counts in run_ranks(streamed, 2):
         assert len(counts) > 3 and counts == sorted(counts) and counts[-1] > len(counts) // 2

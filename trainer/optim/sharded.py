@@ -137,7 +137,7 @@ class ShardedOptimizer:
             copies = [pair for pair in zip(buckets, states, strict=True) if pair[1].master is not pair[0].param_shard]
             if self.host is not None:
                 for bucket, state in copies:
-                    _give_back(bucket, state.master)
+                    give_back(bucket, state.master)
             elif copies:
                 foreach_copy_([bucket.param_shard for bucket, _ in copies], [state.master for _, state in copies])
             for bucket in buckets:
@@ -205,7 +205,7 @@ def _gradient(bucket: ShardedBucket) -> Tensor:
     return bucket.grad_shard if bucket.host_grad is None else bucket.host_grad
 
 
-def _give_back(bucket: ShardedBucket, master: Tensor) -> None:
+def give_back(bucket: ShardedBucket, master: Tensor) -> None:
     """Start to copy updated weights to the device. They are narrowed where the gradient was, which nobody reads any
     more: page-locked memory, so the copy runs beside the next bucket's update."""
     if master.dtype != bucket.param_shard.dtype:
