@@ -109,13 +109,6 @@ class Fabric:
             parts += [rank[inverse], self.gpus[tier][blocks]]
         return np.concatenate(parts).astype(np.int64).tobytes()
 
-    def levels_between(self, a: Ints, b: Ints) -> Ints:
-        """Lowest tier on which nodes a and b share a block, elementwise. Int arrays of shapes that broadcast."""
-        level = np.full(np.broadcast_shapes(a.shape, b.shape), len(self.names) - 1)
-        for tier in range(len(self.names) - 2, -1, -1):
-            level[self.block[tier][a] == self.block[tier][b]] = tier
-        return level
-
     def path(self, members: Ints, pattern: Pattern, wrap: bool = True) -> Path:
         """Cost of `pattern` when all groups run it at once.
 
@@ -128,8 +121,11 @@ class Fabric:
         return self._exchange(node) if pattern == "exchange" else self._neighbours(node, pattern, wrap)
 
     def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool) -> Path:
-        source, target = (node, np.roll(node, -1, axis=1)) if wrap else (node[:, :-1], node[:, 1:])
-        level = self.levels_between(source, target)
+        source = node if wrap else node[:, :-1]
+        level: Ints = np.full(source.shape, len(self.names) - 1)
+        for tier in range(len(self.names) - 2, -1, -1):
+            blocks = self.block[tier][node]
+            level[(blocks == np.roll(blocks, -1, axis=1)) if wrap else (blocks[:, :-1] == blocks[:, 1:])] = tier
         hops = self.latency[level]
         worst, slots = int(level.max()), int(node.max()) + 1
         inside = bool((level == 0).any())
@@ -194,8 +190,14 @@ class Fabric:
 def _members_in_block(block: Ints) -> Floats:
     """For each member, how many of its group lie in the same block, itself included. Float [groups, n].
 
-    O(groups * n log n): sort each group, count runs, write back.
+    O(groups * n log n): sort each group, count runs, write back. Most groups are sorted as they are.
     """
+    if bool((block[:, 1:] >= block[:, :-1]).all()):
+        first = np.ones(block.shape, dtype=bool)
+        np.not_equal(block[:, 1:], block[:, :-1], out=first[:, 1:])
+        starts = np.flatnonzero(first)
+        sizes = np.diff(starts, append=block.size)
+        return np.repeat(sizes.astype(float), sizes).reshape(block.shape)
     order = np.argsort(block, axis=1, kind="stable")
     ordered = np.take_along_axis(block, order, axis=1)
     first = np.ones(ordered.shape, dtype=bool)

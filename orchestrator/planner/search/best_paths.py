@@ -48,6 +48,9 @@ class BestPaths:
             (("pp",), "chain"): self._chain(mesh.pp, tp, near),
             (DENSE_REPLICAS, "ring"): self._ring(cp * ep * dp, tp, sharing),
             (EXPERT_REPLICAS, "ring"): self._ring(cp * dp, tp, sharing),
+            # of a bidirectional pipeline, whose ends hold the same: whatever the ranks, there are as many
+            ((*DENSE_REPLICAS, "pp"), "ring"): self._ring(2 * cp * ep * dp, tp),
+            ((*EXPERT_REPLICAS, "pp"), "ring"): self._ring(2 * cp * dp, tp),
         }
 
     def per_byte(self, path: Path) -> float:

@@ -152,16 +152,19 @@ class ZeroStage:
         self.one_stage = memory.is_one_stage(par, recipe)
         self.buffer_bytes = memory.lasting_buffers(*same) if self.one_stage else memory.buffers(*same)
         self.bucket_bytes = memory.zero_buffers(*same[:3], recipe) if par.zero == 2 else 0.0
-        self._sent: dict[tuple[int, int], list[float]] = {}
+        self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}
         self._constant: dict[int, float] = {}
 
-    def sent(self, held: tuple[int, int]) -> list[float]:
-        """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters."""
-        found = self._sent.get(held)
+    def sent(self, held: tuple[int, int], copies: int) -> list[float]:
+        """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters.
+        copies: of the model on the pipeline."""
+        found = self._sent.get((held, copies))
         if found is None:
-            context = self.context
-            same = held, self.par, context.train, context.rate, context.software
-            found = self._sent[held] = [
+            context, par = self.context, self.par
+            if copies == 2:
+                par = structs.replace(par, schedule="dualpipe")
+            same = held, par, context.train, context.rate, context.software
+            found = self._sent[held, copies] = [
                 0.0  # hybrid sharding: not bounded
                 if self.par.zero_group
                 else value_of(gradient_seconds(*same, paths, params_outside_layers(context.model, self.par.tp)))
@@ -308,7 +311,7 @@ class PipelineBound:
             shown = 0.0  # of gradients and weights, as `StepCost` bounds them
             for held, (end, own) in zip(self.params, self.ranks, strict=True):
                 slack = 0.0 if base.inner_known else (self.longest - end) / m
-                sent = sharded.sent(held)[nesting] if self.shape.copies == 1 else 0.0  # of two copies: not bounded
+                sent = sharded.sent(held, self.shape.copies)[nesting]
                 shown = max(shown, sharded.exposed(sent, own + slack))
             least = min(least, self.longest + shown + transfers)
         return (least + sharded.constant(max(map(sum, self.params)))) * base.factor
