@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.agent.protocol import channel as control
-from orchestrator.agent.protocol.channel import LONGEST_LINE, Refused, WrongKey, accept, connect
+from orchestrator.agent.protocol.channel import LONGEST_LINE, READ_LIMIT, Refused, WrongKey, accept, connect
 from orchestrator.agent.protocol.messages import AgentAlive, Done, FromAgent, FromCoordinator, Ready
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -37,7 +37,7 @@ async def pair(key=KEY, run="run", server_key=KEY, server_run="run") -> Pair:
             found.set_exception(error)
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LONGEST_LINE)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=READ_LIMIT)
     port = server.sockets[0].getsockname()[1]
     try:
         agent = await connect("127.0.0.1", port, run, "node0", key, FromCoordinator)
@@ -148,7 +148,7 @@ async def test_a_stranger_gets_no_further_than_the_greeting_and_a_silent_one_is_
             problem.set_result(error)
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LONGEST_LINE)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=READ_LIMIT)
     _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     writer.write(greeting)
     refused = await asyncio.wait_for(problem, 60)
@@ -168,7 +168,7 @@ async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
 @given(st.binary(max_size=300))
 def test_no_bytes_are_ever_taken_for_a_message(noise):
     async def main():
-        reader = asyncio.StreamReader(limit=LONGEST_LINE)
+        reader = asyncio.StreamReader(limit=READ_LIMIT)
         reader.feed_data(noise + b"\n")
         reader.feed_eof()
         channel = control.Channel(reader, None, KEY, KEY, FromAgent, "node0")
@@ -186,7 +186,7 @@ def test_one_changed_byte_is_noticed(step, data):
     changed = line[:at] + bytes([line[at] ^ data.draw(st.integers(1, 255))]) + line[at + 1 :]
 
     async def receive(content: bytes):
-        reader = asyncio.StreamReader(limit=LONGEST_LINE)
+        reader = asyncio.StreamReader(limit=READ_LIMIT)
         reader.feed_data(content + b"\n")
         reader.feed_eof()
         return await control.Channel(reader, None, KEY, KEY, FromAgent, "node0").receive()

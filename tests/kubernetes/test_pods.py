@@ -97,6 +97,22 @@ def test_a_pod_of_another_run_is_turned_away():
     assert asyncio.run(together()).members == pods(2)
 
 
+def test_hundreds_of_silent_strangers_keep_no_pod_out(caplog):
+    async def together() -> Start:
+        port = free_port()
+        first = asyncio.create_task(one(pods(2)[0], 2, port))
+        await asyncio.sleep(0.2)
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        start = await asyncio.wait_for(one(pods(2)[1], 2, port), 5)
+        await first
+        for _, writer in strangers:
+            writer.close()
+        return start
+
+    assert asyncio.run(together()).members == pods(2)
+    assert sum("refused" in record.message for record in caplog.records) <= 2
+
+
 # ------------------------------------------------------------------------------------------ rank map
 
 NETWORK = Topology(

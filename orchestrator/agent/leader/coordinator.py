@@ -16,7 +16,8 @@ from dataclasses import replace
 from orchestrator.agent.faults import policy
 from orchestrator.agent.faults.attribution import FaultHistory
 from orchestrator.agent.faults.detector import HangDetector
-from orchestrator.agent.protocol.channel import LONGEST_LINE
+from orchestrator.agent.protocol.admission import BACKLOG
+from orchestrator.agent.protocol.channel import READ_LIMIT
 from orchestrator.agent.protocol.heartbeat import SelfStallDetector
 from orchestrator.agent.protocol.messages import Done, TerminationSignal
 from orchestrator.plan import Exit
@@ -54,7 +55,8 @@ class Coordinator:
 
     async def _lead(self, host: str, port: int) -> policy.Decision:
         context = self._context
-        server = await asyncio.start_server(context.membership.connected, host, port, limit=LONGEST_LINE)
+        connected = context.membership.connected
+        server = await asyncio.start_server(connected, host, port, limit=READ_LIMIT, backlog=BACKLOG)
         ticker = asyncio.create_task(context.membership.tick(self._on_heartbeat))
         try:
             self._announcement.begin(*server.sockets[0].getsockname()[:2])

@@ -7,20 +7,17 @@ is decided elsewhere.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.agent.protocol import messages
-from orchestrator.agent.protocol.channel import Channel, Refused, accept
+from orchestrator.agent.protocol.admission import MOST, Admission, RefusalLog
+from orchestrator.agent.protocol.channel import Channel, Refused
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.plan import Exit, Plan
 
 _TICK_S = 0.25
-_MOST_GREETING = 64  # connections that have not yet proven themselves
 _JOIN_S = 10.0
-
-log = logging.getLogger("orch.membership")
 
 
 @dataclass
@@ -75,7 +72,8 @@ class Membership:
         self._epoch, self._tell, self._note, self._silence_s = epoch, tell, note, silence_s
         self._elastic = elastic
         self.excluded: dict[str, str] = {}  # node -> why it may not come again
-        self._greeting = 0
+        self._refusals = RefusalLog(self._note_refusal)
+        self._admission = Admission(run, key, messages.FromAgent, self._refusals, max(MOST, len(expected)))
         self._tasks: set[asyncio.Task] = set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -83,17 +81,13 @@ class Membership:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self._greeting += 1
         channel = member = None
         text = "connection closed"
         try:
-            try:
-                if self._greeting > _MOST_GREETING:
-                    raise Refused("too many connections that have not proven themselves")
-                channel = await accept(reader, writer, self._run, self._key, messages.FromAgent)
-                first = await asyncio.wait_for(channel.receive(), _JOIN_S)
-            finally:
-                self._greeting -= 1
+            channel = await self._admission.admit(reader, writer)
+            if channel is None:
+                return
+            first = await asyncio.wait_for(channel.receive(), _JOIN_S)
             member = self._admit(channel, first)
             while member and (received := await channel.receive()) is not None:
                 if self.members.get(member.join.node) is not member:
@@ -103,18 +97,19 @@ class Membership:
         except asyncio.CancelledError:
             text = "the coordinator leaves"  # the end of this task, and asyncio's streams log any other
         except (Refused, TimeoutError) as error:
-            text = f"refused: {error or 'no join'}"
-            peer = writer.get_extra_info("peername")
-            log.warning("connection from %s %s", peer, text)
-            self._note("connection_refused", peer=str(peer), reason=str(error))
+            assert channel is not None
+            reason = str(error) or "no join"
+            text = f"refused: {reason}"
+            self._refusals.refused(f"node {channel.peer}", str(writer.get_extra_info("peername")), reason)
         finally:
             if channel:
                 await channel.close()
-            else:
-                writer.close()
             if member and self.members.get(member.join.node) is member:
                 self._tell(member.join.node, MemberLost(text, member))
             self._tasks.discard(task)
+
+    def _note_refusal(self, peer: str, reason: str, count: int) -> None:
+        self._note("connection_refused", peer=peer, reason=reason, count=count)
 
     def _admit(self, channel: Channel, first: tuple[int, messages.FromAgent] | None) -> Member | None:
         """Makes the newcomer a member, or tells it why not."""
@@ -205,6 +200,7 @@ class Membership:
             due, in_time = beat.tick(began, clock())
             if due:
                 each()
+                self._refusals.flush()
             for node, member in list(self.members.items()):
                 if due:
                     member.channel.send(self._epoch(), messages.CoordinatorAlive(slowdown=member.slowdown))
@@ -215,3 +211,4 @@ class Membership:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        self._admission.close()

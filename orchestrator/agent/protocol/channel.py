@@ -22,6 +22,7 @@ from orchestrator.plan.codec import UNREADABLE
 
 PROTOCOL = "orch.control/1"
 LONGEST_LINE = 1 << 20  # bytes
+READ_LIMIT = 1 << 16  # bytes that a connection may have buffered here, twice; also one that has not proven itself
 _LONGEST_GREETING = 4096
 _GREETING_S = 10.0
 _MOST_UNSENT = 8 << 20  # bytes waiting for a peer that does not read
@@ -136,16 +137,18 @@ class Channel:
 
 async def _read_line(reader: asyncio.StreamReader, longest: int) -> bytes | None:
     """One line without its end; None at the end of the stream, also inside a line (the peer died while writing)."""
-    try:
-        line = await reader.readuntil(b"\n")
-    except asyncio.IncompleteReadError:
-        return None
-    except asyncio.LimitOverrunError:
-        raise Refused(f"a line longer than {longest} bytes") from None
-    except OSError:  # connection reset: the peer is gone
-        return None
-    if len(line) > longest:
-        raise Refused(f"a line longer than {longest} bytes")
+    line = b""
+    while not line.endswith(b"\n"):
+        try:
+            line += await reader.readuntil(b"\n")
+        except asyncio.IncompleteReadError:
+            return None
+        except asyncio.LimitOverrunError as error:  # longer than the reader's limit: it is read in parts
+            line += await reader.readexactly(error.consumed)
+        except OSError:  # connection reset: the peer is gone
+            return None
+        if len(line) > longest:
+            raise Refused(f"a line longer than {longest} bytes")
     return line[:-1]
 
 
@@ -189,7 +192,7 @@ async def accept(
 
 async def connect(host: str, port: int, run: str, node: str, key: bytes, receives: Any) -> Channel:
     """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator with another key."""
-    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_LINE)
+    reader, writer = await asyncio.open_connection(host, port, limit=READ_LIMIT)
     try:
         hello: _Hello = await _greeting(reader, _Hello)
         if hello.protocol != PROTOCOL or hello.run != run:

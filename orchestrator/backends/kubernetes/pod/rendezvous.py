@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from orchestrator.agent.protocol.channel import LONGEST_LINE, Channel, Refused, WrongKey, accept, connect
+from orchestrator.agent.protocol.admission import BACKLOG, MOST, Admission, RefusalLog
+from orchestrator.agent.protocol.channel import READ_LIMIT, Channel, Refused, WrongKey, connect
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 _RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between tries to reach pod 0; the last one repeats
 _LOG_S = 30.0
+_JOIN_S = 10.0
 
 log = logging.getLogger("orch.rendezvous")
 
@@ -44,16 +46,20 @@ class Leader:
     """Pod 0's side. `async with` opens the port; `members` waits for all pods; `release` answers them."""
 
     def __init__(self, own: Join, count: int, run: str, key: bytes, port: int):
-        self._own, self._count, self._run, self._key, self._port = own, count, run, key, port
+        self._own, self._count, self._port = own, count, port
+        self._admission = Admission(run, key, Join, RefusalLog(_log_refusal), max(MOST, count))
         self._members: dict[int, tuple[Join, Channel | None]] = {own.index: (own, None)}
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Leader:
-        self._server = await asyncio.start_server(self._connected, self._own.address, self._port, limit=LONGEST_LINE)
+        self._server = await asyncio.start_server(
+            self._connected, self._own.address, self._port, limit=READ_LIMIT, backlog=BACKLOG
+        )
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
+        self._admission.close()
         for _, channel in list(self._members.values()):
             if channel:
                 await channel.close()
@@ -82,12 +88,14 @@ class Leader:
                 channel.send(0, start)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = await self._admission.admit(reader, writer)
+        if channel is None:
+            return
         try:
-            channel = await accept(reader, writer, self._run, self._key, Join)
-            received = await channel.receive()
-        except (Refused, OSError) as error:
-            log.warning("refused a connection: %s", error)
-            writer.transport.abort()
+            received = await asyncio.wait_for(channel.receive(), _JOIN_S)
+        except (Refused, TimeoutError) as error:
+            log.warning("%s sent no join: %s", channel.peer, error)
+            channel.abort()
             return
         join = received[1] if received else None
         if not isinstance(join, Join) or not 0 < join.index < self._count:
@@ -162,6 +170,10 @@ async def _wait_for_start(channel: Channel, own: Join, end: float) -> Start | No
         return None
     finally:
         channel.abort()
+
+
+def _log_refusal(peer: str, reason: str, count: int) -> None:
+    log.warning("refused %d connections, the last from %s: %s", count, peer, reason)
 
 
 async def _wake_up() -> None:
