@@ -6,7 +6,6 @@ last agent has ended. The epoch in it is the fencing token: it is written and sy
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any, Literal, get_args
 
@@ -19,6 +18,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder, read_json, write_private
+from .intent import ask, due, wants_end
 
 SCHEMA = "orch.state/1"
 
@@ -107,6 +107,7 @@ class RunState(Frozen):
     plan_hash: str
     summary: dict[str, str | int] = {}  # for lists: cluster, model, parallel, steps, world_size
     epoch: int = -1  # the last one that was issued
+    intent: int = 0  # number of the newest request that this attempt began with (`run.intent`)
     started_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None  # set together with a final state
@@ -154,16 +155,14 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
     `alive` must have been found before this call: the other way round a run that ends in between would seem lost.
     """
     state = read_state(folder)
+    if alive and state.is_final and state.state != "done" and (asked := due(folder, state.intent)):
+        phase: Phase = "stopping" if asked.want == "end" else "restarting"
+        return replace(state, state=phase, exit_code=None, ended_at=None, reason=asked.text)
     if alive or state.is_final:
         return state
-    wish = read_cancel(folder)
-    if wish:
-        reason = (
-            "cancelled by force"
-            if wish.force
-            else f"cancelled; every process of the run went while it was {state.state}"
-        )
-        return finish(state, "cancelled", Exit.RESTART, reason)
+    if asked := wants_end(folder):
+        gone = f"cancelled; every process of the run went while it was {state.state}"
+        return finish(state, "cancelled", Exit.RESTART, asked.text if asked.force else gone)
     text = f"every process of the run is gone (killed, or the machine went down) while it was {state.state}"
     cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
     return finish(state, "failed", Exit.CAPACITY, text, cause)
@@ -196,38 +195,18 @@ def pending_again(state: RunState, **changes: object) -> RunState:
     return replace(state, **fixed, **(clear | changes))
 
 
-def prepare_resume(folder: RunFolder, plan: Plan | None = None) -> None:
+def prepare_resume(folder: RunFolder, plan: Plan | None = None, intent: int | None = None) -> None:
     """Back to `pending` with new budgets, keeping epochs and history. The caller knows that nobody else writes.
 
-    `plan`: the one to continue with, if it is not the one in force.
+    `plan`: the one to continue with, if it is not the one in force. `intent`: number of the request that the attempt
+    obeys; None: it is asked for here.
     """
     state = read_state(folder)
-    folder.cancel.unlink(missing_ok=True)
-    changes: dict[str, object] = {"restarts": 0, "restarts_by_cause": {}, "excluded": {}, "slow": {}}
+    if intent is None:
+        intent = ask(folder, "run", began_with=state.intent).number
+    changes: dict[str, object] = {"restarts": 0, "restarts_by_cause": {}, "excluded": {}, "slow": {}, "intent": intent}
     changes["first_epoch"] = state.epoch + 1
     if plan is not None:
         summary = state.summary | {"world_size": plan.parallel.world_size}
         changes |= {"plan_hash": plan.hash, "summary": summary}
     write_state(folder, pending_again(state, **changes))
-
-
-class Cancel(Frozen):
-    """cancel.json: somebody asked for the end."""
-
-    at: float
-    uid: int
-    force: bool
-
-
-def write_cancel(folder: RunFolder, force: bool) -> None:
-    """To be called before the end is asked for: whoever hears of it finds out here that somebody wanted it."""
-    wish = Cancel(at=time.time(), uid=os.geteuid(), force=force)
-    write_private(folder.cancel, msgspec.json.encode(wish))
-
-
-def read_cancel(folder: RunFolder) -> Cancel | None:
-    """None when nobody has asked, or what was written cannot be read."""
-    try:
-        return read_json(folder.cancel, Cancel)
-    except OrchError:
-        return None

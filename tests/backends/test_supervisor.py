@@ -15,6 +15,7 @@ from orchestrator.backends.local import supervisor as module
 from orchestrator.backends.local.backend import LocalRecord
 from orchestrator.backends.local.supervisor import Supervisor
 from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants, holders, identity, is_alive
 from tests.beds.bundles import kill_runs, wait_for
 
@@ -90,7 +91,7 @@ def test_a_full_disk_ends_no_healthy_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "reap_children", lambda: [(7, 0)] if not written and not room[0] else [])
     monkeypatch.setattr(module, "read_state", lambda folder: SimpleNamespace(is_final=False))
     one = object.__new__(Supervisor)
-    one._folder, one._network, one._deadline, one._asked = None, None, None, False
+    one._folder, one._network, one._deadline, one._asked, one._began_with = RunFolder(tmp_path), None, None, False, 0
     one._agents, one._codes, one._back = {"a": SimpleNamespace(pid=7, returncode=None)}, {}, {}
     one._options, one._unwritten = SimpleNamespace(restart_lost_nodes_after_s=None), False
     one._hear([])

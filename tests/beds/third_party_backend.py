@@ -23,9 +23,10 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import ask, wants_end
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, compose_environment, read_request
-from orchestrator.run.state import RunState, finish, prepare_resume, read_cancel, read_state, true_state, write_cancel
+from orchestrator.run.state import RunState, finish, prepare_resume, read_state, true_state
 
 
 class SpawnOptions(Frozen):
@@ -60,7 +61,7 @@ class SpawnBackend(Backend):
         record = read_record(folder, SpawnRecord)
         if record is None or not self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        write_cancel(folder, force)
+        ask(folder, "end", force=force)
         send_signal(Identity(*record.supervisor), signal.SIGTERM)
 
     def is_alive(self, folder: RunFolder) -> bool:
@@ -85,14 +86,14 @@ def supervise(folder: RunFolder, lock: int) -> None:
     agents = [subprocess.Popen(agent.argv, pass_fds=[lock], cwd=folder.path) for agent in read_request(folder).agents]
 
     def end(*_: object) -> None:
-        wish = read_cancel(folder)
+        wish = wants_end(folder)
         for agent in agents:
             agent.send_signal(signal.SIGKILL if wish and wish.force else signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
     codes = [agent.wait() for agent in agents]
     if not (state := read_state(folder)).is_final:
-        phase, code = ("cancelled", Exit.RESTART) if read_cancel(folder) else ("failed", Exit.CAPACITY)
+        phase, code = ("cancelled", Exit.RESTART) if wants_end(folder) else ("failed", Exit.CAPACITY)
         write_final_state(folder, finish(state, phase, code, f"agents ended with {codes}", at=time.time()))
 
 

@@ -20,6 +20,7 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.planner.placement.rank_assignment import used_nodes
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import ask
 from orchestrator.run.request import read_request
 from orchestrator.run.state import Cause, EpochState, NodeState, read_state, write_state
 from tests.beds.bundles import make_bundle, refusal
@@ -198,7 +199,7 @@ def test_the_notice_before_the_time_limit_is_sent_once(takeover, slurm, signals)
 
 def test_who_takes_over_and_until_when(takeover, folder):
     takeover._slurm = slurm = FakeSlurm()
-    folder.cancel.touch()
+    ask(folder, "end")
     assert not takeover.check(NOON) and slurm.signals == [("--signal=TERM",)]
     state = msgspec.structs.replace(read_state(folder), state="cancelled", exit_code=75)
     write_state(folder, msgspec.structs.replace(state, writer="n3"))

@@ -12,6 +12,7 @@ from orchestrator.agent.protocol.messages import Done, FromAgent, TerminationSig
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import Intent, due
 from orchestrator.run.request import Policy, used_nodes
 from orchestrator.run.state import Cause
 
@@ -122,11 +123,16 @@ class Context:
 
     # ---------------------------------------------------------------------------------- the end
 
+    @property
+    def asked(self) -> Intent | None:
+        """What people have asked for since this attempt began, if it has to end for that."""
+        return due(self.folder, self.record.intent)
+
     def request_end(self, signal: TerminationSignal) -> policy.Request:
         """Notes that somebody asked for the end of the run; the first request counts."""
         if self.end_request is None:
-            if self.folder.cancel.exists():
-                self.end_request = policy.Request("cancelled", "cancelled by the user")
+            if asked := self.asked:
+                self.end_request = policy.Request("cancelled" if asked.want == "end" else "stopped", asked.text)
             else:
                 self.end_request = policy.Request("stopped", signal.reason)
         return self.end_request

@@ -19,7 +19,7 @@ from orchestrator.agent.faults.detector import HangDetector
 from orchestrator.agent.protocol.admission import BACKLOG
 from orchestrator.agent.protocol.channel import READ_LIMIT
 from orchestrator.agent.protocol.heartbeat import SelfStallDetector
-from orchestrator.agent.protocol.messages import Done, TerminationSignal
+from orchestrator.agent.protocol.messages import Done, Join, TerminationSignal
 from orchestrator.plan import Exit
 from orchestrator.run.bad_nodes import remember
 from orchestrator.run.epoch_lease import LeaseLost
@@ -40,6 +40,7 @@ class Coordinator:
         self._elasticity = Elasticity(context, sizes, self._announcement)
         self._detector = HangDetector(context.rules)
         self._stalls = SelfStallDetector()
+        self._heard = 0  # number of the newest request of people that was taken up
 
     async def run(self, host: str, port: int = 0) -> policy.Decision:
         """Coordinates until the run is over; returns the decision that ended it.
@@ -111,15 +112,23 @@ class Coordinator:
         context = self._context
         context.record.finish(decision)
         context.note("run_ended", state=decision.state, code=decision.code, reason=decision.reason)
+        over = Done(code=decision.code, reason=decision.reason)
         for member in context.members.values():
-            member.channel.send(context.epoch, Done(code=decision.code, reason=decision.reason))
+            member.channel.send(context.epoch, over)
         end = asyncio.get_running_loop().time() + context.rules.grace_s
         while context.members and (event := await context.next_event(end)):  # an agent closes when it is done
             if isinstance(event.what, MemberLost):
                 context.membership.drop(event.node, "node_left", event.what.text)
+            elif isinstance(event.what, Join) and (late := context.members.get(event.node)):
+                late.channel.send(context.epoch, over)
 
     def _on_heartbeat(self) -> None:
-        """Once a heartbeat: renews the lease on the epoch, and writes state that found no room before."""
+        """Once a heartbeat: renews the lease on the epoch, writes state that found no room before, and takes up what
+        people ask for, of which another coordinator may have been told that is dead by now."""
+        context = self._context
+        if (asked := context.asked) and asked.number > self._heard:
+            self._heard = asked.number
+            context.put(context.node, TerminationSignal(reason=asked.text, signal="SIGTERM", force=asked.force))
         if self._context.elastic and (missed_s := self._stalls.missed_s()):
             self._context.note("was_away", seconds=round(missed_s, 1))
             self._elasticity.partition_suspected = True  # nodes that have hung up meanwhile may well live

@@ -223,7 +223,7 @@ class Elasticity:
                 if isinstance(what, MemberLost):
                     context.membership.drop(node, "node_lost", text)
                 context.note("not_awaited", on=node, reason=text)
-            case TerminationSignal() if moved and node != context.node and not context.folder.cancel.exists():
+            case TerminationSignal() if moved and node != context.node and not context.asked:
                 awaited.discard(node)
                 context.dismiss(node, Exit.RESTART, what.reason)
             case TerminationSignal():
@@ -340,7 +340,7 @@ class Elasticity:
                 return None
             node, what = event.node, event.what
             if isinstance(what, TerminationSignal):
-                if node == context.node or context.folder.cancel.exists():
+                if node == context.node or context.asked:
                     context.request_end(what)
                     return None
                 context.dismiss(node, Exit.RESTART, what.reason)

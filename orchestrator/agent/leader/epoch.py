@@ -182,9 +182,9 @@ class Epoch:
             self._stop_all(reason, self._rules.grace_s if saved else self._failure_grace)
 
     def _on_termination_signal(self, node: str, signal: messages.TerminationSignal) -> None:
-        """Ends the run; in an elastic run that was not cancelled it goes on without that node, if enough stay."""
+        """Ends the run; in an elastic run of which nobody asked it, it goes on without that node, if enough stay."""
         context = self._context
-        if not context.elastic or context.folder.cancel.exists():
+        if not context.elastic or context.asked:
             reason, grace_s = context.request_end(signal).reason, 0.0 if signal.force else self._rules.grace_s
         elif node not in self._ranked:
             context.dismiss(node, Exit.RESTART, signal.reason)

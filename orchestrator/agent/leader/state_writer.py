@@ -51,6 +51,11 @@ class StateWriter:
         return self._state.epoch
 
     @property
+    def intent(self) -> int:
+        """Number of the newest request that this attempt began with."""
+        return self._state.intent
+
+    @property
     def restarts(self) -> int:
         """Counted restarts of this attempt; `orch resume` begins a new count."""
         return self._state.restarts

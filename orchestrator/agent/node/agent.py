@@ -60,6 +60,7 @@ class Agent:
         self._silent_ticks = 0
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._signalled = self._insisted = False  # told from outside that the end is wanted; by a signal
+        self._notice: messages.TerminationSignal | None = None  # what was said of it: also to the next coordinator
 
     async def run(self) -> int:
         """Runs until the run is over; returns the exit code. Nothing that it has started is alive then."""
@@ -105,7 +106,8 @@ class Agent:
         if self._channel is None:
             self._finish(Exit.RESTART, reason)
             return
-        self._send(messages.TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
+        self._notice = messages.TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force)
+        self._send(self._notice)
         if force:
             self._control.kill()
 
@@ -139,6 +141,8 @@ class Agent:
                 warm=self._control.warm,
             )
         )
+        if self._notice:
+            self._send(self._notice)
         return channel
 
     async def _disconnect(self, tasks: list[asyncio.Task]) -> None:

@@ -33,8 +33,9 @@ from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.intent import ask, wants_end
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, to_bytes
-from orchestrator.run.state import RunState, prepare_resume, read_state, write_cancel, write_state
+from orchestrator.run.state import RunState, prepare_resume, read_state, write_state
 
 from .api.client import Cluster, in_background
 from .cluster_view import ClusterSnapshot, read_snapshot
@@ -135,14 +136,15 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
 
         plan, record = load_plan(folder.sized_plan(nodes)), read_record(folder, KubernetesRecord)
         request = at_size(request, plan)
+        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)  # `resume` takes it up from here
         if record:
             grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
             delete_run_objects(
                 self._cluster_of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S
             )
-        prepare_resume(folder)
         write_private(folder.plan, to_json(plan, indent=1) + b"\n")
         write_private(folder.request, to_bytes(request))
+        prepare_resume(folder, plan, asked.number)
         self._start(folder, request, plan, environ, record.generation + 1 if record else 0)
         return request.handle
 
@@ -153,10 +155,10 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         record = read_record(folder, KubernetesRecord)
         if record is None or not self.is_alive(folder):
             if record is not None and delete_remains(self._cluster_of(record), record):
-                write_cancel(folder, force)  # a submission that broke off: there is no Job to wait for
+                ask(folder, "end", force=force)  # a submission that broke off: there is no Job to wait for
                 return
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        write_cancel(folder, force)
+        ask(folder, "end", force=force)
         cluster = self._cluster_of(record)
         self._save_last_report(folder, record)
         cluster.delete(record.kind, record.name, "Foreground")
@@ -191,7 +193,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
             text = f"{state.state} when last heard of; now unknown: {error.message}"
             return state if state.is_final else structs.replace(state, reason=text)
         known = read_state(folder)
-        state = verdict(known, what, folder.cancel.exists(), record.sent)
+        state = verdict(known, what, wants_end(folder) is not None, record.sent)
         if state.is_final and state != known:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
             write_state(folder, state)  # the cluster forgets; this folder does not

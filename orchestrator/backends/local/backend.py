@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,14 +16,15 @@ import msgspec
 
 from orchestrator.backends.base import Backend, Resizing, decode_options, read_record, write_record
 from orchestrator.errors import OrchError
-from orchestrator.plan import Plan, load_plan, to_json
+from orchestrator.plan import load_plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.intent import Intent, ask, due, newest
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, compose_environment, to_bytes
-from orchestrator.run.state import RunState, prepare_resume, true_state, write_cancel
+from orchestrator.run.state import RunState, prepare_resume, read_state, true_state
 
 from . import namespaces
 
@@ -45,6 +47,10 @@ class LocalOptions(Frozen):
     spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # more agents than the plan has nodes
     restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None  # None: they stay away
     grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # not before nodes have stayed this long
+
+
+class RunLives(OrchError):
+    """Something of the run lives: it cannot be started."""
 
 
 _FORCE_S = 3.0  # for a supervisor to kill its run by itself
@@ -94,40 +100,46 @@ class LocalBackend(Backend, Resizing):
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         self.check(request)
-        self._start(folder, request, environ, resume=True)
+        self._start(folder, request, environ, again=True)
         return request.handle
 
     def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
-        """The next attempt, under the plan that was submitted for that many nodes. A living run saves and ends first.
+        """Asks for another size, and waits until the next attempt has begun with it. The supervisor ends this attempt
+        and begins the next; where none lives, it is begun from here.
 
-        OrchError: 64 when it is done by then, 76 when it does not end.
+        OrchError: 64 when the run is done by then or somebody asks for something else, 76 when it does not end: the
+        request stays.
         """
-        if self.is_alive(folder):
-            self.cancel(folder, force=False)
-            end = time.monotonic() + request.policy.grace_s + _END_S
-            while self.is_alive(folder):
-                if time.monotonic() > end:
-                    raise OrchError(f"run {folder.run_id} was asked to end and has not: try again", Exit.CAPACITY)
-                time.sleep(0.05)
-            if self.state(folder).state == "done":
+        self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
+        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        self._wake(folder)
+        end = time.monotonic() + request.policy.grace_s + _END_S
+        while True:
+            alive, state = self.is_alive(folder), read_state(folder)
+            last = newest(folder)
+            if last and last.number > asked.number:
+                raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
+            if state.intent >= asked.number:
+                return request.handle
+            if not alive and state.state == "done":
                 raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
-        plan = load_plan(folder.sized_plan(nodes))
-        request = at_size(request, plan)
-        self.check(request)
-        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
-        write_private(folder.request, to_bytes(request))
-        self._start(folder, request, environ, resume=True, plan=plan)
-        return request.handle
+            if not alive:
+                with contextlib.suppress(RunLives):  # another command was faster
+                    self._start(folder, request, environ, again=True, asked=asked)
+            if time.monotonic() > end:
+                raise OrchError(f"run {folder.run_id} has not ended yet; the request stays", Exit.CAPACITY)
+            time.sleep(0.05)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        record = read_record(folder, LocalRecord)
-        if record is None or not self.is_alive(folder):
+        if not self.is_alive(folder):
+            read_record(folder, LocalRecord)  # a damaged one is said first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        write_cancel(folder, force)
-        supervisor = Identity(*record.supervisor)
-        if send_signal(supervisor, signal.SIGTERM):
-            send_signal(supervisor, signal.SIGCONT)  # one that was stopped hears it now
-        else:
+        try:
+            ask(folder, "end", force=force)
+        except OrchError:  # a full disk: who is killed need not read it
+            if not force:
+                raise
+        if not self._wake(folder, signal.SIGTERM):
             for agent in holders(folder.lock):  # nobody passes it on to them
                 send_signal(agent, signal.SIGTERM)
         end = time.monotonic() + _FORCE_S
@@ -137,6 +149,16 @@ class LocalBackend(Backend, Resizing):
             time.sleep(0.05)
             if time.monotonic() > 2 * _FORCE_S + end:
                 raise OrchError(f"processes of run {folder.run_id} cannot be killed: see ps", Exit.CAPACITY)
+
+    def _wake(self, folder: RunFolder, *signals: int) -> bool:
+        """Sends these signals to the supervisor, and lets it go on if it was stopped. False if it is no more."""
+        try:
+            record = read_record(folder, LocalRecord)
+        except OrchError:  # damaged: who holds the lock is known all the same
+            return False
+        return record is not None and all(
+            [send_signal(Identity(*record.supervisor), each) for each in (*signals, signal.SIGCONT)]
+        )
 
     def is_alive(self, folder: RunFolder) -> bool:
         return folder.is_alive()
@@ -149,16 +171,17 @@ class LocalBackend(Backend, Resizing):
         folder: RunFolder,
         request: LaunchRequest,
         environ: Mapping[str, str],
-        resume: bool = False,
-        plan: Plan | None = None,
+        again: bool = False,
+        asked: Intent | None = None,
     ) -> None:
-        """Start the supervisor: own session, nothing of this terminal, holding the run's lock."""
+        """Starts the supervisor: own session, nothing of this terminal, holding the run's lock. `again`: the run has
+        had an attempt; `asked`: what the next one obeys. RunLives (64) while something of it runs."""
         lock = folder.take_lock()
         if lock is None:
-            raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+            raise RunLives(f"run {folder.run_id} is running", Exit.USAGE)
         try:
-            if resume:
-                prepare_resume(folder, plan)
+            if again:
+                begin_attempt(folder, request, asked)
             argv = [sys.executable, "-P", "-m", "orchestrator.backends.local.supervisor", "--run-dir", str(folder.path)]
             log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.set_inheritable(lock, True)
@@ -179,6 +202,24 @@ class LocalBackend(Backend, Resizing):
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)
+
+
+def begin_attempt(folder: RunFolder, request: LaunchRequest, asked: Intent | None) -> None:
+    """Puts the next attempt's plan and request in force, then its state: what breaks off before that is done again.
+
+    `asked`: what it obeys; None: a size that was asked for and is not there yet, else a resume. The caller holds the
+    run's lock. OrchError (65): no plan of that size.
+    """
+    began_with = read_state(folder).intent
+    if asked is None:
+        asked = due(folder, began_with)
+        if asked is None or asked.want == "end":
+            asked = ask(folder, "run", began_with=began_with)
+    plan = load_plan(folder.sized_plan(asked.nodes)) if asked.nodes else None
+    if plan:
+        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+        write_private(folder.request, to_bytes(at_size(request, plan)))
+    prepare_resume(folder, plan, asked.number)
 
 
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:

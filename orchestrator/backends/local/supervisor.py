@@ -26,11 +26,12 @@ from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import due
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
 from orchestrator.run.request import LaunchRequest, read_request
-from orchestrator.run.state import Cause, End, finish, read_cancel, read_state, write_state
+from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
-from .backend import LocalRecord, read_options
+from .backend import LocalRecord, begin_attempt, read_options
 from .namespaces import INTERFACE, Network, Wiring
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
@@ -48,7 +49,8 @@ class Supervisor:
         self._codes: dict[str, int] = {}
         self._network: Network | None = None
         self._deadline: float | None = None
-        self._asked = False
+        self._asked = False  # the agents, to end
+        self._began_with = read_state(folder).intent
         self._options = read_options(request)
         self._unwritten = False  # the disk did not take the last record
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
@@ -74,6 +76,15 @@ class Supervisor:
             if left:
                 log.error("processes %s cannot be killed", left)
         return self._last_word()
+
+    def begins_again(self) -> bool:
+        """Whether people asked for another attempt, which is ready to begin then."""
+        asked = due(self._folder, self._began_with)
+        if asked is None or asked.want == "end" or read_state(self._folder).state == "done":
+            return False
+        log.info("next attempt: %s", asked.text)
+        begin_attempt(self._folder, self._request, asked)
+        return True
 
     def _listen(self) -> None:
         """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody sent when the process
@@ -140,6 +151,8 @@ class Supervisor:
     def _hear(self, signals: list[signal.Signals]) -> None:
         for what in signals:
             self._end(what.name)
+        if due(self._folder, self._began_with):
+            self._end("as people asked")
         nodes = {agent.pid: node for node, agent in self._agents.items()}
         changed = False
         for pid, code in reap_children():
@@ -166,7 +179,7 @@ class Supervisor:
         """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
         due = [node for node, when in self._back.items() if time.monotonic() >= when]
         for node in due:
-            if not self._asked and not self._folder.cancel.exists() and not read_state(self._folder).is_final:
+            if not self._asked and not read_state(self._folder).is_final:
                 try:
                     self._agents[node] = self._start(node, self._commands()[node])
                 except OSError as error:  # its log cannot be opened, no memory for a process: later
@@ -182,22 +195,27 @@ class Supervisor:
         """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
         `orch cancel` is none, and a forced one asks nobody.
         """
-        wish = read_cancel(self._folder)
-        log.info("asked to end (%s)%s", reason, ", by force" if wish and wish.force else "")
-        if wish and wish.force:
+        asked = due(self._folder, self._began_with)
+        if asked and self._asked and not asked.force:
+            return
+        if not self._asked or not asked:
+            log.info("asked to end (%s)%s", reason, f": {asked.text}" if asked else "")
+        if asked and asked.force:
+            self._asked = True
             self._kill()
             return
-        if wish and self._asked:
-            return
         self._asked = True
-        for node, agent in self._agents.items():
-            if node not in self._codes:
-                agent.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def _kill(self) -> None:
+        self._signal(signal.SIGKILL)  # worker supervisors kill the workers
+
+    def _signal(self, signum: int) -> None:
+        """To all agents that have not been waited for, whose numbers are theirs still. (`Popen.send_signal` waits for
+        those that have just ended: nobody would hear of their ends.)"""
         for node, agent in self._agents.items():
             if node not in self._codes:
-                agent.kill()  # its worker supervisor kills the workers
+                os.kill(agent.pid, signum)
 
     def _remember(self) -> None:
         me = identity(os.getpid())
@@ -220,15 +238,19 @@ class Supervisor:
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
-        state = read_state(self._folder)
-        if state.is_final:
-            return state.exit_code or 0
-        wish = read_cancel(self._folder)
+        state, asked = read_state(self._folder), due(self._folder, self._began_with)
+        cancelled = asked is not None and asked.want == "end"
         code, final, cause = self._judge(state.epoch)
-        if wish:
-            code, final = int(Exit.RESTART), "cancelled"
-        reason = "cancelled by force" if wish and wish.force else cause.text
-        end = finish(state, final, code, reason, cause, at=time.time(), writer="backend")
+        if state.is_final and not (asked and cancelled and state.state == "stopped"):
+            return state.exit_code or 0
+        if asked and state.is_final:  # it had stopped for something that was asked before
+            return self._write_end(finish(state, "cancelled", Exit.RESTART, asked.text, state.cause))
+        if asked:
+            code, final = int(Exit.RESTART), "cancelled" if cancelled else "stopped"
+        reason = asked.text if asked and asked.force else cause.text
+        return self._write_end(finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
+
+    def _write_end(self, end: RunState) -> int:
         for attempt in range(int(_LAST_WORD_S / _AGAIN_S)):
             try:
                 write_final_state(self._folder, end)
@@ -237,7 +259,7 @@ class Supervisor:
                 if not attempt:
                     log.error("state.json cannot be written: %s; trying for %.0f s", error, _LAST_WORD_S)
                 time.sleep(_AGAIN_S)
-        return code
+        return end.exit_code or 0
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:
         """From the agents' ends: a killed one is a lost node (76), any other code says what it found."""
@@ -273,7 +295,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     folder = RunFolder(args.run_dir)
     try:
-        return Supervisor(folder, read_request(folder), args.lock).run()
+        supervisor = Supervisor(folder, read_request(folder), args.lock)
+        code = supervisor.run()
+        if supervisor.begins_again():  # as a new program in this process: nothing of the last attempt is left in it
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        return code
     except OrchError as error:
         log.error("%s", error.message)
         _failed(folder, int(error.exit), error.message)

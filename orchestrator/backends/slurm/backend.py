@@ -34,8 +34,9 @@ from orchestrator.plan.codec import from_json
 from orchestrator.planner.placement.rank_assignment import used_node_count
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import ask, wants_end
 from orchestrator.run.request import LaunchRequest, SubmissionBundle
-from orchestrator.run.state import RunState, prepare_resume, read_state, write_cancel
+from orchestrator.run.state import RunState, prepare_resume, read_state
 
 from .commands import Slurm
 from .options import SlurmOptions, read_options, with_environment
@@ -245,7 +246,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         job = self._find_job(folder)
         if job is None or job_state(job.state).ended or self._is_stale(folder, job):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        write_cancel(folder, force)
+        ask(folder, "end", force=force)
         started = job_state(job.state).phase in ("running", "stopping")
         if started and not force:
             self._slurm.cancel(job.id, "--signal=USR1", "--batch")  # the script forwards it, and does not requeue
@@ -266,7 +267,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         sent, state = read_record(folder, SlurmRecord) is not None, read_state(folder)  # the file after the scheduler
         untold = job is not None and job_state(job.state).ended and not state.is_final
         said = last_words(folder) if untold else ""
-        return combined_state(state, job, folder.cancel.exists(), sent, left_with(folder), said)
+        return combined_state(state, job, wants_end(folder) is not None, sent, left_with(folder), said)
 
     def exec_on_node(
         self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]

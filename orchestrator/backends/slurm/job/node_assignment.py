@@ -27,6 +27,7 @@ from orchestrator.planner.elastic.next_plan import legal_size
 from orchestrator.planner.elastic.replan import difference, replan
 from orchestrator.planner.placement.rank_assignment import used_node_count
 from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.intent import wants_end
 from orchestrator.run.request import LaunchRequest, at_size, on_nodes, to_bytes
 from orchestrator.run.state import pending_again, read_state, write_state
 
@@ -90,7 +91,7 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     _check_nodes(addresses, environ)
     lacks = lacking(probe)
     exclude(folder, lacks)
-    if folder.cancel.exists():
+    if wants_end(folder):
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = submitted_request(folder)
     addresses = {node: address for node, address in addresses.items() if node not in lacks}

@@ -21,6 +21,7 @@ from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.cluster.hostlist import expand
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import wants_end
 from orchestrator.run.state import RunState, read_state
 
 _POLL_S = 5.0
@@ -70,7 +71,7 @@ class BatchStepTakeover:
             return False
         if state.is_final:
             return self._finish(state)
-        if not self._signalled and (self._folder.cancel.exists() or self._notice_is_due(job.get("EndTime", ""), now)):
+        if not self._signalled and (wants_end(self._folder) or self._notice_is_due(job.get("EndTime", ""), now)):
             self._signalled = True
             self._slurm.cancel(self._job, "--signal=TERM")
         return False

@@ -24,6 +24,7 @@ from orchestrator import __version__
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError, meaning
 from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.intent import wants_end
 from orchestrator.run.request import LaunchRequest, read_request
 from orchestrator.run.state import Cause, FinalPhase, RunState, finish, read_state
 
@@ -229,7 +230,7 @@ def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = N
     """Write the run's final state, where no coordinator can; returns its exit code. `ended_with`: srun's exit code."""
     phase: FinalPhase = "stopped" if code == Exit.RESTART else "failed"
     reason, state = text, read_state(folder)
-    if folder.cancel.exists():
+    if wants_end(folder):
         code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
     cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)
     from orchestrator.observe.report import write_final_state

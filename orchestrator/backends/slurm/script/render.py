@@ -299,7 +299,8 @@ finish() {{
     {128 + signal.SIGTERM}) obey $1 "" ;;
     *) leave $1 "" ;;
   esac
-  if [ -e "$run/cancel.json" ]; then retry scancel "$job"; leave $1 ", cancelled"; fi
+  asked=$(ls "$run"/intents/*.json 2>/dev/null | tail -n 1)
+  if grep -qs '"want":"end"' "$asked"; then retry scancel "$job"; leave $1 ", cancelled"; fi
   [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
   state=$(retry squeue --noheader --jobs="$job" --format=%T)
   [ "$state" = RUNNING ] || obey $1 " ($state)"
