@@ -25,6 +25,7 @@ from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
 from .node.metrics import serve
 from .node.recorder import Recorder
+from .node.store_socket import own_addresses
 from .process import AgentProcess
 
 _ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
@@ -99,7 +100,8 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
     log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
     gpus = _gpus(plan) if args.gpus is None else args.gpus
-    facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics())
+    addresses = tuple(own_addresses())
+    facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics(), addresses)
     process = AgentProcess(folder, request, args.node, key, recorder, (args.address, args.coordinator_port))
     connector = process.connector(ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None)
     agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector)

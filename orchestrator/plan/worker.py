@@ -34,6 +34,7 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
     plan_hash: str
     run_dir: str
     report_fd: int | None
+    store_fd: int | None = None  # rank 0: a socket that listens at master_addr:master_port, for the store
     nodes: int = 0  # that have ranks; 0: all have as many as this one
     max_restarts: int = 0
 
@@ -65,6 +66,8 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
         }
         if self.report_fd is not None:
             values["ORCH_REPORT_FD"] = self.report_fd
+        if self.store_fd is not None:
+            values["ORCH_STORE_FD"] = self.store_fd
         return {name: str(value) for name, value in values.items()}
 
     @classmethod
@@ -97,6 +100,7 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
             plan_hash=text("ORCH_PLAN_HASH"),
             run_dir=text("ORCH_RUN_DIR"),
             report_fd=int(env["ORCH_REPORT_FD"]) if env.get("ORCH_REPORT_FD") else None,
+            store_fd=int(env["ORCH_STORE_FD"]) if env.get("ORCH_STORE_FD") else None,
         )
 
 

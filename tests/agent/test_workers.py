@@ -40,9 +40,11 @@ class Harness:
         assert rank not in self.ended, "told twice"
         self.ended[rank] = (code, asked)
 
+    def argv(self, code: str) -> list[str]:
+        return [*(PROGRAM if self.forked else [sys.executable, "-S", "-c"]), code]
+
     def start(self, code: str, rank: int = 0, environment=(), argv=None):
-        argv = argv or [*(PROGRAM if self.forked else [sys.executable, "-S", "-c"]), code]
-        self.workers.start(rank, argv, dict(environment), str(self.tmp_path), self.log(rank))
+        self.workers.start(rank, argv or self.argv(code), dict(environment), str(self.tmp_path), self.log(rank))
 
     def log(self, rank: int = 0):
         return self.tmp_path / f"rank-{rank}.log"

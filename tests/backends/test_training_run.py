@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from orchestrator.cli.main import main
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
-from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for, wait_step
+from tests.beds.bundles import events, make_bundle, no_namespaces, reports, wait_end, wait_for, wait_step
 from tests.beds.plans import make_plan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -68,6 +71,44 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     assert losses(broken) == losses(whole)  # to the bit, over a crash and a cancel
     report = json.loads(broken.report.read_text())
     assert report["steps"]["completed"] == steps and report["memory"]["params"]["measured"] > 0
+
+
+@pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
+def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, corpus):
+    """A stranger is another address in the network of node1. torch's store would let it list and delete all keys."""
+    shaped = {"network": "namespaces", "link_gbit_per_s": 0.5}
+    folder = start(tmp_path, plan(corpus, tmp_path, 100_000, memory_every_steps=0), "net", options=shaped)
+    wait_step(folder, 2, workers=2, timeout_s=120)
+    pids = json.loads(folder.backend.read_text())["agents"]
+    worker = next(pid for pid in children_of(children_of(pids["node0"])[0]) if comm(pid).startswith("orch-rank-"))
+    kept = listening(pids["node0"])
+    (store,) = kept.keys() & listening(worker).keys()
+    assert kept[store][0] == "10.0.0.1", "not on all interfaces"
+    assert {address for address, _ in listening(worker).values()} <= {"10.0.0.1", "127.0.0.1"}
+    enter = ["nsenter", "-t", str(pids["node1"]), "-n"]
+    subprocess.run([*enter, "ip", "address", "add", "10.0.0.99/8", "dev", "eth0"], check=True)
+    code = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1, (sys.argv[3], 0))"
+    asks = [*enter, sys.executable, "-S", "-c", code, "10.0.0.1", str(kept[store][1])]
+    assert subprocess.run([*asks, "10.0.0.2"], check=False).returncode == 0
+    stranger = subprocess.run([*asks, "10.0.0.99"], check=False, capture_output=True, text=True)
+    assert "TimeoutError" in stranger.stderr
+    LocalBackend().cancel(folder, force=True)
+    wait_end(folder)
+
+
+def listening(pid: int) -> dict[int, tuple[str, int]]:
+    """Inode -> address and port of the IPv4 sockets on which a process listens."""
+    named = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+    own = {int(name[8:-1]) for name in named if name.startswith("socket:[")}
+    found = {}
+    for version in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{version}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and int(rest[5]) in own:
+                address, port = local.split(":")
+                number = bytes.fromhex(address)[::-1]
+                found[int(rest[5])] = str(ipaddress.ip_address(number)), int(port, 16)
+    return found
 
 
 def comm(pid: int) -> str:

@@ -39,8 +39,8 @@ def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
     `Mesh` can split its groups from it. gloo connects two ranks when they first talk: at the start a rank publishes its
     address, one operation on the store for each group, where all connections at once would be world - 1 of each.
 
-    Rank 0 hosts the store. Keys are prefixed by run and epoch, so that a worker left over from an earlier epoch cannot
-    join this one. Raises torch's network errors (see `trainer.errors.is_peer_loss`).
+    Rank 0 hosts the store, on the socket that its agent has opened. Keys are prefixed by run and epoch, so that a
+    worker left over from an earlier epoch cannot join this one. Raises torch's network errors (see `trainer.errors`).
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it from the environment only
     if device.type == "cuda":
@@ -48,7 +48,13 @@ def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
     if env.master_addr.startswith("127.") or env.master_addr == "localhost":
         _keep_gloo_on_loopback()
     server = dist.TCPStore(
-        env.master_addr, env.master_port, env.world_size, env.rank == 0, timeout=TIMEOUT, wait_for_workers=False
+        env.master_addr,
+        env.master_port,
+        env.world_size,
+        env.rank == 0,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=_listening(env) if env.rank == 0 else None,  # torch's to close
     )
     store = dist.PrefixStore(f"{env.run_id}/{env.epoch}", server)
     if device.type == "cuda":
@@ -62,6 +68,16 @@ def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
         device_id=device if device.type == "cuda" else None,
     )
     return ControlPath.join(store, env.rank, env.world_size, env.local_world_size, TIMEOUT)
+
+
+def _listening(env: WorkerEnv) -> int:
+    """The agent's socket; without an agent one of our own. torch's would listen on all interfaces."""
+    if env.store_fd is not None:
+        os.set_inheritable(env.store_fd, False)
+        return env.store_fd
+    where = env.master_addr, env.master_port
+    family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server(where, family=family).detach()
 
 
 def ranks_per_root(world: int) -> int:

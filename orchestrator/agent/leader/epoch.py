@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import assert_never
 
 from msgspec import structs
@@ -54,7 +55,7 @@ class Epoch:
         if not self._stopping:
             first = context.members[context.plan.ranks[0].node]
             for index, node in enumerate(self._nodes):
-                self._send(node, assignment(context.plan, node, index, first))
+                self._send(node, assignment(context.plan, node, index, first, context.members.values()))
         while self._busy():
             times = [time for time in (self._deadline, self._elasticity.scale_up.check_at) if time is not None]
             event = await context.next_event(min(times, default=None))
@@ -265,8 +266,9 @@ class Epoch:
             member.channel.send(context.epoch, messages.Stop(reason=reason, signal=signal, grace_s=grace_s))
 
 
-def assignment(plan: Plan, node: str, index: int, first: Member) -> messages.Assign:
-    """A node's share of the ranks, and where rank 0 will listen. `first`: the member of rank 0's node."""
+def assignment(plan: Plan, node: str, index: int, first: Member, members: Iterable[Member]) -> messages.Assign:
+    """A node's share of the ranks, and where rank 0's store listens. `first`: the member of rank 0's node, which is
+    told the addresses of all `members`."""
     assert first.ready is not None
     return messages.Assign(
         plan_hash=plan.hash,
@@ -275,4 +277,10 @@ def assignment(plan: Plan, node: str, index: int, first: Member) -> messages.Ass
         world_size=len(plan.ranks),
         master_address=first.join.address,
         master_port=first.ready.port,
+        peers=sorted(_addresses(members)) if node == first.join.node else [],
     )
+
+
+def _addresses(members: Iterable[Member]) -> set[str]:
+    """All addresses that the nodes may connect from, as far as they know, and as seen from here."""
+    return {one for m in members for one in (m.join.address, m.channel.address, *m.join.addresses) if one}

@@ -116,7 +116,7 @@ class FinalCheckpoint:
     def _assign(self, nodes: list[str]) -> None:
         first = self._members[nodes[0]]
         for index, node in enumerate(nodes):
-            trains = assignment(self._context.plan, node, index, first)
+            trains = assignment(self._context.plan, node, index, first, self._members.values())
             saves = {"ranks": [messages.RankAssignment(index, 0)], "world_size": len(nodes), "final_checkpoint": True}
             self._send(node, structs.replace(trains, **saves))
 

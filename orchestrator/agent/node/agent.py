@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import assert_never
 
 from orchestrator.agent.protocol import messages
-from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, free_port
+from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.plan import Exit, Plan, meaning
 from orchestrator.run.folder import RunFolder
@@ -35,6 +35,7 @@ class NodeFacts:
     pid: int
     gpus: int
     nics: int
+    addresses: tuple[str, ...] = ()  # all of its interfaces
 
 
 class Agent:
@@ -212,7 +213,7 @@ class Agent:
             if epoch > self._epoch:
                 self._epoch = epoch
                 self._control.begin_epoch(epoch)
-                self._send(messages.Ready(port=free_port(self._facts.address)))
+                self._send(messages.Ready(port=self._control.open_store(self._facts.address)))
         elif epoch == self._epoch:  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
             self._handle_current(message)
 

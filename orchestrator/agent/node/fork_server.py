@@ -36,6 +36,7 @@ from orchestrator.run.processes import die_with_parent, name_process
 
 LARGEST_PACKET = 1 << 17  # bytes
 REPORT_FD = 3  # where a worker finds its report pipe
+STORE_FD = 4  # where rank 0 finds the socket of its store
 #: Signals that the worker supervisor and the fork server ignore; workers get their default handlers.
 SIGNALS = (
     signal.SIGTERM,
@@ -65,8 +66,9 @@ def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
         yield json.loads(packet)
 
 
-def settle(supervisor: int, log: int, report: int) -> None:
-    """Sets up a new worker: own session, default signals, output to the log, report pipe on descriptor 3.
+def settle(supervisor: int, log: int, report: int, store: int | None = None) -> None:
+    """Sets up a new worker: own session, default signals, output to the log, report pipe on descriptor 3, and on 4 the
+    socket of rank 0's store.
 
     It dies with its supervisor.
     """
@@ -75,17 +77,21 @@ def settle(supervisor: int, log: int, report: int) -> None:
     for signum in (*SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     die_with_parent(supervisor)
-    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, REPORT_FD + 1)  # out of the way of the numbers below
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    for source, number in ((nothing, 0), (log, 1), (log, 2), (report, REPORT_FD)):
-        os.dup2(source, number)
-    for left in {nothing, log, report}:
-        if left > REPORT_FD:
-            os.close(left)
+    sources = {0: nothing, 1: log, 2: log, REPORT_FD: report} | ({} if store is None else {STORE_FD: store})
+    # out of the way of the numbers above
+    free = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STORE_FD + 1) for fd in set(sources.values())}
+    for fd in free:
+        os.close(fd)
+    for number, fd in sources.items():
+        os.dup2(free[fd], number)
+    for fd in free.values():
+        os.close(fd)
 
 
 class ForkServer:
-    """Serves one worker supervisor. One packet per worker: JSON, and descriptors of log, reports and go-ahead pipe."""
+    """Serves one worker supervisor. One packet per worker: JSON, and descriptors of log, reports, go-ahead
+    pipe, and for rank 0 the socket of the store."""
 
     def __init__(self, orders: socket.socket, supervisor: int, program: ModuleType, preload: ModuleType):
         self._orders, self._supervisor = orders, supervisor
@@ -99,7 +105,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # the supervisor is gone: the next packet says so
             self._orders.send(json.dumps({"warm": True}).encode())
         while True:
-            packet, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST_PACKET, 3)
+            packet, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST_PACKET, 4)
             if not packet:
                 return
             order = json.loads(packet)
@@ -113,29 +119,29 @@ class ForkServer:
                 os.close(descriptor)
             os.waitpid(between, 0)
 
-    def _fork_worker(self, order: dict, log: int, report: int, go_ahead: int) -> NoReturn:
+    def _fork_worker(self, order: dict, log: int, report: int, go_ahead: int, store: int | None = None) -> NoReturn:
         """In the intermediate process: fork the worker, send its pid, exit."""
         try:
             pid = os.fork()
             if pid == 0:
-                self._run_worker(order, log, report, go_ahead)
+                self._run_worker(order, log, report, go_ahead, store)
             self._orders.send(json.dumps({"ticket": order["ticket"], "pid": pid}).encode())
         finally:
             os._exit(0)
 
-    def _run_worker(self, order: dict, log: int, report: int, go_ahead: int) -> NoReturn:
+    def _run_worker(self, order: dict, log: int, report: int, go_ahead: int, store: int | None) -> NoReturn:
         """In the worker."""
         code = int(Exit.FENCED)  # cancelled
         try:
             end = time.monotonic() + _ADOPTION_S
             while os.getppid() != self._supervisor and time.monotonic() < end:
                 time.sleep(0.0005)
-            settle(self._supervisor, log, report)
+            settle(self._supervisor, log, report, store)
             for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # as in every Python program
                 signal.signal(signum, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if os.read(go_ahead, 1):  # nothing: the supervisor has cancelled this worker
-                for inherited in (go_ahead, report, self._orders.fileno()):
+                for inherited in (go_ahead, self._orders.fileno()):
                     os.close(inherited)
                 os.environ.update(order["environment"])
                 os.chdir(order["cwd"])
@@ -164,8 +170,8 @@ def main() -> int:
     die_with_parent(supervisor)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # so that no descriptor that arrives later has a worker's report number
-        while os.open(os.devnull, os.O_RDONLY) <= REPORT_FD:
+    with contextlib.suppress(OSError):  # so that no descriptor that arrives later has a number of a worker's own
+        while os.open(os.devnull, os.O_RDONLY) <= STORE_FD:
             pass
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of this process would be missing in its children
     preload = importlib.import_module(f"{package}.preload")

@@ -19,9 +19,10 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 
-from .fork_server import REPORT_FD
+from .fork_server import REPORT_FD, STORE_FD
 from .recorder import Recorder
 from .stacks import save_stack, tail_of
+from .store_socket import StoreSocket
 from .workers import Workers
 
 log = logging.getLogger("orch.agent")
@@ -51,6 +52,7 @@ class WorkerControl:
         self._assigned = False  # workers of this epoch were started, and not all have ended
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
         self._examining: set[asyncio.Task] = set()
+        self._store: StoreSocket | None = None  # of this epoch
 
     @property
     def pids(self) -> dict[int, int]:
@@ -74,6 +76,7 @@ class WorkerControl:
         for task in self._examining:
             task.cancel()
         self._workers.close()
+        self._close_store()
 
     def begin_epoch(self, epoch: int) -> None:
         """The coordinator starts an epoch when all workers of the last one are gone; makes sure of it."""
@@ -81,6 +84,20 @@ class WorkerControl:
         self._epoch = epoch
         self._assigned = False
         self._recorder.begin_epoch(epoch)
+
+    def open_store(self, address: str) -> int:
+        """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns its port."""
+        self._close_store()
+        self._store = StoreSocket(address, listens=self._worker.bundled)
+        return self._store.port
+
+    def _gives_store(self, rank: int) -> bool:
+        return rank == 0 and self._store is not None and self._store.listens
+
+    def _close_store(self) -> None:
+        if self._store:
+            self._store.close()
+            self._store = None
 
     def disconnected(self) -> None:
         """The coordinator is gone, and with it the assignment of ranks."""
@@ -114,6 +131,10 @@ class WorkerControl:
         by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
         gpus = [one.gpu for one in by_gpu]
         visible = {} if gpus == list(range(len(gpus))) else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        if any(one.rank == 0 for one in assign.ranks) and self._store:
+            self._store.admit(assign.peers)
+        else:
+            self._close_store()
         argv = [*self._worker.argv, "--final-checkpoint"] if assign.final_checkpoint else self._worker.argv
         for local_rank, one in enumerate(by_gpu):
             variables = self._environment(assign, one.rank, local_rank).variables()
@@ -123,7 +144,8 @@ class WorkerControl:
             start = self._log_starts[one.rank] = path.stat().st_size if path.exists() else 0
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
-            self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner)
+            store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
+            self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner, store)
         name = "flush_started" if assign.final_checkpoint else "workers_started"
         self._recorder.event(name, ranks=[one.rank for one in by_gpu])
         self._send(Started())
@@ -153,6 +175,7 @@ class WorkerControl:
             plan_hash=self.plan.hash,
             run_dir=str(self._folder.path),
             report_fd=REPORT_FD,
+            store_fd=STORE_FD if self._gives_store(rank) else None,
             nodes=len(used_nodes(self.plan)),
             max_restarts=self._max_restarts,
         )

@@ -35,16 +35,19 @@ from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
 
 @dataclass
 class PendingFork:
-    """A worker that the fork server was asked for. Descriptors of its log, its reports, and its go-ahead pipe."""
+    """A worker that the fork server was asked for. Descriptors of its log, its reports, its go-ahead pipe, and of the
+    store's socket, which rank 0 gets."""
 
     order: dict
     log: int
     report: int
     go_ahead: int
+    store: int | None = None
 
     def close(self) -> None:
-        for descriptor in (self.log, self.report, self.go_ahead):
-            os.close(descriptor)
+        for descriptor in (self.log, self.report, self.go_ahead, self.store):
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 class WorkerSupervisor:
@@ -90,7 +93,7 @@ class WorkerSupervisor:
         if self._agent not in readable:
             return True
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._agent, LARGEST_PACKET, 1)
+            packet, descriptors, _, _ = socket.recv_fds(self._agent, LARGEST_PACKET, 2)
         except ConnectionResetError:  # it went without having read all that we said
             return False
         if not packet:
@@ -105,7 +108,7 @@ class WorkerSupervisor:
     def _obey(self, order: dict, descriptors: list[int]) -> None:
         what = order["do"]
         if what == "start":
-            self._start(order, descriptors[0])
+            self._start(order, *descriptors)
         elif what == "signal":
             for pid in list(self._ranks):
                 with contextlib.suppress(ProcessLookupError):
@@ -123,7 +126,7 @@ class WorkerSupervisor:
         with contextlib.suppress(OSError):  # the agent is gone: the next recv says so
             self._agent.send(json.dumps(answer).encode())
 
-    def _start(self, order: dict, report: int) -> None:
+    def _start(self, order: dict, report: int, store: int | None = None) -> None:
         rank, argv, cwd = order["rank"], order["argv"], order["cwd"]
         environment = {**os.environ, **order["environment"]}
         problem = None
@@ -145,17 +148,19 @@ class WorkerSupervisor:
                 return
             self._sweep = True
             if self._fork_server and argv[: len(self._program)] == self._program:
-                self._request_fork(self._fork_server, order, log, report)
+                self._request_fork(self._fork_server, order, log, report, store)
             else:
-                self._exec(rank, argv, environment, log, report)
+                self._exec(rank, argv, environment, log, report, store)
         finally:
             os.close(log)
 
-    def _exec(self, rank: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
+    def _exec(
+        self, rank: int, argv: list[str], environment: dict[str, str], log: int, report: int, store: int | None
+    ) -> None:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(supervisor, argv, environment, log, report)
+            _become_worker(supervisor, argv, environment, log, report, store)
         self._worker_started(rank, pid)
 
     def _worker_started(self, rank: int, pid: int) -> None:
@@ -173,15 +178,16 @@ class WorkerSupervisor:
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             ).pid
 
-    def _request_fork(self, server: socket.socket, order: dict, log: int, report: int) -> None:
+    def _request_fork(self, server: socket.socket, order: dict, log: int, report: int, store: int | None) -> None:
         theirs, go_ahead = os.pipe2(os.O_CLOEXEC)
-        pending = PendingFork(order, os.dup(log), os.dup(report), go_ahead)
+        pending = PendingFork(order, os.dup(log), os.dup(report), go_ahead, None if store is None else os.dup(store))
         ticket = next(self._tickets)
         self._pending[ticket] = pending
         wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
         wanted |= {"arguments": order["argv"][len(self._program) :], "environment": order["environment"]}
         try:
-            socket.send_fds(server, [json.dumps(wanted).encode()], [log, report, theirs])
+            descriptors = [log, report, theirs] if store is None else [log, report, theirs, store]
+            socket.send_fds(server, [json.dumps(wanted).encode()], descriptors)
         except OSError:
             self._fork_server_lost(server)
         finally:
@@ -212,7 +218,7 @@ class WorkerSupervisor:
             order = pending.order
             os.chdir(order["cwd"])
             environment = {**os.environ, **order["environment"]}
-            self._exec(order["rank"], order["argv"], environment, pending.log, pending.report)
+            self._exec(order["rank"], order["argv"], environment, pending.log, pending.report, pending.store)
             pending.close()
 
     def _cancel_pending(self, signum: int) -> None:
@@ -245,10 +251,12 @@ def _open_log(path: str) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _become_worker(supervisor: int, argv: list[str], environment: dict[str, str], log: int, report: int) -> None:
+def _become_worker(
+    supervisor: int, argv: list[str], environment: dict[str, str], log: int, report: int, store: int | None
+) -> None:
     """In the child. Never returns."""
     try:
-        settle(supervisor, log, report)
+        settle(supervisor, log, report, store)
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         os.write(2, f"orch: cannot start {argv[0]!r}: {error}\n".encode(errors="replace"))

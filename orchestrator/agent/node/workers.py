@@ -78,9 +78,17 @@ class Workers:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._heard)
 
     def start(
-        self, rank: int, argv: Sequence[str], environment: Mapping[str, str], cwd: str, log: Path, banner: str = ""
+        self,
+        rank: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str,
+        log: Path,
+        banner: str = "",
+        store: int | None = None,
     ) -> None:
-        """Start one worker. Its standard output and error are appended to `log`."""
+        """Start one worker. Its standard output and error are appended to `log`. `store`: a descriptor that it gets as
+        number STORE_FD."""
         if self._socket is None:
             self.open()
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a worker that writes faster than we read never waits
@@ -94,7 +102,7 @@ class Workers:
             **{"cwd": cwd, "log": str(log), "banner": banner},
         }
         try:
-            self._order(order, [write])
+            self._order(order, [write] if store is None else [write, store])
         except ValueError:
             pipe.close()
             raise

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import random
 import secrets
-import socket
 from typing import Any
 
 import msgspec
@@ -123,6 +121,12 @@ class Channel:
         except UNREADABLE as error:
             raise Refused(f"a line that is no message: {error}") from None
 
+    @property
+    def address(self) -> str:
+        """The IP address that the peer's connection comes from; "" if it is closed."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
     async def close(self) -> None:
         """Send what is queued, within a second, and close."""
         with contextlib.suppress(OSError, TimeoutError):
@@ -211,19 +215,3 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
     return Channel(
         reader, writer, _mac(key, "to coordinator", said), _mac(key, "to agent", said), receives, "coordinator"
     )
-
-
-#: Below the kernel's ephemeral range, so that no outgoing connection takes the port between choice and use.
-_PORTS = (20000, 32000)
-
-
-def free_port(address: str) -> int:
-    """A TCP port that nobody listens on now. Drawn at random: two runs at once hardly ever draw the same."""
-    for _ in range(100):
-        port = random.randrange(*_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((address, port))
-            return port
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -29,6 +29,7 @@ class Join(_Message, tag="join"):
     plan_hash: str
     metrics: str | None  # host:port of the Prometheus endpoint
     warm: bool = True  # workers would start at once; else their program is still being imported
+    addresses: list[str] = []  # all of this node's interfaces: from any of them its workers may connect
 
 
 class Warm(_Message, tag="warm"):
@@ -36,7 +37,8 @@ class Warm(_Message, tag="warm"):
 
 
 class Ready(_Message, tag="ready"):
-    """The agent follows this epoch, and nothing of an older one runs here. `port` is free on this node now."""
+    """The agent follows this epoch, and nothing of an older one runs here. `port`: where the store
+    of rank 0 would listen; the agent has it open."""
 
     port: int
 
@@ -120,6 +122,7 @@ class Assign(_Message, tag="assign"):
     final_checkpoint: bool = (
         False  # no training: one process a node, its rank the node's number, saves in-memory replicas
     )
+    peers: list[str] = []  # to rank 0's node: the addresses that its store answers
 
 
 class Stop(_Message, tag="stop"):

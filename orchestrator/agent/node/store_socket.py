@@ -1,0 +1,127 @@
+"""The socket of rank 0's key-value store (torch's TCPStore): opened by the agent, used by rank 0.
+
+It listens from the moment its port is chosen until the next epoch, so nobody else can take the port meanwhile. It is
+bound to the node's address, not to all interfaces. torch's store knows no key: whoever can connect may list, write and
+delete keys. So the kernel drops every packet that does not come from a node of the run (a classic BPF program on the
+socket, which connections inherit). The nodes are those whose agents have proven the run's key to the coordinator, with
+all addresses of their machines. Until they are known, every packet is dropped, and sent again by its sender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import itertools
+import logging
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_BACKLOG = 4096
+_SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
+_MOST_NETWORKS = 512  # a program has at most 4096 instructions, and 20 KiB on older kernels
+_NETWORK_HEADER = 0xFFF00000  # offsets of the IP header are counted from here
+_SOURCE = {4: 12, 6: 8}  # offset of the sender's address in it
+_LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
+_DROP, _PASS = 0, 0xFFFFFFFF
+_INSTRUCTION = struct.Struct("=HBBI")  # code, jump if true, jump if false, operand
+
+log = logging.getLogger("orch.agent")
+
+
+class StoreSocket:
+    """`address`: where the other nodes reach this one. `port`: where it listens.
+
+    `listens`: without it the port is kept from everybody who asks the kernel for a free one, and a program that opens
+    it by its number, with SO_REUSEADDR as torch does, can.
+    """
+
+    def __init__(self, address: str, listens: bool = True):
+        self._socket = socket.socket(_family(address))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((address, 0))
+        if listens:
+            self._socket.listen(_BACKLOG)
+        self.listens = listens
+        self.port: int = self._socket.getsockname()[1]
+        self._own = ipaddress.ip_address(self._socket.getsockname()[0].split("%")[0])
+        self._filter([])
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def admit(self, addresses: Iterable[str]) -> None:
+        """Lets connections from these addresses in, and from this node's own; all others stay unanswered."""
+        found = {self._own}
+        for address in addresses:
+            with contextlib.suppress(ValueError):
+                found.add(ipaddress.ip_address(address.split("%")[0]))
+        self._filter(networks(found, self._own.version))
+
+    def _filter(self, admitted: list[Network]) -> None:
+        if self._own.is_loopback or not self.listens:
+            return  # nobody else reaches it
+        try:
+            attach(self._socket, drop_others(admitted, self._own.version))
+        except OSError as error:
+            log.warning("the store on port %d is open to every host that can reach this one: %s", self.port, error)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+
+
+def networks(addresses: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address], version: int) -> list[Network]:
+    """The fewest networks that hold exactly these addresses; if those are more than 512, larger ones that hold them."""
+    found: list[Network] = [ipaddress.ip_network(one) for one in addresses if one.version == version]
+    found = list(ipaddress.collapse_addresses(found))  # type: ignore[type-var]  # all are of one version
+    while len(found) > _MOST_NETWORKS:
+        longest = max(one.prefixlen for one in found)
+        wider = [one.supernet() if one.prefixlen == longest else one for one in found]
+        found = list(ipaddress.collapse_addresses(wider))  # type: ignore[type-var]
+    return found
+
+
+def drop_others(admitted: list[Network], version: int) -> bytes:
+    """A classic BPF program that drops every packet whose sender is in none of the networks, all of one IP version."""
+    program: list[tuple[int, int, int, int]] = []
+    for network in admitted:
+        words = struct.iter_unpack("!I", network.network_address.packed)
+        masks = struct.iter_unpack("!I", network.netmask.packed)
+        tests = [(4 * index, word, mask) for index, ((word,), (mask,)) in enumerate(zip(words, masks, strict=True))]
+        tests = [test for test in tests if test[2]]  # nothing of the later words counts
+        for left, (offset, word, mask) in zip(range(len(tests) - 1, -1, -1), tests, strict=True):
+            program.append((_LOAD, 0, 0, _NETWORK_HEADER + _SOURCE[version] + offset))
+            program.append((_AND, 0, 0, mask))
+            program.append((_JUMP_EQUAL, 0, 3 * left + 1, word))  # unequal: to the next network
+        program.append((_RETURN, 0, 0, _PASS))
+    program.append((_RETURN, 0, 0, _DROP))
+    return b"".join(_INSTRUCTION.pack(*one) for one in program)
+
+
+def attach(listening: socket.socket, program: bytes) -> None:
+    """Makes the kernel pass every packet for this socket through the program, in place of any before. OSError."""
+    content = ctypes.create_string_buffer(program, len(program))
+    told = struct.pack("HL", len(program) // _INSTRUCTION.size, ctypes.addressof(content))
+    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+
+
+def own_addresses(proc: Path = Path("/proc/self/net")) -> list[str]:
+    """All IP addresses of this machine's interfaces (of this network namespace), without those of the loopback."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        lines = (proc / "fib_trie").read_text().splitlines()
+        for line, after in itertools.pairwise(lines):
+            if after.strip() == "/32 host LOCAL":
+                found.add(line.split()[-1])
+    with contextlib.suppress(OSError):
+        for line in (proc / "if_inet6").read_text().splitlines():
+            found.add(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
+    return sorted(one for one in found if not ipaddress.ip_address(one).is_loopback)

@@ -1,0 +1,134 @@
+"""The socket of rank 0's store: bound, kept, handed over, and deaf to machines that are not of the run."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.agent.node.fork_server import STORE_FD
+from orchestrator.agent.node.store_socket import StoreSocket, attach, drop_others, networks, own_addresses
+
+from .test_workers import Harness
+
+V4 = st.integers(0, 2**32 - 1).map(ipaddress.IPv4Address)
+V6 = st.integers(0, 2**128 - 1).map(ipaddress.IPv6Address)
+
+
+def passes(program: bytes, sender: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """What the kernel would make of a packet of that sender, by the rules of classic BPF."""
+    header = {4: bytes(12), 6: bytes(8)}[sender.version] + sender.packed
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    at = value = 0
+    while True:
+        code, yes, no, operand = instructions[at]
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("!I", header, operand - 0xFFF00000)
+        elif code == 0x54:
+            value &= operand
+        elif code == 0x15:
+            at += yes if value == operand else no
+        else:
+            assert code == 0x06
+            return operand > 0
+
+
+@given(st.sampled_from([V4, V6]).flatmap(lambda of: st.tuples(st.sets(of, max_size=40), of, st.integers(0, 31))))
+def test_only_the_named_addresses_pass(drawn):
+    admitted, stranger, near = drawn
+    version = stranger.version
+    program = drop_others(networks(admitted, version), version)
+    assert all(passes(program, one) for one in admitted)
+    neighbours = {type(stranger)(int(one) ^ (1 << near)) for one in admitted}
+    assert not any(passes(program, one) for one in (neighbours | {stranger}) - admitted)
+
+
+def test_more_nodes_than_a_program_can_name_are_let_in_by_networks():
+    nodes = [ipaddress.IPv4Address(0x0A000000 + 300 * index) for index in range(16384)]
+    found = networks(nodes, 4)
+    assert len(found) <= 512 and len(drop_others(found, 4)) // 8 <= 4096
+    program = drop_others(found, 4)
+    assert all(passes(program, one) for one in nodes[::97]) and not passes(program, ipaddress.IPv4Address("11.1.1.1"))
+
+
+def _reaches(port: int, sender: str) -> bool:
+    with socket.socket() as peer:
+        peer.bind((sender, 0))
+        peer.settimeout(0.3)
+        try:
+            peer.connect(("127.0.0.1", port))
+        except TimeoutError:
+            return False
+        return True
+
+
+def test_the_kernel_drops_what_others_send_and_what_was_let_in_can_be_changed():
+    """Any address of 127/8 may be a sender here."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        attach(listening, drop_others([], 4))
+        assert not _reaches(port, "127.0.0.1")
+        many = {ipaddress.ip_address(0x0A000000 + 2 * index) for index in range(400)}
+        attach(listening, drop_others(networks(many | {ipaddress.ip_address("127.0.0.2")}, 4), 4))
+        assert _reaches(port, "127.0.0.2") and not _reaches(port, "127.0.0.3")
+
+
+def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
+    for listens in (True, False):
+        store = StoreSocket("127.0.0.1", listens)
+        assert socket.socket(fileno=os.dup(store.fileno())).getsockname() == ("127.0.0.1", store.port)
+        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", store.port))
+        with socket.socket() as program:  # as torch does, on all interfaces
+            program.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if listens:
+                with pytest.raises(OSError, match="in use"):
+                    program.bind(("", store.port))
+            else:
+                program.bind(("", store.port)), program.listen()
+                assert _reaches(store.port, "127.0.0.1")
+        store.close()
+
+
+def test_the_addresses_of_a_machine(tmp_path):
+    (tmp_path / "fib_trie").write_text(
+        "Main:\n  +-- 0.0.0.0/0 2 0 2\n     |-- 0.0.0.0\n        /0 universe UNICAST\n     |-- 10.1.2.3\n"
+        "        /32 host LOCAL\n     |-- 10.1.2.255\n        /32 link BROADCAST\n     |-- 127.0.0.1\n"
+        "        /32 host LOCAL\n"
+    )
+    (tmp_path / "if_inet6").write_text(
+        "fd000000000000000000000000000002 02 40 00 80 eth0\n" + "0" * 31 + "1 01 80 10 lo\n"
+    )
+    assert own_addresses(tmp_path) == ["10.1.2.3", "fd00::2"]
+    assert own_addresses(tmp_path / "none") == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("forked", [False, True])
+async def test_a_worker_finds_the_socket_of_its_store_and_others_find_none(tmp_path, forked):
+    code = f"""
+import json, os, socket
+try:
+    with socket.socket(fileno=os.dup({STORE_FD})) as found:
+        print(json.dumps(found.getsockname()[1]), flush=True)
+except OSError:
+    print("none", flush=True)
+os.fstat(3), os.write(3, b"reports\\n")
+"""
+    store = StoreSocket("127.0.0.1")
+    async with Harness(tmp_path, forked) as harness:
+        harness.start(code)
+        await harness.until_empty()
+        assert harness.log().read_text().strip() == "none"
+        harness.workers.start(1, harness.argv(code), {}, str(tmp_path), harness.log(1), store=store.fileno())
+        await harness.until_empty()
+        assert json.loads(harness.log(1).read_text()) == store.port
+        assert harness.lines == [(0, b"reports"), (1, b"reports")]
+    store.close()
