@@ -20,12 +20,12 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
 from orchestrator.run.folder import RunFolder, read_secret
 from orchestrator.run.request import read_request, used_nodes
+from orchestrator.run.store_socket import own_addresses
 
 from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
 from .node.metrics import serve
 from .node.recorder import Recorder
-from .node.store_socket import own_addresses
 from .process import AgentProcess
 
 _ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
@@ -95,10 +95,10 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     port = metrics.port if first else 0
     if args.metrics_port is not None:
         port = args.metrics_port
-    server = await serve(recorder.metrics, metrics.host, port, args.metrics_fd, folder.discovery)
-    bound = server.sockets[0].getsockname()
-    address = f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
-    log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
+    server, address = await _serve(recorder, metrics.host, port, args, folder)
+    log.info(
+        "node %s, pid %d, metrics on %s", args.node, os.getpid(), f"http://{address}/metrics" if address else "no port"
+    )
     gpus = _gpus(plan) if args.gpus is None else args.gpus
     addresses = tuple(own_addresses())
     facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics(), addresses)
@@ -113,8 +113,25 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     try:
         return await process.run(agent, args.elastic)
     finally:
-        server.close()
+        if server:
+            server.close()
         recorder.close()
+
+
+async def _serve(
+    recorder: Recorder, host: str, port: int, args: argparse.Namespace, folder: RunFolder
+) -> tuple[asyncio.Server | None, str | None]:
+    """The metrics page, and host:port of it. Nothing where it cannot be served: that ends no run."""
+    try:
+        server = await serve(recorder.metrics, host, port, args.metrics_fd, folder.discovery)
+    except OSError as error:
+        log.error("no metrics page on %s: %s", host, error)
+        recorder.event("metrics_not_served", host=host, reason=str(error))
+        return None, None
+    bound = server.sockets[0].getsockname()
+    if port and bound[1] != port and args.metrics_fd is None:
+        log.warning("port %d of %s is taken: metrics are on port %d", port, host, bound[1])
+    return server, f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
 
 
 def _listen_to_signals(agent: Agent) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.document import Precision
 from orchestrator.plan.trained import problems
 from orchestrator.plan.worker import WorkerEnv
+from orchestrator.run.store_socket import StoreSocket
 
 from .cells import few_nodes
 
@@ -355,8 +355,9 @@ def _run(case: Case, folders: tuple[Path, Path], ranks: subprocess.Popen[str], e
     for number, (run, plan) in enumerate(zip(folders, case.plans, strict=True)):
         if number and (missing := hand_over(*folders)):
             return missing
-        _send(ranks, job_of(plan, run))
-        codes = _answer(ranks, errors)
+        with StoreSocket("127.0.0.1", listens=False) as store:
+            _send(ranks, job_of(plan, run, store.port))
+            codes = _answer(ranks, errors)
         bad = next((rank for rank, code in enumerate(codes) if code), None)
         if bad is not None:
             said = (run / f"rank-{bad:05d}.log").read_text(errors="replace").strip().splitlines()
@@ -364,11 +365,8 @@ def _run(case: Case, folders: tuple[Path, Path], ranks: subprocess.Popen[str], e
     return ""
 
 
-def job_of(plan: Plan, run: Path) -> dict[str, Any]:
-    """What `start_ranks` reads."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def job_of(plan: Plan, run: Path, port: int) -> dict[str, Any]:
+    """What `start_ranks` reads. `port`: of rank 0's store."""
     ranks = []
     for place in plan.ranks:
         env = WorkerEnv(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import time
 import urllib.error
@@ -173,6 +174,20 @@ async def test_a_client_that_never_asks_holds_nothing_up():
     writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
     assert b"200 OK" in await asyncio.wait_for(reader.read(), 60)
     silent.close()
+    server.close()
+
+
+async def test_hundreds_of_clients_that_never_ask_take_no_descriptors():
+    server = await serve(node_metrics(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    before = len(os.listdir("/proc/self/fd"))
+    silent = [await asyncio.open_connection(host, port) for _ in range(200)]
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert b"200 OK" in await asyncio.wait_for(reader.read(), 60)
+    assert len(os.listdir("/proc/self/fd")) - before <= 201 + 70, "both ends are here"
+    for _, one in silent:
+        one.close()
     server.close()
 
 

@@ -275,6 +275,13 @@ def test_two_runs_at_once_do_not_meet(runs):
     assert [wait_end(folder).state for folder in folders] == ["done", "done"]
 
 
+def test_a_metrics_page_that_cannot_be_served_ends_no_run(runs):
+    folder = submit(plan(nodes=1, ranks=2, metrics_host="203.0.113.1"), runs)
+    state = wait_end(folder)
+    assert state.state == "done" and state.nodes["node0"].metrics is None
+    assert [event["host"] for event in events(folder, "metrics_not_served")] == ["203.0.113.1"]
+
+
 @pytest.mark.parametrize(
     "names", [["a b", "../../x"], ["nœud/1", ".hidden"], ["x" * 300, "quote'\"$(id)"], ["new\nline", "tab\t"]]
 )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.agent.node.fork_server import STORE_FD
-from orchestrator.agent.node.store_socket import StoreSocket, attach, drop_others, networks, own_addresses
+from orchestrator.run.store_socket import StoreSocket, attach, drop_others, networks, own_addresses
 
 from .test_workers import Harness
 
@@ -64,7 +64,7 @@ def _reaches(port: int, sender: str) -> bool:
         peer.settimeout(0.3)
         try:
             peer.connect(("127.0.0.1", port))
-        except TimeoutError:
+        except OSError:
             return False
         return True
 
@@ -81,20 +81,23 @@ def test_the_kernel_drops_what_others_send_and_what_was_let_in_can_be_changed():
 
 
 def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
-    for listens in (True, False):
-        store = StoreSocket("127.0.0.1", listens)
-        assert socket.socket(fileno=os.dup(store.fileno())).getsockname() == ("127.0.0.1", store.port)
-        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-            thief.bind(("127.0.0.1", store.port))
-        with socket.socket() as program:  # as torch does, on all interfaces
-            program.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if listens:
-                with pytest.raises(OSError, match="in use"):
-                    program.bind(("", store.port))
-            else:
-                program.bind(("", store.port)), program.listen()
-                assert _reaches(store.port, "127.0.0.1")
-        store.close()
+    with StoreSocket("127.0.0.1") as store:
+        with socket.socket(fileno=os.dup(store.fileno())) as same:
+            assert same.getsockname() == ("127.0.0.1", store.port)
+        for reuse in (0, 1):
+            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+                thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                thief.bind(("", store.port))
+        assert _reaches(store.port, "127.0.0.1")
+
+
+def test_a_port_that_is_kept_for_a_program_is_the_programs_alone():
+    with StoreSocket("127.0.0.1", listens=False) as store:
+        for address in ("", "127.0.0.1", "127.0.0.9"):
+            with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+                thief.bind((address, store.port))
+            with socket.create_server((address, store.port)):  # sets SO_REUSEADDR, as torch does
+                assert _reaches(store.port, "127.0.0.1") or address == "127.0.0.9"
 
 
 def test_the_addresses_of_a_machine(tmp_path):
@@ -122,13 +125,12 @@ except OSError:
     print("none", flush=True)
 os.fstat(3), os.write(3, b"reports\\n")
 """
-    store = StoreSocket("127.0.0.1")
-    async with Harness(tmp_path, forked) as harness:
-        harness.start(code)
-        await harness.until_empty()
-        assert harness.log().read_text().strip() == "none"
-        harness.workers.start(1, harness.argv(code), {}, str(tmp_path), harness.log(1), store=store.fileno())
-        await harness.until_empty()
-        assert json.loads(harness.log(1).read_text()) == store.port
-        assert harness.lines == [(0, b"reports"), (1, b"reports")]
-    store.close()
+    with StoreSocket("127.0.0.1") as store:
+        async with Harness(tmp_path, forked) as harness:
+            harness.start(code)
+            await harness.until_empty()
+            assert harness.log().read_text().strip() == "none"
+            harness.workers.start(1, harness.argv(code), {}, str(tmp_path), harness.log(1), store=store.fileno())
+            await harness.until_empty()
+            assert json.loads(harness.log(1).read_text()) == store.port
+            assert harness.lines == [(0, b"reports"), (1, b"reports")]

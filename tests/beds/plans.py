@@ -84,6 +84,7 @@ def make_plan(
     checkpoint_dir: str = "",
     checkpoint_every_steps: int = 0,
     copy_every_steps: int = 0,
+    metrics_host: str = "127.0.0.1",
     metrics_port: int = 0,
     memory_every_steps: int = 5,
     trace_steps: int = 0,
@@ -166,7 +167,7 @@ def make_plan(
                 memory_every_steps=copy_every_steps,
             ),
             metrics=doc.Metrics(
-                host="127.0.0.1", port=metrics_port, memory_every_steps=memory_every_steps, trace_steps=trace_steps
+                host=metrics_host, port=metrics_port, memory_every_steps=memory_every_steps, trace_steps=trace_steps
             ),
         ),
         ranks=[

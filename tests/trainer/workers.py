@@ -19,6 +19,7 @@ import torch
 
 from orchestrator.plan import Plan, to_json
 from orchestrator.plan.worker import EventReport, ProgressReport, Report, StepReport, WorkerEnv
+from orchestrator.run.store_socket import StoreSocket
 from trainer.__main__ import main
 from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
 from trainer.verify.huge_pages import collapse
@@ -45,7 +46,8 @@ class Workers:
         self.plan, self.run_dir, self.epoch = plan, run_dir, epoch
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_bytes(to_json(plan))
-        port = free_port()
+        self._store = StoreSocket("127.0.0.1", listens=False)
+        port = self._store.port
         collapse()
         gc.freeze()
         self.pids = [self._start(rank, port, (changes or {}).get(rank, {})) for rank in range(plan.parallel.world_size)]
@@ -97,6 +99,7 @@ class Workers:
                 self.codes[rank] = os.waitstatus_to_exitcode(done[1])
 
     def end(self) -> None:
+        self._store.close()
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):

@@ -267,6 +267,7 @@ class NodeMetrics(Collector):
 
 
 _REQUEST_S = 5.0
+_MOST_ASKING = 64  # connections; the oldest makes room
 _ANSWER = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
 
 
@@ -275,7 +276,24 @@ async def serve(
 ) -> asyncio.Server:
     """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one. `fd`: a socket that
     listens already, of another network namespace perhaps; it becomes the server's. GET /targets, for Prometheus's
-    http_sd: the endpoints of all nodes, from the file of that name where this node has it (the coordinator's does)."""
+    http_sd: the endpoints of all nodes, from the file of that name where this node has it (the coordinator's does).
+
+    OSError: `host` is no address of this machine.
+    """
+
+    asking: dict[asyncio.StreamWriter, None] = {}  # oldest first
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(asking) >= _MOST_ASKING:
+            oldest = next(iter(asking))
+            del asking[oldest]
+            oldest.transport.abort()
+        asking[writer] = None
+        try:
+            await answer(reader, writer)
+        finally:
+            asking.pop(writer, None)
+            writer.close()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -296,13 +314,12 @@ async def serve(
                 status, body = "200 OK", encode(metrics.registry)
             writer.write(_ANSWER.format(status=status, kind=kind, size=len(body)).encode() + body)
             await asyncio.wait_for(writer.drain(), _REQUEST_S)
-        writer.close()
 
     if fd is not None:
-        return await asyncio.start_server(answer, sock=socket.socket(fileno=fd), limit=1 << 14)
+        return await asyncio.start_server(connected, sock=socket.socket(fileno=fd), limit=1 << 14)
     try:
-        return await asyncio.start_server(answer, host, port, limit=1 << 14)
+        return await asyncio.start_server(connected, host, port, limit=1 << 14)
     except OSError:
         if port == 0:
             raise
-        return await asyncio.start_server(answer, host, 0, limit=1 << 14)
+        return await asyncio.start_server(connected, host, 0, limit=1 << 14)

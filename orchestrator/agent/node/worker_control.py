@@ -18,11 +18,11 @@ from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
+from orchestrator.run.store_socket import StoreSocket
 
 from .fork_server import REPORT_FD, STORE_FD
 from .recorder import Recorder
 from .stacks import save_stack, tail_of
-from .store_socket import StoreSocket
 from .workers import Workers
 
 log = logging.getLogger("orch.agent")

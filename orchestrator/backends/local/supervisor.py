@@ -121,8 +121,11 @@ class Supervisor:
         environment, enter, listener = None, None, None
         if self._network:
             listener = self._listener(node)
-            held += [self._network.switches, listener.fileno()]
-            argv = [*argv, "--address", self._network.wiring.address(node), "--metrics-fd", str(listener.fileno())]
+            held.append(self._network.switches)
+            argv = [*argv, "--address", self._network.wiring.address(node)]
+            if listener:
+                held.append(listener.fileno())
+                argv += ["--metrics-fd", str(listener.fileno())]
             environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}  # or it asks what the host's name resolves to
             enter = self._network.enter(node)
         with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
@@ -138,15 +141,20 @@ class Supervisor:
                 preexec_fn=lambda: _become_agent(enter),
             )
 
-    def _listener(self, node: str) -> socket.socket:
-        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach."""
+    def _listener(self, node: str) -> socket.socket | None:
+        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach.
+        None where none can be opened: a run needs no metrics page."""
         metrics = load_plan(self._folder.plan).job.metrics
         port = metrics.port if node == self._request.agents[0].node else 0
         family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET
         try:
             return socket.create_server((metrics.host, port), family=family)
         except OSError:  # taken: any free one, as where agents open it themselves
-            return socket.create_server((metrics.host, 0), family=family)
+            try:
+                return socket.create_server((metrics.host, 0), family=family)
+            except OSError as error:
+                log.error("no metrics page on %s: %s", metrics.host, error)
+                return None
 
     def _hear(self, signals: list[signal.Signals]) -> None:
         for what in signals:

@@ -30,26 +30,28 @@ _LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
 _DROP, _PASS = 0, 0xFFFFFFFF
 _INSTRUCTION = struct.Struct("=HBBI")  # code, jump if true, jump if false, operand
 
-log = logging.getLogger("orch.agent")
+log = logging.getLogger("orch.store")
 
 
 class StoreSocket:
     """`address`: where the other nodes reach this one. `port`: where it listens.
 
-    `listens`: without it the port is kept from everybody who asks the kernel for a free one, and a program that opens
-    it by its number, with SO_REUSEADDR as torch does, can.
+    `listens`: without it the port is only kept, on all addresses, for a program that opens it by its number with
+    SO_REUSEADDR, as torch does. The kernel gives it to nobody who asks for a free one or does not set that option.
     """
 
     def __init__(self, address: str, listens: bool = True):
-        self._socket = socket.socket(_family(address))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((address, 0))
-        if listens:
-            self._socket.listen(_BACKLOG)
         self.listens = listens
+        self._socket = _listening(address) if listens else _kept()
         self.port: int = self._socket.getsockname()[1]
         self._own = ipaddress.ip_address(self._socket.getsockname()[0].split("%")[0])
         self._filter([])
+
+    def __enter__(self) -> StoreSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -74,8 +76,20 @@ class StoreSocket:
         self._socket.close()
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+def _listening(address: str) -> socket.socket:
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+
+
+def _kept() -> socket.socket:
+    """A socket that is bound on all addresses and does not listen."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    kept = socket.socket(family)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    kept.bind(("", 0))
+    return kept
 
 
 def networks(addresses: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address], version: int) -> list[Network]:
