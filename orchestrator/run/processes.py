@@ -98,6 +98,30 @@ def is_stopped(process: Identity) -> bool:
     return found is not None and found[1] == "T" and found[2] == process.started
 
 
+class StopWatch:
+    """Whether one process stands still because somebody stopped it, seen at every look at it. It is continued at once
+    when it has been stopped for `after` looks, and killed after four times as many: something keeps stopping it.
+    """
+
+    def __init__(self, after: int):
+        self._after, self._looks, self._process = after, 0, Identity(0, 0)
+
+    def look(self, pid: int) -> str:
+        """What was done about it: "continued", "killed", or "" for nothing."""
+        process = identity(pid) or Identity(0, 0)
+        stopped = process.pid > 0 and is_stopped(process)
+        if process != self._process or not stopped:
+            self._process, self._looks = process, 0
+        if not stopped:
+            return ""
+        self._looks += 1
+        if self._looks == 4 * self._after:
+            return "killed" if send_signal(process, signal.SIGKILL) else ""
+        if self._looks % self._after:
+            return ""
+        return "continued" if send_signal(process, signal.SIGCONT) else ""
+
+
 def send_signal(process: Identity, signum: int) -> bool:
     """Signal exactly that process; False when it is no more. A pidfd pins the number between look and signal."""
     try:

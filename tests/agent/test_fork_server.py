@@ -6,6 +6,7 @@ What they share with plain workers is tested for both in test_workers.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -141,6 +142,25 @@ async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork
     else:
         assert h.ended == {0: (0, False)}
     assert not any(is_alive(one) for one in seen)
+
+
+async def test_a_stopped_fork_server_owes_no_worker_for_long(h):
+    """It is continued; one that is stopped again and again is killed, and workers start the plain way."""
+    h.start("print('first')", 0)
+    await h.until_empty()
+    (fork_server,) = descendants(h.workers.supervisor_pid)
+    h.ended.clear()
+    os.kill(fork_server, signal.SIGSTOP)
+    h.start("print('second')", 0)
+    await h.until_empty(20)
+    assert h.ended == {0: (0, False)} and is_alive(identity(fork_server))
+    h.ended.clear()
+    h.start("print('third')", 0)
+    while not h.ended:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(fork_server, signal.SIGSTOP)
+        await asyncio.sleep(0.0005)
+    assert h.ended == {0: (0, False)} and h.log(0).read_text() == "first\nsecond\nthird\n"
 
 
 async def test_a_traceback_and_an_exit_code_are_the_programs_own(h):

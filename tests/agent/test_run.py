@@ -16,7 +16,7 @@ import pytest
 from orchestrator.backends.base import read_record
 from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.processes import identity, is_alive
+from orchestrator.run.processes import descendants, identity, is_alive
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state, true_state
 from tests.beds.bundles import events, make_bundle, submit, submitted, wait_end, wait_for, wait_state, wait_step
@@ -258,6 +258,19 @@ def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs
     wait_for(lambda: not any(is_alive(one) for one in alive.values()), 2.0, "end of workers and grandchildren")
     state = wait_end(folder)
     assert (state.state, state.reason, state.epoch) == ("done", "all workers are done", 1)
+
+
+def test_a_stopped_worker_supervisor_hides_no_dead_rank(runs):
+    """A rank that dies while nobody reaps it is heard of within seconds, not after the longest time-out."""
+    folder = submit(make_plan(dp=2, nodes=1), runs, STEPS=3000, STEP_S=0.02, SAVE=1)
+    wait_state(folder, "running")
+    (agent,) = read_record(folder, LocalRecord).agents.values()
+    (watcher,) = [child.pid for child in psutil.Process(agent).children()]
+    os.kill(watcher, signal.SIGSTOP)
+    os.kill(descendants(watcher)[-1], signal.SIGKILL)
+    cause = wait_end(folder).cause
+    assert (cause.kind, cause.code) == ("worker_exit", -9)
+    assert [event["reason"] for event in events(folder, "worker_supervisor_stopped")]
 
 
 def test_a_program_that_cannot_be_started_is_refused_once(runs, tmp_path):

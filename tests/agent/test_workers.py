@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.node.workers import Workers
-from orchestrator.run.processes import identity, is_alive
+from orchestrator.run.processes import identity, is_alive, is_stopped
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +28,18 @@ class Harness:
         self.lines: list[tuple[int, bytes]] = []
         self.empty = asyncio.Event()
         program = PROGRAM if forked else ()
-        self.workers = Workers(self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)), program)
+        self.started = 0
+        told = self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)), program
+        self.workers = Workers(*told, on_started=self._count)
 
     async def __aenter__(self) -> Harness:
         return self
 
     async def __aexit__(self, *_):
         self.workers.close()
+
+    def _count(self):
+        self.started += 1
 
     def _exit(self, rank, code, asked):
         assert rank not in self.ended, "told twice"
@@ -164,6 +169,52 @@ async def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(h):
     await h.until_empty()
     assert h.ended == {0: (-9, True), 1: (75, True)}
     assert time.monotonic() - begun >= 0.5
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while not is_stopped(identity(pid)):
+        time.sleep(0.001)
+
+
+async def test_a_stopped_worker_supervisor_hides_no_death(h):
+    h.start("import time; time.sleep(600)")
+    while not h.workers.pids[0]:
+        await asyncio.sleep(0.01)
+    assert h.started == 1
+    stop(h.workers.supervisor_pid)
+    os.kill(h.workers.pids[0], signal.SIGKILL)
+    said = [h.workers.watch() for _ in range(4)]
+    assert said == ["", "", "", "the worker supervisor was stopped by a signal: continued"]
+    await h.until_empty()
+    assert h.ended == {0: (-9, False)}
+
+
+async def test_a_worker_supervisor_that_is_stopped_again_and_again_is_killed(h):
+    h.start("import time; time.sleep(600)")
+    while not h.workers.pids[0]:
+        await asyncio.sleep(0.01)
+    pid, said = h.workers.supervisor_pid, []
+    while not said or "killed" not in said[-1]:
+        stop(pid)
+        said.append(h.workers.watch())
+    assert len([text for text in said if text.endswith("continued")]) == 3
+    await h.until_empty()
+    assert h.ended == {0: (-9, False)}
+
+
+async def test_workers_have_started_when_all_of_them_run(h):
+    """Not when they were ordered: a worker supervisor that does not answer has started nobody."""
+    h.workers.open()
+    stop(h.workers.supervisor_pid)
+    for rank in (0, 1):
+        h.start("import time; time.sleep(600)", rank)
+    await asyncio.sleep(0.3)
+    assert h.started == 0
+    os.kill(h.workers.supervisor_pid, signal.SIGCONT)
+    while not h.started:
+        await asyncio.sleep(0.01)
+    assert all(h.workers.pids.values()) and len(h.workers.pids) == 2 and h.started == 1
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])

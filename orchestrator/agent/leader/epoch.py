@@ -163,7 +163,7 @@ class Epoch:
 
     def _on_started(self, node: str) -> None:
         self._started.add(node)
-        if self._all_started:
+        if self._all_started and not self._stopping:
             context = self._context
             context.record.running()
             context.note("epoch_runs", epoch=context.epoch, workers=len(context.plan.ranks))

@@ -166,6 +166,7 @@ class Agent:
             began = clock()
             await asyncio.sleep(LOOK_S)
             due, in_time = timer.tick(began, clock())
+            self._control.watch()
             pids = self._control.pids
             seen = self._recorder.progress.look(pids)
             if due or self._few_nodes or any(one.is_frozen for one in seen):

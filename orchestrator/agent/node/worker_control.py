@@ -47,7 +47,8 @@ class WorkerControl:
         self._max_restarts = request.policy.max_restarts
         program = preloaded(self._worker)
         known = {"ORCH_PLAN": str(folder.plan)}
-        self._workers = Workers(self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known)
+        told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
+        self._workers = Workers(*told, lambda: self._send(Started()))
         self._epoch = -1
         self._assigned = False  # workers of this epoch were started, and not all have ended
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
@@ -62,6 +63,12 @@ class WorkerControl:
     @property
     def warm(self) -> bool:
         return self._workers.warm
+
+    def watch(self) -> None:
+        """To be called every half second: sees to it that the end of a worker is heard of."""
+        if done := self._workers.watch():
+            log.error("%s", done)
+            self._recorder.event("worker_supervisor_stopped", reason=done)
 
     @property
     def examination(self) -> asyncio.Task | None:
@@ -148,7 +155,6 @@ class WorkerControl:
             self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner, store)
         name = "flush_started" if assign.final_checkpoint else "workers_started"
         self._recorder.event(name, ranks=[one.rank for one in by_gpu])
-        self._send(Started())
         return None
 
     def _read_plan(self) -> None:

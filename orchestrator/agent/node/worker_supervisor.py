@@ -28,9 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.plan.exits import Exit
-from orchestrator.run.processes import become_subreaper, descendants, kill_descendants, reap_children
+from orchestrator.run.processes import StopWatch, become_subreaper, descendants, kill_descendants, reap_children
 
 from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
+
+_LOOK_S, _STOPPED_LOOKS = 0.5, 4  # at a fork server that owes an answer
 
 
 @dataclass
@@ -61,6 +63,7 @@ class WorkerSupervisor:
         ] = {}  # by ticket: a rank may be asked for again before the fork server has answered
         self._tickets = itertools.count()
         self._ranks: dict[int, int] = {}  # pid -> rank of the workers that live
+        self._stops = StopWatch(_STOPPED_LOOKS)
         self._sweep = False  # workers have lived; what they left behind must go
 
     def run(self) -> None:
@@ -83,7 +86,9 @@ class WorkerSupervisor:
         heard: list[socket.socket | int] = [self._agent, wake]
         if self._fork_server:
             heard.append(self._fork_server)
-        readable, _, _ = select.select(heard, [], [])
+        readable, _, _ = select.select(heard, [], [], _LOOK_S if self._pending else None)
+        if self._pending:
+            self._stops.look(self._fork_server_pid)  # one that is killed is gone: its workers start by fork and exec
         if self._fork_server and self._fork_server in readable:
             self._on_fork_server(self._fork_server)  # before reaping: a worker may just have been forked
         if wake in readable:

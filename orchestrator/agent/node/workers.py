@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from orchestrator.run.processes import become_subreaper, kill_descendants
+from orchestrator.run.processes import StopWatch, become_subreaper, kill_descendants
 
 from .fork_server import LARGEST_PACKET, waiting_packets
 from .worker_reports import ReportPipe
 
 _PIPE_BYTES = 1 << 20
+_STOPPED_LOOKS = 4  # of a worker supervisor, until it is continued
 
 
 class Workers:
@@ -27,7 +28,8 @@ class Workers:
 
     `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had been told to stop).
     `on_empty()`: all have, and nothing that they started is left. `on_line(rank, line)`: one report, unread.
-    `on_warm()`: from now on workers start as fast as they ever will.
+    `on_started()`: all that were ordered run, or have ended. `on_warm()`: from now on workers start as fast as they
+    ever will.
     """
 
     def __init__(
@@ -38,11 +40,14 @@ class Workers:
         program: Sequence[str] = (),
         on_warm: Callable[[], None] = lambda: None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        on_started: Callable[[], None] = lambda: None,
     ):
         """`environment`: what all workers will be told alike, as far as it is known before there are any."""
         self._environment = dict(environment)
         self._program = program  # a command that begins so is forked from a preloaded process (fork server.py)
         self._on_exit, self._on_empty, self._on_line, self._on_warm = on_exit, on_empty, on_line, on_warm
+        self._on_started, self._starting = on_started, False
+        self._stops = StopWatch(_STOPPED_LOOKS)
         self.warm = not program  # what they import has been imported, or is not known
         self._supervisor: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
@@ -108,7 +113,13 @@ class Workers:
             raise
         finally:
             os.close(write)
-        self._alive[rank], self._pipes[rank] = 0, pipe
+        self._alive[rank], self._pipes[rank], self._starting = 0, pipe, True
+
+    def watch(self) -> str:
+        """To be called every half second. A worker supervisor that somebody stopped would hide dead workers: what was
+        done about it, in words, "" for nothing. Workers die with one that has to be killed."""
+        done = self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
+        return f"the worker supervisor was stopped by a signal: {done}" if done else ""
 
     def signal(self, signum: int) -> None:
         """Pass a signal on to every worker, to the worker itself and not to what it started."""
@@ -172,6 +183,9 @@ class Workers:
             elif "warm" in answer and not self.warm:
                 self.warm = True
                 self._on_warm()
+            if self._starting and all(self._alive.values()):
+                self._starting = False
+                self._on_started()
 
     def _ended(self, rank: int, code: int) -> None:
         if self._alive.pop(rank, None) is None:

@@ -44,7 +44,7 @@ class Ready(_Message, tag="ready"):
 
 
 class Started(_Message, tag="started"):
-    """All workers of this node have been started."""
+    """All workers of this node run, or have ended by now."""
 
 
 class WorkerExit(_Message, tag="worker_exit"):
