@@ -24,6 +24,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _BACKLOG = 4096
 _SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
 _MOST_NETWORKS = 512  # a program has at most 4096 instructions, and 20 KiB on older kernels
+_MOST_ADDRESSES = 64  # of a node
 _NETWORK_HEADER = 0xFFF00000  # offsets of the IP header are counted from here
 _SOURCE = {4: 12, 6: 8}  # offset of the sender's address in it
 _LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
@@ -128,7 +129,10 @@ def attach(listening: socket.socket, program: bytes) -> None:
 
 
 def own_addresses(proc: Path = Path("/proc/self/net")) -> list[str]:
-    """All IP addresses of this machine's interfaces (of this network namespace), without those of the loopback."""
+    """All IP addresses of this machine's interfaces (of this network namespace), without those of the loopback.
+
+    Empty for more than 64: some cluster networks give every node the addresses of all services.
+    """
     found: set[str] = set()
     with contextlib.suppress(OSError):
         lines = (proc / "fib_trie").read_text().splitlines()
@@ -138,4 +142,5 @@ def own_addresses(proc: Path = Path("/proc/self/net")) -> list[str]:
     with contextlib.suppress(OSError):
         for line in (proc / "if_inet6").read_text().splitlines():
             found.add(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
-    return sorted(one for one in found if not ipaddress.ip_address(one).is_loopback)
+    named = sorted(one for one in found if not ipaddress.ip_address(one).is_loopback)
+    return named if len(named) <= _MOST_ADDRESSES else []

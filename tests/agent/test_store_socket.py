@@ -7,13 +7,22 @@ import json
 import os
 import socket
 import struct
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.agent.leader.epoch import assignment
+from orchestrator.agent.leader.membership import Member
+from orchestrator.agent.node.agent import Agent, NodeFacts
+from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.node.fork_server import STORE_FD
+from orchestrator.agent.node.recorder import Recorder
+from orchestrator.agent.protocol.messages import Join, Prepare, Ready
 from orchestrator.run.store_socket import StoreSocket, attach, drop_others, networks, own_addresses
+from tests.beds.bundles import make_bundle
+from tests.beds.coordinated import PLAN, make_folder
 
 from .test_workers import Harness
 
@@ -111,6 +120,39 @@ def test_the_addresses_of_a_machine(tmp_path):
     )
     assert own_addresses(tmp_path) == ["10.1.2.3", "fd00::2"]
     assert own_addresses(tmp_path / "none") == []
+    services = "".join(f"     |-- 10.96.0.{index}\n        /32 host LOCAL\n" for index in range(65))
+    (tmp_path / "fib_trie").write_text(services)
+    assert own_addresses(tmp_path) == [], "the address of the node itself is known without them"
+
+
+@pytest.mark.parametrize("command", [(), ("python", "mine.py")], ids=["trainer", "program"])
+async def test_an_agent_keeps_the_port_that_it_has_promised_until_the_next_epoch(tmp_path, command):
+    said: list[Ready] = []
+    folder, request = make_folder(tmp_path), make_bundle(PLAN, tmp_path / "elsewhere", command=command).request
+    recorder, facts = Recorder(folder, "node0", PLAN), NodeFacts("host", "127.0.0.1", 1, 2, 0)
+    connector = FixedCoordinator(folder, "node0", b"k" * 32, 1.0)
+    agent = Agent(folder, PLAN, request, "node0", facts, recorder, None, connector)
+    agent._channel = SimpleNamespace(send=lambda epoch, message: said.append(message))
+    for epoch in range(2):
+        agent._handle(epoch, Prepare())
+        with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", said[-1].port))
+    with socket.socket() as next_owner:
+        next_owner.bind(("127.0.0.1", said[0].port))
+    agent._control.close()
+    recorder.close()
+
+
+def test_rank_0_s_node_is_told_who_may_connect():
+    def member(name: str, peer: str, *addresses: str):
+        join = Join(**{"node": name, "host": name, "address": f"10.0.0.{name[-1]}", "pid": 1, "gpus": 2, "nics": 0},
+                    **{"plan_hash": "", "metrics": None, "addresses": list(addresses)})  # fmt: skip
+        return Member(SimpleNamespace(address=peer), join, ready=Ready(port=7))
+
+    first, other = member("node0", ""), member("node1", "192.0.2.7", "10.1.0.1", "fd00::1")
+    told = [assignment(PLAN, name, index, first, [first, other]) for index, name in enumerate(("node0", "node1"))]
+    assert told[0].peers == ["10.0.0.0", "10.0.0.1", "10.1.0.1", "192.0.2.7", "fd00::1"]
+    assert told[1].peers == [] and told[1].master_address == "10.0.0.0"
 
 
 @pytest.mark.process
