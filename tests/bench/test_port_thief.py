@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.beds.bundles import no_namespaces
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 def test_starts_side_by_side_with_thieves_of_ports_all_succeed(tmp_path):
     out = tmp_path / "found.json"
     argv = [
