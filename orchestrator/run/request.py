@@ -26,6 +26,7 @@ from orchestrator.plan.document import Frozen
 
 from .folder import RunFolder, check_run_id
 
+AGENT = "orchestrator.agent"  # the module that backends start on every node
 SCHEMA = "orch.request/1"
 
 #: Variables of the submitting shell that reach agents and workers. Anything else must be asked for by name (`--env`).
@@ -172,7 +173,7 @@ def make_request(
         AgentCommand(
             node=node,
             argv=[
-                *(site.python, "-P", "-m", "orchestrator.agent", "--run-dir", str(run.path), "--node", node),
+                *(site.python, "-P", "-m", AGENT, "--run-dir", str(run.path), "--node", node),
                 *site.agent_flags,
             ],
         )

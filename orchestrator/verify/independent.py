@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
+from orchestrator import start
 from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
@@ -264,7 +264,7 @@ def _program(module: str, errors: Path) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            start.command(module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

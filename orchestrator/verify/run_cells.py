@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator import start
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
@@ -24,7 +24,7 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
     with tempfile.TemporaryDirectory(prefix="orch-verify-") as folder:
         path, errors = Path(folder) / "cells.jsonl", Path(folder) / "stderr"
         path.write_bytes(b"".join(msgspec.json.encode(cell) + b"\n" for cell in cells))
-        command = [sys.executable, "-m", "trainer.verify", str(path), "--together", str(together)]
+        command = [*start.command("trainer.verify"), str(path), "--together", str(together)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # the single process runs while other cells' ranks do
         left = len(cells)
         with running(command, errors, environment) as (lines, _):

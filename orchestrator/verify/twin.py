@@ -7,7 +7,6 @@ and every transfer of a step. Here those are compared with what the planner expe
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
+from orchestrator import start
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.cluster import NVLINK, SELF
@@ -107,7 +107,7 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
     with tempfile.TemporaryDirectory(prefix="orch-twin-") as folder:
         path, errors = Path(folder) / "plan.json", Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
-        command = [sys.executable, "-m", "trainer.twin", str(path), "--ranks", ",".join(map(str, ranks))]
+        command = [*start.command("trainer.twin"), str(path), "--ranks", ",".join(map(str, ranks))]
         done = 0
         with running(command, errors, os.environ) as (lines, wait):
             for line in lines:

@@ -7,6 +7,7 @@ import json
 import pytest
 from msgspec import structs
 
+from orchestrator import start
 from orchestrator.agent.node.worker_control import with_own_python
 from orchestrator.backends.slurm.job import task
 from orchestrator.errors import OrchError
@@ -27,7 +28,7 @@ real = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 def test_the_bundled_trainer_runs_under_the_agents_interpreter(monkeypatch):
     monkeypatch.setattr("sys.executable", "/opt/env/bin/python")
     bundled = Worker(argv=["/home/u/venv/bin/python", "-P", "-m", "trainer", "--plan", "p"], cwd="/r", bundled=True)
-    assert with_own_python(bundled).argv == ["/opt/env/bin/python", "-P", "-m", "trainer", "--plan", "p"]
+    assert with_own_python(bundled).argv == ["/opt/env/bin/python", "-P", start.__file__, "trainer", "--plan", "p"]
     users = structs.replace(bundled, bundled=False)
     assert with_own_python(users) == users
 

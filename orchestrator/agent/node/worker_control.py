@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 import time
 from collections.abc import Callable
 
 from msgspec import structs
 
+from orchestrator import start
 from orchestrator.agent.protocol.messages import Assign, Examine, FromAgent, Started, Stop, Stopped, Warm, WorkerExit
 from orchestrator.plan import Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
@@ -229,10 +229,12 @@ class WorkerControl:
 
 
 def with_own_python(worker: Worker) -> Worker:
-    """The bundled trainer under this agent's interpreter: in a container that of the submitter does not exist."""
-    return structs.replace(worker, argv=[sys.executable, *worker.argv[1:]]) if worker.bundled else worker
+    """The bundled trainer as this agent has it: in a container the submitter's interpreter does not exist."""
+    if not worker.bundled:
+        return worker
+    return structs.replace(worker, argv=[*start.command("trainer"), *worker.argv[worker.argv.index("trainer") + 1 :]])
 
 
 def preloaded(worker: Worker) -> list[str]:
-    """The words that start the bundled trainer, `python … -m trainer`; nothing for a program of the user's."""
-    return worker.argv[: worker.argv.index("-m") + 2] if worker.bundled else []
+    """The words that start the bundled trainer; nothing for a program of the user's."""
+    return worker.argv[: worker.argv.index("trainer") + 1] if worker.bundled else []

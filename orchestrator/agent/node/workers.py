@@ -9,11 +9,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from orchestrator import start
 from orchestrator.run.processes import StopWatch, become_subreaper, kill_descendants
 
 from .fork_server import LARGEST_PACKET, waiting_packets
@@ -69,8 +69,7 @@ class Workers:
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = [sys.executable, "-P", "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
-            argv += self._program
+            argv = [*start.command("orchestrator.agent.node.worker_supervisor"), str(theirs.fileno()), *self._program]
             self.warm = not self._program
             self._supervisor = subprocess.Popen(
                 argv,

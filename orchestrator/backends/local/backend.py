@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from orchestrator import start
 from orchestrator.backends.base import Backend, Resizing, decode_options, read_record, write_record
 from orchestrator.errors import OrchError
 from orchestrator.plan import load_plan, to_json
@@ -182,7 +183,8 @@ class LocalBackend(Backend, Resizing):
         try:
             if again:
                 begin_attempt(folder, request, asked)
-            argv = [sys.executable, "-P", "-m", "orchestrator.backends.local.supervisor", "--run-dir", str(folder.path)]
+            roots = request.environment.python_path_first  # a copy of our own code, where the run has one
+            argv = [*start.command("orchestrator.backends.local.supervisor", roots), "--run-dir", str(folder.path)]
             log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.set_inheritable(lock, True)
             with os.fdopen(log, "wb") as output:

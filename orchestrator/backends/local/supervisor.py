@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from orchestrator import start
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
@@ -28,7 +29,7 @@ from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import due
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
-from orchestrator.run.request import LaunchRequest, read_request
+from orchestrator.run.request import AGENT, LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
 from .backend import LocalRecord, begin_attempt, read_options
@@ -103,7 +104,11 @@ class Supervisor:
 
     def _commands(self) -> dict[str, list[str]]:
         """Node -> the command of its agent."""
-        commands = {agent.node: agent.argv for agent in self._request.agents}
+        ours = start.command(AGENT)
+        commands = {
+            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]] if AGENT in agent.argv else agent.argv
+            for agent in self._request.agents
+        }
         if not self._request.sizes:
             return commands
         first, *_ = self._request.agents

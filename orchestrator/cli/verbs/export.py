@@ -21,13 +21,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import subprocess
     import sys
 
+    from orchestrator import start
     from orchestrator.cli.session import find_run, plan_of_run
     from orchestrator.plan.worker import checkpoint_dir
 
     folder = find_run(args.run)
     checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
-    command = [sys.executable, "-m", "trainer.export", str(checkpoints), str(args.out), "--dtype", args.dtype, *step]
+    command = [*start.command("trainer.export"), str(checkpoints), str(args.out), "--dtype", args.dtype, *step]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]

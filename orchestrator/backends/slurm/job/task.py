@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import __version__
+from orchestrator import __version__, start
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError, meaning
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import wants_end
-from orchestrator.run.request import LaunchRequest, read_request
+from orchestrator.run.request import AGENT, LaunchRequest, read_request
 from orchestrator.run.state import Cause, FinalPhase, RunState, finish, read_state
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _agent(folder: RunFolder) -> int:
     from .agent_supervisor import supervise
 
     takeover = _start_takeover(folder, node, request)
-    agent = [sys.executable, "-P", "-m", "orchestrator.agent", *argv, "--elastic", "--lifeline"]
+    agent = [*start.command(AGENT), *argv, "--elastic", "--lifeline"]
     code = supervise(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
     if read_state(folder).is_final:  # the script's watchdog ends the agents' step some time after this
         Path(folder.path, "slurm", "ended").touch(0o600)

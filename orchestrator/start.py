@@ -1,0 +1,37 @@
+"""`python -P PATH/orchestrator/start.py MODULE ARGUMENTS...`: runs a module of ours from the folder of this file.
+
+Started by name (`python -m trainer`), a package called `trainer` on PYTHONPATH or in the working folder would run in
+its place. Only the names of our own packages are looked up here first: other imports are as the user's paths have them.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+_FILE = Path(__file__).resolve()
+_OURS = ("orchestrator", "trainer")
+
+
+class _OwnPackages:
+    """A finder of `sys.meta_path`."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(_FILE.parents[1])]) if name in _OURS else None
+
+
+def command(module: str, roots: Sequence[str] = ()) -> list[str]:
+    """The words that start a module of ours under this interpreter: of the first of `roots` that holds our packages,
+    else of the ones that run here."""
+    files = [file for root in roots if (file := Path(root, *_FILE.parts[-2:])).is_file()]
+    return [sys.executable, "-P", str(next(iter(files), _FILE)), module]
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, _OwnPackages)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
