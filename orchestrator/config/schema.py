@@ -312,6 +312,7 @@ class BackendSpec(Frozen):
     remember_bad_nodes_h: NonNegative = 24.0  # nodes that were left out, for the next runs of this user; 0: not
     min_nodes_grace_s: NonNegative = 30.0  # an elastic run waits so long for nodes to come back before it ends with 76
     allow_drills: bool | None = None  # `orch drill` may break parts of the run; None: on the local backend alone
+    store_filter: bool = True  # rank 0's store answers the run's nodes alone; false: for a NAT between nodes
     env: dict[EnvName, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
     options: dict[str, Any] = {}  # of this backend alone
 

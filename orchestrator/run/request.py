@@ -107,6 +107,7 @@ class Policy(Frozen):
     remember_bad_nodes_h: float = 24.0
     min_nodes_grace_s: float = 0.0
     allow_drills: bool | None = None
+    store_filter: bool = True
 
 
 class LaunchRequest(Frozen):

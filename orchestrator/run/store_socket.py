@@ -39,10 +39,11 @@ class StoreSocket:
 
     `listens`: without it the port is only kept, on all addresses, for a program that opens it by its number with
     SO_REUSEADDR, as torch does. The kernel gives it to nobody who asks for a free one or does not set that option.
+    `filtered`: senders that were not admitted are not heard; not needed on the loopback.
     """
 
-    def __init__(self, address: str, listens: bool = True):
-        self.listens = listens
+    def __init__(self, address: str, listens: bool = True, filtered: bool = True):
+        self.listens, self._filtered = listens, filtered
         self._socket = _listening(address) if listens else _kept()
         self.port: int = self._socket.getsockname()[1]
         self._own = ipaddress.ip_address(self._socket.getsockname()[0].split("%")[0])
@@ -64,10 +65,11 @@ class StoreSocket:
             with contextlib.suppress(ValueError):
                 found.add(ipaddress.ip_address(address.split("%")[0]))
         self._filter(networks(found, self._own.version))
+        log.info("the store on %s:%d, for %d addresses (filter: %s)", self._own, self.port, len(found), self._filtered)
 
     def _filter(self, admitted: list[Network]) -> None:
-        if self._own.is_loopback or not self.listens:
-            return  # nobody else reaches it
+        if self._own.is_loopback or not self.listens or not self._filtered:
+            return
         try:
             attach(self._socket, drop_others(admitted, self._own.version))
         except OSError as error:

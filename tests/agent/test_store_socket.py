@@ -20,6 +20,7 @@ from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.node.fork_server import STORE_FD
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Join, Prepare, Ready
+from orchestrator.run import store_socket
 from orchestrator.run.store_socket import StoreSocket, attach, drop_others, networks, own_addresses
 from tests.beds.bundles import make_bundle
 from tests.beds.coordinated import PLAN, make_folder
@@ -98,6 +99,20 @@ def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
                 thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
                 thief.bind(("", store.port))
         assert _reaches(store.port, "127.0.0.1")
+
+
+def test_the_filter_is_set_before_anybody_knows_the_port_and_can_be_left_out(monkeypatch):
+    """Where the address is not the loopback's. An agent takes `backend.store_filter` from its request."""
+    set_to: list[int] = []
+    monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", False)
+    monkeypatch.setattr(store_socket, "attach", lambda _, program: set_to.append(len(program) // 8))
+    with StoreSocket("127.0.0.1") as store:
+        assert set_to == [1], "drops everything"
+        store.admit(["10.0.0.2", "not an address", "fd00::1"])
+        assert set_to == [1, 2 * 4 + 1]
+    with StoreSocket("127.0.0.1", filtered=False) as store:
+        store.admit(["10.0.0.2"])
+    assert len(set_to) == 2
 
 
 def test_a_port_that_is_kept_for_a_program_is_the_programs_alone():

@@ -44,7 +44,7 @@ class WorkerControl:
         self.plan = plan
         self._folder, self._worker, self._node = folder, with_own_python(request.worker), node
         self._recorder, self._send, self._replans = recorder, send, replans
-        self._max_restarts = request.policy.max_restarts
+        self._max_restarts, self._store_filter = request.policy.max_restarts, request.policy.store_filter
         program = preloaded(self._worker)
         known = {"ORCH_PLAN": str(folder.plan)}
         told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
@@ -95,7 +95,7 @@ class WorkerControl:
     def open_store(self, address: str) -> int:
         """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns its port."""
         self._close_store()
-        self._store = StoreSocket(address, listens=self._worker.bundled)
+        self._store = StoreSocket(address, self._worker.bundled, self._store_filter)
         return self._store.port
 
     def _gives_store(self, rank: int) -> bool:
