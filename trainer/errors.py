@@ -48,6 +48,12 @@ class DataError(TrainerError):
     exit = Exit.CONFIG
 
 
+class UnreadableData(DataError):
+    """A disk that fails while token files are read from it: a fault of the node's."""
+
+    exit = Exit.NODE
+
+
 class CheckpointError(TrainerError):
     """A checkpoint that cannot be trusted or does not fit this plan."""
 

@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, replica_dir
+from orchestrator.plan.worker import PINS, WorkerEnv, checkpoint_dir, pin_file, replica_dir
 
 from .checkpoint.fence import Fence
 from .checkpoint.manager import Checkpoints
+from .checkpoint.pins import DataPin, pin_data
 from .comm.check import check_env, check_peers
 from .comm.connect import TIMEOUT, choose_device, connect
 from .comm.control import ControlPath
@@ -69,7 +70,7 @@ def train(
     check_peers(plan, env, control)
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
     mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
-    loader = _open_data(plan, mesh, device, termination, reporter, control)
+    loader = _open_data(plan, env, mesh, device, termination, reporter, control)
     run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, termination, control)
     if progress is not None:
         progress.source = run.progress
@@ -84,13 +85,14 @@ def train(
 
 def _open_data(
     plan: Plan,
+    env: WorkerEnv,
     mesh: Mesh,
     device: torch.device,
     termination: TerminationSignal,
     reporter: Reporter,
     control: ControlPath,
 ) -> Loader:
-    """The loader over the corpus, which must be the same on all ranks. Raises DataError."""
+    """The loader over the corpus, the same on all ranks and at each start of the run. Raises DataError."""
 
     def progress(phase: str, done: int, total: int) -> None:
         reporter.event("data_progress", phase=phase, done=done, total=total)
@@ -99,14 +101,24 @@ def _open_data(
 
     store = open_tokens(plan.job.data, rate_limited(progress, PROGRESS_EVERY_S))
 
-    def odd_one(keys: list[bytes]) -> str:
+    def problem_of(keys: list[bytes]) -> str:
         odd = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
         if odd is None:
-            return ""
+            return pinned_problem()
         nodes = plan.ranks[odd].node, plan.ranks[0].node
         return f"rank {odd} on {nodes[0]} reads other text than rank 0 on {nodes[1]} (data.paths)"
 
-    if problem := control.judge(store.index.key.encode(), odd_one):
+    def pinned_problem() -> str:
+        pin, where = pin_file(env.run_dir, PINS["changed-data"]), ", ".join(plan.job.data.paths)
+        try:
+            return pin_data(pin, DataPin(store.index.key, store.identity), where)
+        except DataError as error:
+            return str(error)
+        except OSError as error:
+            reporter.event("pin_failed", error=f"{pin}: {error.strerror or error}")
+            return ""
+
+    if problem := control.judge(f"{store.index.key} {store.identity}".encode(), problem_of):
         raise DataError(problem)
     reporter.event("data_ready", tokens=store.index.tokens, documents=store.index.documents, key=store.index.key)
     return Loader(plan, mesh.coord, store, pin_memory=device.type == "cuda")
@@ -150,7 +162,8 @@ class Run:
         self.engine = Engine(plan, mesh, device, recipe, scratch=Path(env.run_dir) / "offload")
         folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(
-            folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory, control
+            *(folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory, control),
+            pin=pin_file(env.run_dir, PINS["fresh-start"]),
         )
         self.profile = Profile(plan, env, device, self.engine, reporter)
         self.step = self.samples = 0

@@ -109,6 +109,15 @@ def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
     return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
 
 
+#: What `orch resume --allow` allows, and the pin that it removes: see `trainer.checkpoint.pins`.
+PINS = {"changed-data": "data", "fresh-start": "saved"}
+
+
+def pin_file(run_dir: str | Path, pin: str) -> Path:
+    """Where a run remembers what a later start must find again; `pin`: a value of `PINS`."""
+    return Path(run_dir) / "pins" / f"{pin}.json"
+
+
 def claims_folder(run_dir: str | Path) -> Path:
     """Where the coordinators of an elastic run claim its epochs, one file each, named by the number."""
     return Path(run_dir) / "claims"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.main import main
+from orchestrator.plan.worker import PINS, pin_file
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.beds.bundles import kill_runs, wait_end, wait_for
@@ -228,8 +229,12 @@ def test_list_status_logs_cancel_resume(home, capsys):
     assert code == 64 and "has ended: cancelled" in err
 
     (folder.path / "finish").touch()
-    code, out, _ = orch(capsys, "resume", folder.run_id, "--follow")
-    assert code == 0 and "done" in out
+    pins = [pin_file(folder.path, pin) for pin in PINS.values()]
+    pins[0].parent.mkdir()
+    for pin in pins:
+        pin.touch()
+    code, out, _ = orch(capsys, "resume", folder.run_id, "--follow", "--allow", "fresh-start")
+    assert code == 0 and "done" in out and [pin.exists() for pin in pins] == [True, False]
     assert read_state(folder).epoch == 1
     code, _, err = orch(capsys, "resume", folder.run_id)
     assert code == 64 and "is done" in err

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from orchestrator.plan.document import Data
+from tests.trainer.states import flip_bit
 from tests.trainer.test_data_tokenizer import word_level
 from trainer.data import build
 from trainer.data.build import open_tokens, rate_limited
-from trainer.data.store import TokenStore
+from trainer.data.store import BLOCK_BYTES, TokenStore
 from trainer.errors import DataError
 
 EOD = 256
@@ -133,10 +134,39 @@ def test_damaged_token_files_are_refused(text, damage):
     elif damage == "bad index":
         (folder / "index.json").write_text("{")
     else:
-        (folder / "index.json").write_text((folder / "index.json").read_text().replace("tokens/1", "tokens/9"))
+        (folder / "index.json").write_text((folder / "index.json").read_text().replace("tokens/2", "tokens/9"))
     with pytest.raises(DataError, match=r"token files in .* are damaged .* delete that folder") as caught:
         open_tokens(data(text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "blocks.bin"])
+def test_a_flipped_bit_is_found_before_anybody_trains_on_it(text, name):
+    (text / "a.txt").write_text("x" * 200_000)  # seven blocks, of which the last is shorter
+    store = open_tokens(data(text))
+    windows = [store.window(sample, 16).tobytes() for sample in range(store.samples(16))]
+    width = store.tokens.dtype.itemsize
+    assert b"".join(window[:-width] for window in windows) == store.tokens[: len(windows) * 16].tobytes()
+    file = store.folder / name
+    flip_bit(file)
+    if name == "blocks.bin":
+        with pytest.raises(DataError, match=r"are damaged \(blocks.bin does not have the sha256"):
+            open_tokens(data(text))
+        return
+    again, found, bad = open_tokens(data(text)), [], file.stat().st_size * 3 // 4 // BLOCK_BYTES
+    for one in (store, again):  # open before it happened, and after
+        found.clear()
+        for sample in range(one.samples(16)):
+            try:
+                assert one.window(sample, 16).tobytes() == windows[sample]
+            except DataError as error:
+                assert "tokens.bin has changed since it was written" in str(error)
+                found.append(sample)
+        edges = bad * BLOCK_BYTES // width, (bad + 1) * BLOCK_BYTES // width
+        assert found == list(range((edges[0] - 1) // 16, -(-edges[1] // 16)))
+    os.truncate(file, 100)
+    with pytest.raises(DataError, match="has changed"):
+        store.window(0, 16)
 
 
 def test_a_forgotten_cache_folder_is_rebuilt(text):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.flops import model_flops_per_token
+from orchestrator.plan.worker import PINS, pin_file
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.states import flip_bit
 from tests.trainer.workers import Workers, free_port, running, worker_env
@@ -202,15 +204,46 @@ def test_a_save_that_fails_on_the_way_is_reported_and_training_goes_on(cache, tm
     assert [event.step for event in workers.events("checkpoint_saved")] == [2, 6]
 
 
-def test_resuming_on_other_text_or_another_plan_is_said(cache, tmp_path):
+def test_other_text_is_refused_until_it_is_allowed_and_another_plan_is_said(cache, tmp_path):
     finish(job(cache, steps=1), tmp_path)
     _, same = finish(job(cache, steps=1), tmp_path, epoch=1)
     fields = same.events("resumed")[0].fields
     assert fields["same_plan"] and fields["same_data"]
     longer = changed(job(cache, steps=2), "data", paths=[str(TEXT / "decoder.py")])
+    codes, refused = finish(longer, tmp_path, epoch=2)
+    assert codes == [Exit.CONFIG] and "is not what this run began with" in refused.log(0)
+    assert "--allow changed-data" in refused.log(0) and not refused.events("resumed")
+    pin_file(tmp_path, PINS["changed-data"]).unlink()  # what the option does
     codes, other = finish(longer, tmp_path, epoch=2)
     fields = other.events("resumed")[0].fields
     assert codes == [0] and not fields["same_plan"] and not fields["same_data"]
+
+
+def test_token_files_overwritten_at_the_same_size_end_the_run_and_vanished_checkpoints_do_not_start_it_over(tmp_path):
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    run_dir, plan = tmp_path / "run", job(str(cache), steps=50_000, every=2, dp=2, data_paths=[str(text)])
+    with running(plan, run_dir) as workers:
+        workers.until(0, "checkpoint_saved")
+        (tokens,) = cache.glob("*/tokens.bin")
+        written = tokens.read_bytes()
+        tokens.write_bytes(b"\1\0" * (len(written) // 2))  # as somebody would who prepares another corpus there
+        codes = workers.wait()
+    assert Exit.CONFIG in codes and set(codes) <= {Exit.CONFIG, Exit.RESTART}
+    log = workers.log(codes.index(Exit.CONFIG))
+    assert f"{tokens.parent} are damaged (tokens.bin has changed since it was written, among tokens 0 to" in log
+    assert "Traceback" not in log
+    tokens.write_bytes(written)
+
+    plan = job(str(cache), steps=4, every=2, dp=2, data_paths=[str(text)])
+    shutil.rmtree(run_dir / "checkpoints")
+    codes, refused = finish(plan, run_dir, epoch=1)
+    assert codes == [Exit.CONFIG] * 2
+    assert f"there is no checkpoint in {run_dir / 'checkpoints'} now" in refused.log(1)
+    assert "--allow fresh-start" in refused.log(1) and not refused.steps(0)
+    pin_file(run_dir, PINS["fresh-start"]).unlink()
+    codes, anew = finish(plan, run_dir, epoch=2)
+    assert codes == [0, 0] and list(anew.losses()) == [1, 2, 3, 4]
 
 
 def test_an_older_epoch_is_fenced_with_77(cache, tmp_path):

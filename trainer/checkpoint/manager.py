@@ -14,6 +14,7 @@ from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError, SaveError
 from trainer.worker.reporter import Reporter
 
+from . import pins
 from .background import BackgroundSave
 from .fence import Fence
 from .format import Manifest, StatePiece
@@ -38,9 +39,11 @@ class Checkpoints:
         data: str = "",
         memory: Path | None = None,
         control: ControlPath = WORLD,
+        pin: Path | None = None,
     ):
         """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused.
-        `memory`: this node's folder for in-memory replicas, used if the plan asks for them."""
+        `memory`: this node's folder for in-memory replicas, used if the plan asks for them. `pin`: the run's
+        note of its newest checkpoint (`trainer.checkpoint.pins`); None: it keeps none."""
         self.target, self.reporter = Target(folder, token, plan, rank, data, control), reporter
         self.replicas: InMemoryReplicas | None = None
         self._peers: PeerRestore | None = None
@@ -48,6 +51,7 @@ class Checkpoints:
             store = open_replica_store(memory, reporter)
             self.replicas = InMemoryReplicas(self.target, store, reporter)
             self._peers = PeerRestore(plan, rank, token.run_id, store, control)
+        self._pin = pin
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
@@ -81,7 +85,36 @@ class Checkpoints:
             return self._fill(found, pieces, start, source)
         if problem is not None:
             raise problem
+        self._check_never_saved()
         return None
+
+    def _check_never_saved(self) -> None:
+        """Raise CheckpointError if this run has saved before: its checkpoints are gone, and nobody said that it may
+        start over."""
+
+        def problem_of(_: list[bytes]) -> str:
+            try:
+                pinned = pins.saved(self._pin) if self._pin is not None else None
+            except CheckpointError as error:
+                return str(error)
+            if pinned is None:
+                return ""
+            return (
+                f"this run has saved step {pinned.step} in {pinned.folder}, and there is no checkpoint in"
+                f" {self.target.folder} now; put it back, or start over from step 0: orch resume --allow fresh-start"
+            )
+
+        if problem := self.target.control.judge(b"", problem_of):
+            raise CheckpointError(problem)
+
+    def _remember(self, step: int) -> None:
+        """Note on rank 0 that the checkpoint of `step` is on disk. A note that cannot be written ends no run."""
+        if self._pin is None or self.target.rank != 0:
+            return
+        try:
+            pins.remember(self._pin, self.target.folder, step)
+        except OSError as error:
+            self.reporter.event("pin_failed", step, error=f"{self._pin}: {error.strerror or error}")
 
     def _verified(self) -> VerifiedCheckpoint | None:
         """The newest checkpoint on disk that verifies; newer ones are reported and set aside."""
@@ -116,6 +149,7 @@ class Checkpoints:
         restore(found, pieces(), rank, layout_of(plan), plan.job.train.seed)
         if source == "disk":
             self.saved_step = self.verified_step = found.manifest.step
+            self._remember(found.manifest.step)
         else:  # that checkpoint is not verified, but retention must not delete it either
             self.verified_step = newest_committed(self.target.folder, rank, self.target.control)[1]
         manifest = found.manifest
@@ -212,6 +246,7 @@ class Checkpoints:
 
     def _saved(self, contents: Contents, size: int, seconds: float, stall_s: float) -> None:
         self.saved_step = contents.step
+        self._remember(contents.step)
         if contents.read_back:
             self.verified_step = contents.step
         if self.target.rank == 0:

@@ -1,12 +1,19 @@
-"""Token files: a folder with `tokens.bin`, `documents.bin` and `index.json`, memory-mapped when read.
+"""Token files: a folder with `tokens.bin`, `documents.bin`, `blocks.bin` and `index.json`.
 
 `tokens.bin`: every document's ids followed by the end-of-document id, little-endian uint16 (uint32 above 65536 ids).
-`documents.bin`: the offset of each document, and the total, little-endian uint64. `index.json`: `Index`.
+`documents.bin`: the offset of each document, and the total, little-endian uint64. `blocks.bin`: the sha256 of each
+`BLOCK_BYTES` of `tokens.bin`. `index.json`: `Index`, which has the sha256 of `blocks.bin`.
+
+Opening a store hashes `blocks.bin`, and each read hashes the blocks that it touches. So nobody trains on a token that
+is not as it was written, whenever it changed, and a start does not read the whole corpus.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +22,11 @@ import numpy as np
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.durable import sync_folder
-from trainer.errors import DataError
+from trainer.errors import DataError, UnreadableData
 
-FORMAT = "orch.tokens/1"
+FORMAT = "orch.tokens/2"
+BLOCK_BYTES = 1 << 16  # a sample of 4,096 tokens costs one or two hashes of this size, in the loader's thread
+_DIGEST = 32  # bytes of a sha256
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +42,35 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     documents: int
     source_files: int
     source_bytes: int
+    blocks_sha256: str
+
+
+class BlockHasher:
+    """The sha256 of each `BLOCK_BYTES` of a stream."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+        self._block, self._filled = hashlib.sha256(), 0
+
+    def add(self, data: bytes) -> None:
+        view = memoryview(data)
+        while len(view):
+            part = view[: BLOCK_BYTES - self._filled]
+            self._block.update(part)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._digests += self._block.digest()
+        self._block, self._filled = hashlib.sha256(), 0
+
+    def close(self) -> bytes:
+        """All digests; the last block may be shorter."""
+        if self._filled:
+            self._end_block()
+        return bytes(self._digests)
 
 
 class TokenWriter:
@@ -43,6 +81,7 @@ class TokenWriter:
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._tokens = (folder / "tokens.bin").open("wb", buffering=1 << 20)
         self._documents = (folder / "documents.bin").open("wb", buffering=1 << 16)
+        self._blocks = BlockHasher()
         self._count = self._ended = 0
         self._begin_document()
 
@@ -50,23 +89,29 @@ class TokenWriter:
         self._documents.write(self._count.to_bytes(8, "little"))
 
     def add(self, ids: np.ndarray, ends_document: bool) -> None:
-        self._tokens.write(ids.astype("<u2" if self.dtype == "uint16" else "<u4").tobytes())
+        self._write(ids.astype("<u2" if self.dtype == "uint16" else "<u4").tobytes())
         self._count += len(ids)
         if ends_document:
-            self._tokens.write(self.tokenizer.eod.to_bytes(2 if self.dtype == "uint16" else 4, "little"))
+            self._write(self.tokenizer.eod.to_bytes(2 if self.dtype == "uint16" else 4, "little"))
             self._count += 1
             self._ended += 1
             self._begin_document()
+
+    def _write(self, data: bytes) -> None:
+        self._tokens.write(data)
+        self._blocks.add(data)
 
     def close(self, key: str, source_files: int, source_bytes: int) -> None:
         """Must follow a piece that ended its document. fsync of every file and of the folder."""
         fields: dict[str, Any] = {"key": key, "tokenizer": self.tokenizer.identity, "eod": self.tokenizer.eod}
         fields |= {"vocab_size": self.tokenizer.vocab_size, "dtype": self.dtype, "tokens": self._count}
         fields |= {"documents": self._ended, "source_files": source_files, "source_bytes": source_bytes}
-        index = Index(format=FORMAT, **fields)
-        with (self.folder / "index.json").open("wb") as file:
+        digests = self._blocks.close()
+        index = Index(format=FORMAT, blocks_sha256=hashlib.sha256(digests).hexdigest(), **fields)
+        with (self.folder / "blocks.bin").open("wb") as blocks, (self.folder / "index.json").open("wb") as file:
+            blocks.write(digests)
             file.write(msgspec.json.format(msgspec.json.encode(index)))
-            for each in (self._tokens, self._documents, file):
+            for each in (self._tokens, self._documents, blocks, file):
                 each.flush()
                 os.fsync(each.fileno())
         self.abandon()
@@ -85,23 +130,80 @@ class TokenStore:
         """Raises DataError when the folder is not what a writer left."""
         self.folder = folder
         try:
-            self.index = msgspec.json.decode((folder / "index.json").read_bytes(), type=Index)
+            raw = (folder / "index.json").read_bytes()
+            named = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("format", msgspec.Raw(b"null"))
+            if (found := msgspec.json.decode(named)) != FORMAT:
+                raise _damaged(folder, f"format {found}, this version reads {FORMAT}")
+            self.index = msgspec.json.decode(raw, type=Index)
             sizes = {name: (folder / name).stat().st_size for name in ("tokens.bin", "documents.bin")}
-        except (OSError, msgspec.MsgspecError) as error:
-            raise DataError(f"token files in {folder} are damaged ({error}); delete that folder") from error
-        dtype = np.dtype(self.index.dtype).newbyteorder("<")
-        expected = {"tokens.bin": self.index.tokens * dtype.itemsize, "documents.bin": (self.index.documents + 1) * 8}
+            self._digests = (folder / "blocks.bin").read_bytes()
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            raise _damaged(folder, str(error)) from error
+        self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
+        self._bytes = self.index.tokens * self._dtype.itemsize
+        expected = {"tokens.bin": self._bytes, "documents.bin": (self.index.documents + 1) * 8}
         for name, size in sizes.items():
-            if size != expected[name] or self.index.format != FORMAT:
-                what = f"{name} has {size} bytes, its index says {expected[name]} in format {self.index.format}"
-                raise DataError(f"token files in {folder} are damaged ({what}); delete that folder")
-        self.tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
-        self.documents = np.memmap(folder / "documents.bin", dtype="<u8", mode="r")
+            if size != expected[name]:
+                raise _damaged(folder, f"{name} has {size} bytes, its index says {expected[name]}")
+        whole = len(self._digests) == -(-self._bytes // BLOCK_BYTES) * _DIGEST
+        if not whole or hashlib.sha256(self._digests).hexdigest() != self.index.blocks_sha256:
+            raise _damaged(folder, "blocks.bin does not have the sha256 in the index")
+        self._file = os.open(folder / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All ids, memory-mapped and not compared with their hashes."""
+        return np.memmap(self.folder / "tokens.bin", dtype=self._dtype, mode="r")
+
+    @cached_property
+    def documents(self) -> np.ndarray:
+        """The offset of each document and the total, memory-mapped."""
+        return np.memmap(self.folder / "documents.bin", dtype="<u8", mode="r")
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal tokens: a digest of the hashes of all of them, where `index.key` is of the text."""
+        index = self.index
+        text = f"{index.dtype} {index.tokens} {index.eod} {index.vocab_size} {index.blocks_sha256}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def samples(self, seq_len: int) -> int:
         """Windows of `seq_len` + 1 tokens that overlap in one, so that each token but the first is a target once."""
         return max(0, (self.index.tokens - 1) // seq_len)
 
     def window(self, sample: int, seq_len: int) -> np.ndarray:
-        """[seq_len + 1] ids of one sample, a view of the map in the file's dtype."""
-        return self.tokens[sample * seq_len : (sample + 1) * seq_len + 1]
+        """[seq_len + 1] ids of one sample in the file's dtype. Raises DataError where they are not as written."""
+        width = self._dtype.itemsize
+        start, stop = sample * seq_len * width, ((sample + 1) * seq_len + 1) * width
+        first = start // BLOCK_BYTES
+        raw = self._verified(first, -(-stop // BLOCK_BYTES))
+        return np.frombuffer(raw, self._dtype, seq_len + 1, start - first * BLOCK_BYTES)
+
+    def _verified(self, first: int, end: int) -> bytes:
+        """The bytes of the blocks from `first` to before `end`: read once, and hashed before anybody sees them."""
+        begin = first * BLOCK_BYTES
+        left, parts = min(end * BLOCK_BYTES, self._bytes) - begin, list[bytes]()
+        try:
+            while left and (part := os.pread(self._file, left, begin + sum(map(len, parts)))):
+                parts.append(part)
+                left -= len(part)
+        except OSError as error:
+            problem = UnreadableData if error.errno == errno.EIO else DataError
+            raise problem(f"cannot read {self.folder / 'tokens.bin'}: {error.strerror}") from error
+        raw = b"".join(parts)
+        for block in range(first, end):
+            at = (block - first) * BLOCK_BYTES
+            digest = hashlib.sha256(memoryview(raw)[at : at + BLOCK_BYTES]).digest()
+            if digest != self._digests[block * _DIGEST : (block + 1) * _DIGEST]:
+                width = self._dtype.itemsize
+                tokens = f"{block * BLOCK_BYTES // width} to {min((block + 1) * BLOCK_BYTES, self._bytes) // width - 1}"
+                raise _damaged(self.folder, f"tokens.bin has changed since it was written, among tokens {tokens}")
+        return raw
+
+
+def _damaged(folder: Path, what: str) -> DataError:
+    return DataError(f"token files in {folder} are damaged ({what}); delete that folder")

@@ -6,12 +6,21 @@ import argparse
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.plan.worker import PINS, pin_file
 
 _END_S = 10.0  # for the last processes of a run that has ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="handle, id, or the beginning of one")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        choices=tuple(PINS),
+        default=[],
+        help="changed-data: go on with another text than the run began with; fresh-start: from step 0, if all its"
+        " checkpoints are gone",
+    )
     parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
 
 
@@ -35,6 +44,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end")
     request = request_of_run(folder)
     os.umask(0o077)
+    for name in args.allow:
+        pin_file(folder.path, PINS[name]).unlink(missing_ok=True)
     handle = backend.resume(folder, request, os.environ)
     if args.follow:
         from orchestrator.cli.terminal import follow_run

@@ -7,6 +7,7 @@ this epoch: same files, same hashes, same fence, same commit.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from msgspec import structs
 
 from orchestrator.plan import Plan
-from orchestrator.plan.worker import WorkerEnv, checkpoint_dir, replica_dir
+from orchestrator.plan.worker import PINS, WorkerEnv, checkpoint_dir, pin_file, replica_dir
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.files import sha256_from_disk, write_parts
 from trainer.checkpoint.format import FileRecord
 from trainer.checkpoint.load import newest_committed
+from trainer.checkpoint.pins import remember
 from trainer.checkpoint.save import RankOutcome, Target, begin, claim, gather, on_rank_zero, publish
 from trainer.comm.connect import connect
 from trainer.errors import SaveError
@@ -43,7 +45,10 @@ def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None
     folder = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir)
     target = Target(folder, Fence.of(env), plan, env.rank, control=control)
     store = open_replica_store(replica_dir(env.run_dir, env.node), reporter)
-    save_newest_replica(target, env.world_size, store, plan.job.checkpoint.keep_last, reporter)
+    step = save_newest_replica(target, env.world_size, store, plan.job.checkpoint.keep_last, reporter)
+    if step is not None and env.rank == 0:
+        with contextlib.suppress(OSError):  # the next start notes what it finds
+            remember(pin_file(env.run_dir, PINS["fresh-start"]), folder, step)
     control.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
