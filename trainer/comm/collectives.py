@@ -198,7 +198,7 @@ class Handle:
 
 
 def start_all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: object = dist.ReduceOp.SUM
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: Any = dist.ReduceOp.SUM
 ) -> Handle:
     """In place; any contiguous shape."""
     if group is None:
@@ -311,7 +311,7 @@ def start_rotate(
 
 
 def all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: object = dist.ReduceOp.SUM
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: Any = dist.ReduceOp.SUM
 ) -> Tensor:
     """In place."""
     return start_all_reduce(tensor, group, axis, counter, op).wait()
