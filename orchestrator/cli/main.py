@@ -128,7 +128,7 @@ configuration (Hydra overrides; `orch config --choices` lists every group and fi
   cluster=h100x64              a file of a group; +cluster=h100x64 is the same; without a cluster: local
   parallel=tp8_pp4_zero1       degrees as a word: tpN ppN dpN cpN epN zeroN vppN spN; dp left out: what is left
   train.steps=100              one key
-  --config-dir DIR             your own files of any group first; ./conf is used when it exists
+  --config-dir DIR             your own files of any group first; else ./conf if conf/.orch exists
 
 start here:
   orch plan +cluster=h100x64 parallel=tp8_pp4_zero1

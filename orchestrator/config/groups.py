@@ -13,6 +13,8 @@ GROUPS = ("cluster", "parallel", "model", "data", "optim", "train", "checkpoint"
 OPTIONAL = "experiment"
 PRIMARY = "orch"  # conf/orch.yaml; not `config`, which a project's own conf folder probably has for itself
 
+MARKS = (".orch", f"{PRIMARY}.yaml")
+
 
 def shipped() -> Path:
     """The `conf` folder next to the package: in a checkout and in an installed wheel alike."""
@@ -22,12 +24,13 @@ def shipped() -> Path:
 def folders(config_dir: str | Path | None = None) -> list[Path]:
     """Where group files are looked for, first match wins: the user's folder, then the shipped one.
 
-    `config_dir` is the user's; without it `./conf` when there is one. Raises OrchError when it is not a folder.
+    `config_dir` is the user's; without it `./conf` when it is marked as orch's, by a file `.orch` or a primary file.
+    A `conf` folder without a mark belongs to the user's own Hydra program. Raises OrchError when it is not a folder.
     """
     ours = shipped()
     if config_dir is None:
         user = Path.cwd() / "conf"
-        if not user.is_dir():
+        if not any((user / mark).is_file() for mark in MARKS):
             return [ours]
     else:
         user = Path(config_dir)
@@ -53,6 +56,13 @@ class Library:
             for path in sorted((folder / group).rglob("*.yaml"))
         )
         return list(found)
+
+    def unread(self, group: str, name: str) -> str:
+        """What to do for this choice where `./conf` has it and is not marked as orch's, else ""."""
+        user = Path.cwd() / "conf"
+        if user.resolve() in self.folders or name not in {path.stem for path in (user / group).glob("*.yaml")}:
+            return ""
+        return f"; ./conf has it, and is not marked as orch's: touch conf/{MARKS[0]}, or use --config-dir conf"
 
     def files(self, group: str) -> list[str]:
         """The choices of one group, sorted."""

@@ -59,7 +59,7 @@ def _missing_file(error: Any, library: Library) -> Exception:
         except OrchError as refused:
             return OrchError(f"{where}: {refused.message}", Exit.CONFIG)
         return SpecNeeded(name)
-    hint = did_you_mean(name, library.files(group))
+    hint = did_you_mean(name, library.files(group)) + library.unread(group, name)
     return OrchError(f"{where}: there is no {group or 'file'} {show(name)}; {hint}", Exit.CONFIG)
 
 

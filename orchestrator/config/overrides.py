@@ -89,7 +89,7 @@ def _choice(group: str, text: str, library: Library) -> Override:
         return Override(group, name, True)
     what = f"there is no {group} {show(name)}" if name else f"{group}= needs the name of a file"
     tail = f"; or a spec: {grammar.RULE}" if group == "parallel" else ""
-    raise OrchError(f"{what}; {did_you_mean(name, files)}{tail}")
+    raise OrchError(f"{what}; {did_you_mean(name, files)}{tail}{library.unread(group, name)}")
 
 
 # ------------------------------------------------------------------------------------------- values

@@ -12,6 +12,8 @@ from orchestrator.config.compose import load
 from orchestrator.config.groups import GROUPS, OPTIONAL, Library, folders, shipped
 from orchestrator.config.schema import Config
 from orchestrator.config.structured import config_dataclass, fields, struct_of
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
 
 TRAIN = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
 
@@ -144,9 +146,27 @@ def test_conf_of_the_working_folder_is_used_and_its_config_yaml_left_alone(tmp_p
     """A project's own Hydra folder must not get in the way: its primary file is not ours."""
     write(tmp_path / "conf", train__mine=TRAIN, config="db: mysql\n", db__mysql="port: 3306\n")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / ".orch").touch()
     assert load(["train=mine"]).train.steps == 10
     assert folders() == [tmp_path / "conf", shipped()]
     assert "db" not in Library(folders()).groups()
+
+
+def test_a_conf_folder_without_a_mark_belongs_to_the_users_own_program(tmp_path, monkeypatch):
+    """Groups of the same name and `_target_` in them included; what it would give is said where it is asked for."""
+    theirs = "_target_: my.model.Net\nlayers: 3\n"
+    write(
+        tmp_path / "conf", model__net=theirs, train__demo=theirs, optim__adamw=theirs, config="defaults: [model: net]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert folders() == [shipped()]
+    assert load([]) == load([], shipped())
+    says = r"there is no model 'net'; .*; ./conf has it, and is not marked as orch's: touch conf/.orch, or"
+    with pytest.raises(OrchError, match=says) as refused:
+        load(["model=net"])
+    assert refused.value.exit == Exit.USAGE
+    with pytest.raises(OrchError, match="_target_ would run code"):
+        load(["model=net"], tmp_path / "conf")
 
 
 def test_two_loads_do_not_touch_each_other(tmp_path):
