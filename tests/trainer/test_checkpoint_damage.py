@@ -12,7 +12,9 @@ import torch
 from orchestrator.plan import Exit
 from tests.trainer.states import checkpoints, equal, flip_bit, opened, resume, saved, state
 from trainer.checkpoint.format import MANIFEST, StatePiece, decode, encode, rank_file, step_name
+from trainer.checkpoint.load import at_step, newest_committed
 from trainer.checkpoint.retention import committed
+from trainer.checkpoint.save import Contents, save
 from trainer.errors import CheckpointError
 from trainer.parallel.params import whole
 
@@ -31,7 +33,7 @@ def damage_manifest_path(step: Path) -> None:
 
 
 #: A good file of another step: readable, right size, wrong content.
-SWAPPED = "swapped"
+SWAPPED, COPIED = "swapped", "copy of an older one"
 #: What is done to the folder of a step, and what is then said of it.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda step: flip_bit(step / rank_file(0)), "rank-00000.safetensors does not have the sha256"),
@@ -49,6 +51,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "schema is 'orch.checkpoint/99'",
     ),
     "changed digit": (damage_manifest_digit, "manifest.json: its content is not what was hashed"),
+    "deeply nested": (
+        lambda step: (step / MANIFEST).write_text(
+            '{"schema": "orch.checkpoint/2", "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
+        ),
+        "manifest.json: ",
+    ),
+    COPIED: (
+        lambda step: (shutil.rmtree(step), shutil.copytree(step.parent / step_name(1), step)),
+        "it holds step 1: copied or renamed",
+    ),
     "file outside": (damage_manifest_path, "is not a plain file name"),
 }
 
@@ -69,11 +81,27 @@ def test_damage_is_named_and_the_newest_good_checkpoint_is_taken(tmp_path, damag
 def test_when_nothing_can_be_trusted_the_run_does_not_start_over_silently(tmp_path, damage):
     saved(tmp_path, 1, 2)
     DAMAGE[damage][0](tmp_path / step_name(2))
-    DAMAGE["flipped bit" if damage == SWAPPED else damage][0](tmp_path / step_name(1))
+    DAMAGE["flipped bit" if damage in (SWAPPED, COPIED) else damage][0](tmp_path / step_name(1))
     with pytest.raises(CheckpointError) as caught:
         resume(tmp_path)
     assert caught.value.exit == Exit.CONFIG
     assert step_name(1) in str(caught.value) and step_name(2) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_copy_under_a_later_name_neither_wins_nor_keeps_newer_ones_out_nor_is_exported(tmp_path):
+    manager = saved(tmp_path, 1)
+    shutil.copytree(tmp_path / step_name(1), tmp_path / step_name(9000))
+    (tmp_path / step_name(1)).rename(tmp_path / step_name(5))
+    with pytest.raises(CheckpointError, match=r"step-00000005: it holds step 1: copied or renamed"):
+        at_step(tmp_path, 5, 0)
+    (tmp_path / step_name(5)).rename(tmp_path / step_name(1))
+    assert newest_committed(tmp_path, 0) == (0, 1)
+    for step in (2, 3):
+        save(manager.target, Contents(step, step, state(step), read_back=False), keep_last=2)
+    assert [step for step, _ in committed(tmp_path)] == [9000, 3, 2]
+    live, _, manifest = resume(tmp_path)
+    assert manifest.step == 3 and equal(live, state(3))
+    assert [step for step, _ in committed(tmp_path)] == [3, 2]
 
 
 @pytest.mark.parametrize("name", [rank_file(0), MANIFEST])

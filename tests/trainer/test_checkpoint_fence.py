@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan import Exit
-from tests.trainer.states import equal, resume, saved, state
+from tests.trainer.states import equal, opened, resume, saved, state
 from trainer.checkpoint import fence
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.format import step_name
 from trainer.checkpoint.retention import committed, prune
-from trainer.errors import CheckpointError, Fenced
+from trainer.errors import CheckpointError, Fenced, SaveError
 
 # ---------------------------------------------------------------------------------------------- fencing, retention
 
@@ -119,6 +119,24 @@ def test_a_newer_claim_on_the_run_ends_the_rights_of_an_epoch(tmp_path):
         with pytest.raises(Fenced, match="belongs to epoch 4 of run 'run', this is epoch 3"):
             right(tmp_path / "checkpoints", token)
     assert fence.read(tmp_path / "checkpoints") == token
+
+
+def test_a_removed_folder_is_said_and_the_next_save_makes_it_anew(tmp_path):
+    folder = tmp_path / "checkpoints"
+    old, new = opened(folder, 0), opened(folder, 1)
+    new.save(state(1), 1, 1)
+    shutil.rmtree(folder)
+    with pytest.raises(SaveError, match="the folder was removed while this run saved there"):
+        fence.check(folder, new.target.token)  # at the commit
+    old.save(state(2), 2, 2)  # an epoch that the run has left behind was faster
+    assert old.reporter.named("checkpoint_folder_removed")[0].fields["folder"] == str(folder)
+    new.save(state(3), 3, 3)
+    with pytest.raises(Fenced, match="belongs to epoch 1"):
+        old.save(state(4), 4, 4)
+    (folder / "fence.json").unlink()
+    new.save(state(5), 5, 5)
+    assert new.reporter.named("checkpoint_folder_removed")[0].step == 5
+    assert [step for step, _ in committed(folder)][:2] == [5, 3]
 
 
 def test_another_run_takes_the_folder_over(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.worker import replica_dir
-from tests.trainer.test_loop import assert_same_state, finish, job, saved_state
+from tests.trainer.test_loop import assert_same_state, changed, finish, job, saved_state
 from tests.trainer.workers import Workers, running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -91,6 +91,23 @@ def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run):
         assert workers.wait() == [0, 0]
     check_resumed(workers, done)
     assert_same_state(saved_state(tmp_path / "whole", plan, STEPS), saved_state(run, plan, STEPS))
+
+
+def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_with_the_others(cache, tmp_path, run):
+    """logind deletes them where RemoveIPC=yes and the user's last session ends."""
+    plan = changed(plan_of(cache, ["node0", "node1"], dp=2, zero=1), "train", steps=200)
+    home = replica_dir(run, "node0").parent
+    with running(plan, run, 0) as workers:
+        for step in range(3, 60, 3):
+            workers.until(0, step)
+            shutil.rmtree(home, ignore_errors=True)
+        lost = replica_dir(run, "node9") / "step-00000003.e0"  # by an agent that was killed; on this machine
+        lost.mkdir(parents=True)
+        (lost.parent / ".lock").touch()
+        assert workers.wait() == [0, 0], workers.log(0) + workers.log(1)
+    assert workers.events("replicas_deleted")
+    assert all("No such file" in event.fields["error"] for event in workers.events("replica_failed"))
+    assert not home.exists()
 
 
 def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run):

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from orchestrator.plan.worker import WorkerEnv, claims_folder, newest_claim
 from trainer.durable import sync_folder, write_atomic
-from trainer.errors import CheckpointError, Fenced
+from trainer.errors import CheckpointError, Fenced, SaveError
 
 from .files import locked
 from .format import FENCE
@@ -51,6 +51,16 @@ def claim(folder: Path, token: Fence) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def hold(folder: Path, token: Fence) -> None:
+    """Be the folder's only writer still, before a save. A folder that somebody has removed is made and claimed anew,
+    also from an older epoch that was faster: what is in memory can still be saved. Raises Fenced."""
+    current = read(folder)
+    if current is None or (current.run_id == token.run_id and current.epoch < token.epoch):
+        claim(folder, token)
+    else:
+        check(folder, token)
+
+
 def _make(folder: Path) -> None:
     """Create the folder and fsync every new parent: after a power cut the folder itself must still be there."""
     new = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -60,8 +70,12 @@ def _make(folder: Path) -> None:
 
 
 def check(folder: Path, token: Fence) -> None:
-    """Raises Fenced unless `token` is still the folder's newest claim. Call it under the folder's lock to commit."""
+    """Raises Fenced unless `token` is still the folder's newest claim, SaveError if there is none any more. Call it
+    under the folder's lock to commit."""
     current = read(folder)
+    if current is None:
+        what = FENCE if folder.exists() else "the folder"
+        raise SaveError(f"{folder}: {what} was removed while this run saved there; the next save makes it anew")
     if current != token:
         raise Fenced(_message(folder, current, token))
     _check_claims(folder, token)
@@ -78,10 +92,10 @@ def read(folder: Path) -> Fence | None:
         return msgspec.json.decode((folder / FENCE).read_bytes(), type=Fence)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(f"{folder / FENCE}: {error}; remove it if no run writes to this folder") from None
 
 
-def _message(folder: Path, current: Fence | None, token: Fence) -> str:
-    holder = f"epoch {current.epoch} of run {current.run_id!r}" if current else "nobody (fence.json was removed)"
+def _message(folder: Path, current: Fence, token: Fence) -> str:
+    holder = f"epoch {current.epoch} of run {current.run_id!r}"
     return f"{folder} belongs to {holder}, this is epoch {token.epoch} of {token.run_id!r}: nothing more is written"

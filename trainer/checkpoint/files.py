@@ -89,7 +89,7 @@ class TensorFile:
             size = int.from_bytes(file.read(8), "little")
             header = msgspec.json.decode(file.read(min(size, os.fstat(file.fileno()).st_size)))
             self._tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
-        except (msgspec.DecodeError, AttributeError) as error:
+        except (msgspec.DecodeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: no safetensors file ({error})") from None
         self._data = 8 + size
 

@@ -188,7 +188,7 @@ def decode(raw: bytes) -> Manifest:
         if schema != SCHEMA:
             raise CheckpointError(f"schema is {schema!r}, this version reads {SCHEMA!r}")
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(str(error)) from None
     unsealed = raw.replace(_hash_line(manifest.hash), _hash_line(""), 1)
     if hashlib.sha256(unsealed).hexdigest() != manifest.hash:

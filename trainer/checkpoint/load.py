@@ -60,13 +60,15 @@ def newest(
 
 
 def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> tuple[int, int]:
-    """(epoch, step) of the newest checkpoint whose manifest can be read, (-1, -1) if there is none; its files are not
-    looked at. Every rank must call it."""
+    """(epoch, step) of the newest checkpoint whose manifest can be read and is of its name's step, (-1, -1) if there is
+    none; its files are not looked at. Every rank must call it."""
     found = (-1, -1)
     for _, path in committed(folder) if rank == 0 else []:
         try:
             manifest = decode((path / MANIFEST).read_bytes())
         except (OSError, CheckpointError):
+            continue
+        if path.name != step_name(manifest.step):
             continue
         found = manifest.epoch, manifest.step
         break
@@ -96,6 +98,8 @@ def _verify(path: Path, rank: int, control: ControlPath) -> tuple[Manifest | Non
         manifest = decode(raw)
     except CheckpointError as error:
         return None, f"{MANIFEST}: {error}"
+    if path.name != step_name(manifest.step):
+        return None, f"it holds step {manifest.step}: copied or renamed"
     mine = manifest.files[rank :: control.world_size]
     found = "; ".join(filter(None, (check_file(path, one) for one in mine)))
     return manifest, control.judge(found.encode(), _joined) or None

@@ -14,7 +14,7 @@ from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError, SaveError
 from trainer.worker.reporter import Reporter
 
-from . import pins
+from . import fence, pins
 from .background import BackgroundSave
 from .fence import Fence
 from .format import Manifest, StatePiece
@@ -180,6 +180,7 @@ class Checkpoints:
         if step == self.saved_step:
             return
         self._started = time.perf_counter()
+        self._tell_removed(step)
         with self._failure_told(step):
             self._background.start(Contents(step, samples, pieces, dict(scalars)), self.verified_step)
         self._stall_s = time.perf_counter() - self._started
@@ -239,10 +240,16 @@ class Checkpoints:
         if step == self.saved_step:
             return
         start = time.perf_counter()
+        self._tell_removed(step)
         contents = Contents(step, samples, pieces, dict(scalars), read_back=read_back)
         size = save(self.target, contents, self.keep_last, self.verified_step)
         seconds = time.perf_counter() - start
         self._saved(contents, size, seconds, seconds)
+
+    def _tell_removed(self, step: int) -> None:
+        """Say so if somebody has removed the folder, which this save makes anew."""
+        if self.target.rank == 0 and fence.read(self.target.folder) is None:
+            self.reporter.event("checkpoint_folder_removed", step, folder=str(self.target.folder))
 
     def _saved(self, contents: Contents, size: int, seconds: float, stall_s: float) -> None:
         self.saved_step = contents.step

@@ -7,10 +7,13 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+
 from trainer.durable import sync_folder
 
 from .fence import Fence
-from .format import STEP
+from .format import MANIFEST, STEP
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
@@ -27,13 +30,27 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
 def prune(folder: Path, keep_last: int, protected: int | None = None) -> list[int]:
     """Delete all but the newest `keep_last` checkpoints (at least one) and the step `protected`; the deleted steps.
 
+    Folders that hold another step than their name says are not counted, and left to the next start to set aside.
     `protected` is the newest step that has been read back as written; it is deleted only after a newer one has been.
     """
-    old = [(step, path) for step, path in committed(folder)[max(keep_last, 1) :] if step != protected]
+    listed = [(step, path) for step, path in committed(folder) if _holds(path, step)]
+    old = [(step, path) for step, path in listed[max(keep_last, 1) :] if step != protected]
     for _, path in old:
         with contextlib.suppress(OSError):  # what cannot be deleted now is old next time too
             discard(path)
     return [step for step, _ in old]
+
+
+class _Head(Struct):
+    step: int
+
+
+def _holds(path: Path, step: int) -> bool:
+    """Whether the manifest is of this step, or cannot be read: a copy under a later name must not drive out others."""
+    try:
+        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Head).step == step
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return True
 
 
 def discard(path: Path) -> None:

@@ -124,7 +124,7 @@ def begin(target: Target, step: int) -> None:
     """Create the staging folder. Collective. Raises Fenced, SaveError."""
 
     def make() -> int:
-        fence.check(target.folder, target.token)
+        fence.hold(target.folder, target.token)
         staging = target.staging(step)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(mode=0o700)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,8 @@ class ReplicaInventory:
     def manifest(self, replica: Replica) -> Manifest:
         raw = b""
         if self.store is not None and self.rank == replica.source:
-            raw = (self.store.folder / replica.name / MANIFEST).read_bytes()
+            with contextlib.suppress(OSError):  # deleted since: no rank can then decode it
+                raw = (self.store.folder / replica.name / MANIFEST).read_bytes()
         return decode(self.control.broadcast_bytes(raw, src=replica.source))
 
 

@@ -51,6 +51,11 @@ class InMemoryReplicas:
             return False
         contents = Contents(step, samples, pieces, dict(scalars), read_back=False)
         folder = self.store.folder / replica_name(step, self.target.token.epoch)
+        try:
+            if self.store.renew() and self.leader:
+                self.reporter.event("replicas_deleted", step, folder=str(self.store.folder))
+        except OSError:
+            pass  # then `_make` fails, and says why
         # listed before the ranks synchronise: after that, another rank of this node may have begun the next replica
         older = [path for path in self.store.replicas() if path != folder]
         problem = self._make(folder, contents)

@@ -33,7 +33,19 @@ class ReplicaStore:
     def __init__(self, folder: Path):
         """`folder`: `orchestrator.plan.worker.replica_dir`. Raises OSError when it cannot be made or is not private."""
         self.folder = folder
-        home = folder.parent.parent
+        self._hold()
+        _sweep(folder.parent.parent, keep=folder.parent)
+
+    def renew(self) -> bool:
+        """Make and hold the folder anew if somebody has deleted it (logind's RemoveIPC does when its user logs out);
+        whether that was so. Raises OSError as the constructor."""
+        if os.fstat(self._lock.fileno()).st_nlink:
+            return False
+        self._hold()
+        return True
+
+    def _hold(self) -> None:
+        folder, home = self.folder, self.folder.parent.parent
         home.mkdir(mode=0o700, exist_ok=True)
         found = home.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -42,15 +54,20 @@ class ReplicaStore:
         self._lock = (folder / ".lock").open("a")
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         os.utime(folder / ".lock")
-        _sweep(home, keep=folder.parent)
 
     def replicas(self) -> Iterator[Path]:
         """Folders of replicas, complete or not."""
-        return (path for path in self.folder.iterdir() if REPLICA.fullmatch(path.name))
+        with contextlib.suppress(FileNotFoundError):  # somebody has deleted it: see `renew`
+            yield from [path for path in self.folder.iterdir() if REPLICA.fullmatch(path.name)]
 
     def remove(self) -> None:
-        """Free the memory: the run has ended, or its state is on disk."""
+        """Free the memory: the run has ended, or its state is on disk. Of other nodes on this machine, only what no
+        process holds: those that the run has lost."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        for lock in self.folder.parent.glob("*/.lock"):
+            with contextlib.suppress(OSError):
+                if not _is_held(lock):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node of a run on one machine may still be there
             self.folder.parent.rmdir()
 
@@ -67,9 +84,14 @@ def _sweep(home: Path, keep: Path) -> None:
 
 
 def _is_dead(lock: Path) -> bool:
-    with lock.open("a") as file:
+    return not _is_held(lock) and time.time() - lock.stat().st_mtime > DEAD_AFTER_S
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds the lock. Raises OSError."""
+    with lock.open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        return time.time() - lock.stat().st_mtime > DEAD_AFTER_S
+            return True
+        return False

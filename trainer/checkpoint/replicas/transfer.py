@@ -38,16 +38,20 @@ class Receiving:
             with self._temporary.open("xb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # without it, writing to the mapping would raise SIGBUS
             self.data: Tensor = torch.from_file(str(self._temporary), shared=True, size=size, dtype=torch.uint8)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's, where somebody has deleted the file
             self._temporary.unlink(missing_ok=True)
-            self.data, self.problem = torch.empty(size, dtype=torch.uint8), f"{path.name}: {error.strerror}"
+            text = (getattr(error, "strerror", "") or str(error)).splitlines()[0]
+            self.data, self.problem = torch.empty(size, dtype=torch.uint8), f"{path.name}: {text}"
 
     def start(self, offset: int) -> dist.Work | None:
         return dist.irecv(self.data[offset : offset + CHUNK], self.source)
 
     def finish(self) -> None:
         if not self.problem:
-            self._temporary.rename(self.path)
+            try:
+                self._temporary.rename(self.path)
+            except OSError as error:
+                self.problem = f"{self.path.name}: {error.strerror}"
 
 
 def run(transfers: list[Sending | Receiving]) -> list[str]:
