@@ -14,10 +14,10 @@ from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError, SaveError
 from trainer.worker.reporter import Reporter
 
-from . import fence, pins
+from . import pins
 from .background import BackgroundSave
 from .fence import Fence
-from .format import Manifest, StatePiece
+from .format import FENCE, Manifest, StatePiece
 from .load import VerifiedCheckpoint, newest, newest_committed
 from .replicas.peer_restore import PeerRestore, Replica
 from .replicas.replicate import InMemoryReplicas, open_replica_store
@@ -247,9 +247,11 @@ class Checkpoints:
         self._saved(contents, size, seconds, seconds)
 
     def _tell_removed(self, step: int) -> None:
-        """Say so if somebody has removed the folder, which this save makes anew."""
-        if self.target.rank == 0 and fence.read(self.target.folder) is None:
-            self.reporter.event("checkpoint_folder_removed", step, folder=str(self.target.folder))
+        """Say so if somebody has removed the folder, which this save makes anew. Never an error: a disk that fails here
+        fails in the save too, where all ranks learn of it."""
+        with contextlib.suppress(OSError):
+            if self.target.rank == 0 and not (self.target.folder / FENCE).exists():
+                self.reporter.event("checkpoint_folder_removed", step, folder=str(self.target.folder))
 
     def _saved(self, contents: Contents, size: int, seconds: float, stall_s: float) -> None:
         self.saved_step = contents.step
