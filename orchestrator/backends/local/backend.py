@@ -117,9 +117,7 @@ class LocalBackend(Backend, Resizing):
         end = time.monotonic() + request.policy.grace_s + _END_S
         while True:
             alive, state = self.is_alive(folder), read_state(folder)
-            last = newest(folder)
-            if last and last.number > asked.number:
-                raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
+            _check_newest(folder, asked)
             if state.intent >= asked.number:
                 return request.handle
             if not alive and state.state == "done":
@@ -135,8 +133,9 @@ class LocalBackend(Backend, Resizing):
         if not self.is_alive(folder):
             read_record(folder, LocalRecord)  # a damaged one is said first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
+        asked = None
         try:
-            ask(folder, "end", force=force)
+            asked = ask(folder, "end", force=force)
         except OrchError:  # a full disk: who is killed need not read it
             if not force:
                 raise
@@ -145,6 +144,7 @@ class LocalBackend(Backend, Resizing):
                 send_signal(agent, signal.SIGTERM)
         end = time.monotonic() + _FORCE_S
         while force and self.is_alive(folder):
+            _check_newest(folder, asked)
             if time.monotonic() > end:
                 kill_trees(holders(folder.lock))
             time.sleep(0.05)
@@ -222,6 +222,13 @@ def begin_attempt(folder: RunFolder, request: LaunchRequest, asked: Intent | Non
         write_private(folder.plan, to_json(plan, indent=1) + b"\n")
         write_private(folder.request, to_bytes(at_size(request, plan)))
     prepare_resume(folder, plan, asked.number)
+
+
+def _check_newest(folder: RunFolder, asked: Intent | None) -> None:
+    """OrchError (64) when there is a newer request than this one."""
+    last = newest(folder)
+    if asked and last and last.number > asked.number:
+        raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
 
 
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:

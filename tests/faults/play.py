@@ -1,0 +1,247 @@
+"""Plays a fault schedule against a real local run, and checks what must hold whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from orchestrator.backends.base import read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
+from orchestrator.errors import OrchError
+from orchestrator.plan import load_plan
+from orchestrator.run.intent import newest
+from orchestrator.run.request import read_request
+from orchestrator.run.state import read_state
+from tests.agent.test_elastic import start
+
+from .schedule import Action, Schedule
+
+_UP_S = 60.0  # to the first step
+_VERB_S = 45.0  # the longest that a verb may take
+_END_S = 45.0  # from the last request for the end to the last process
+_LOOK_S = 0.02
+_MOMENT_S = 3.0
+
+
+class Broken(AssertionError):
+    """Something that must always hold did not."""
+
+
+class Play:
+    """`folder`: of a run of three nodes that saves when it is asked to end."""
+
+    def __init__(self, runs: Path, schedule: Schedule):
+        self.schedule = schedule
+        options = {} if schedule.back_s is None else {"restart_lost_nodes_after_s": schedule.back_s}
+        self.folder = start(runs, 3, 2, 1, run_id=f"seed-{schedule.seed}", **options)
+        self.said: list[str] = []  # what the verbs answered
+        self._verbs: list[threading.Thread] = []
+        self._paused: list[psutil.Process] = []
+        self._wrong: list[str] = []
+        self._killed = False
+
+    def run(self) -> None:
+        """Raises Broken."""
+        try:
+            self._until(lambda: read_state(self.folder).state == "running", _UP_S, "workers at the beginning")
+            for action in self.schedule.actions:
+                self._wait(action.moment)
+                time.sleep(action.after_s)
+                self._do(action)
+            self._continue()
+            self._join()
+            self._end()
+            self._check_end()
+            self._resumes()
+            if self._wrong:
+                raise Broken("; ".join(self._wrong))
+        finally:
+            self._continue()
+            self._clear_up()
+
+    def _wait(self, moment: str) -> None:
+        """Until that moment comes, or three seconds have passed."""
+        end = time.monotonic() + _MOMENT_S
+        asked = newest(self.folder)
+        while moment and time.monotonic() < end:
+            state = read_state(self.folder)
+            if moment == ("final" if state.is_final else state.state) or (
+                moment == "asked" and newest(self.folder) != asked
+            ):
+                return
+            time.sleep(0.002)
+
+    # ---------------------------------------------------------------------------------- deeds
+
+    def _do(self, action: Action) -> None:
+        match action.deed:
+            case "kill" | "pause":
+                self._killed = True
+                for process in self._victims(action.victim):
+                    with contextlib.suppress(psutil.Error):
+                        process.send_signal(signal.SIGKILL if action.deed == "kill" else signal.SIGSTOP)
+                        if action.deed == "pause":
+                            self._paused.append(process)
+                            if action.for_s:
+                                threading.Timer(action.for_s, self._go_on, [process]).start()
+            case "delete":
+                (self.folder.path / action.victim).unlink(missing_ok=True)
+            case "submit_signal":
+                for process in self._victims("supervisor"):
+                    with contextlib.suppress(psutil.Error):
+                        process.terminate()
+            case "cancel" | "force":
+                self._verb(lambda: LocalBackend().cancel(self.folder, action.deed == "force"))
+            case "resize":
+                self._verb(lambda: self._resize(action.nodes))
+            case "resume":
+                self._verb(lambda: LocalBackend().resume(self.folder, read_request(self.folder), os.environ))
+
+    def _resize(self, nodes: int) -> None:
+        LocalBackend().resize(self.folder, read_request(self.folder), nodes, os.environ)
+
+    def _verb(self, what: Callable[[], object]) -> None:
+        def call() -> None:
+            began = time.monotonic()
+            try:
+                what()
+                self.said.append("done")
+            except OrchError as error:
+                self.said.append(error.message)
+                if "\n" in error.message:
+                    self._wrong.append(f"more than one line: {error.message!r}")
+            except BaseException as error:
+                self._wrong.append(f"a verb ended with {type(error).__name__}: {error}")
+            if (took := time.monotonic() - began) > _VERB_S:
+                self._wrong.append(f"a verb took {took:.0f} s")
+
+        thread = threading.Thread(target=call, daemon=True)
+        self._verbs.append(thread)
+        thread.start()
+
+    def _victims(self, name: str) -> list[psutil.Process]:
+        kind, node = name.rstrip("0123456789"), f"node{name[-1]}"
+        with contextlib.suppress(OrchError, psutil.Error, KeyError, IndexError, AttributeError):
+            record = read_record(self.folder, LocalRecord)
+            if kind == "supervisor":
+                return [psutil.Process(record.supervisor[0])]
+            agent = psutil.Process(record.agents[read_state(self.folder).writer if kind == "coordinator" else node])
+            if self.folder.run_id not in " ".join(agent.cmdline()):
+                return []  # another process has its number by now
+            watcher = agent.children()[:1]
+            return {"watcher": watcher, "worker": watcher and watcher[0].children()[:1]}.get(kind, [agent])
+        return []
+
+    def _go_on(self, process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.Error):
+            process.resume()
+
+    def _continue(self) -> None:
+        for process in self._paused:
+            self._go_on(process)
+
+    # ---------------------------------------------------------------------------------- what must hold
+
+    def _join(self) -> None:
+        for verb in self._verbs:
+            verb.join(_VERB_S)
+            if verb.is_alive():
+                raise Broken("a verb does not return")
+
+    def _end(self) -> None:
+        """Nobody need ask where somebody has: what was asked is obeyed by itself."""
+        asked = newest(self.folder)
+        if (asked is None or asked.want != "end") and self.folder.is_alive():
+            with contextlib.suppress(OrchError):  # it has just ended
+                LocalBackend().cancel(self.folder, force=False)
+        self._until(lambda: not self.folder.is_alive(), _END_S, "the end of all processes")
+
+    def _check_end(self) -> None:
+        state, asked = LocalBackend().state(self.folder), newest(self.folder)
+        if not state.is_final or state.exit_code is None or not state.reason:
+            raise Broken(f"ended as {state.state} with {state.exit_code}: {state.reason}")
+        if state.state == "failed" and not self._killed:
+            raise Broken(f"failed without a fault: {state.reason}")
+        if state.state == "failed" and state.cause is None:
+            raise Broken(f"failed without a cause: {state.reason}")
+        ended_at = state.ended_at or state.updated_at
+        owed = asked and asked.want == "end" and asked.number > state.intent and asked.at < ended_at - 2.0
+        if asked and owed and state.state != "cancelled":
+            raise Broken(f"cancelled {ended_at - asked.at:.1f} s before its end, and {state.state}: {state.reason}")
+        epochs = [epoch.epoch for epoch in state.epochs]
+        if epochs != sorted(set(epochs)):
+            raise Broken(f"epochs {epochs}")
+        if left := [process.pid for process in self._left()]:
+            raise Broken(f"processes {left} are left")
+        plan, request = load_plan(self.folder.plan), read_request(self.folder)
+        if plan.hash != state.plan_hash or (plan.hash not in {request.plan_hash} and not request.sizes):
+            raise Broken(f"plan.json is {plan.hash[:12]}, state.json says {state.plan_hash[:12]}")
+
+    def _resumes(self) -> None:
+        """No end may wedge the folder: the run goes on, and can be ended again."""
+        before = read_state(self.folder).epoch
+        asked = newest(self.folder)
+        LocalBackend().resume(self.folder, read_request(self.folder), os.environ)
+
+        def runs() -> bool:
+            state = LocalBackend().state(self.folder)
+            if state.is_final:
+                raise Broken(f"resumed, it ended as {state.state}: {state.reason}")
+            return state.state == "running" and state.epoch > before
+
+        self._until(runs, _UP_S, "workers after a resume")
+        size = len(load_plan(self.folder.plan).ranks)
+        if asked and asked.want == "run" and asked.nodes and asked.nodes != size:
+            raise Broken(f"{asked.nodes} nodes were asked for last, {size} run")
+        LocalBackend().cancel(self.folder, force=False)
+        self._until(lambda: not self.folder.is_alive(), _END_S, "the end after a resume")
+        state = LocalBackend().state(self.folder)
+        if (state.state, state.exit_code) != ("cancelled", 75):
+            raise Broken(f"cancelled after a resume, it ended as {state.state}: {state.reason}")
+        if left := [process.pid for process in self._left()]:
+            raise Broken(f"processes {left} are left after a resume")
+
+    def _left(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    words = " ".join(process.cmdline()), process.environ().get("ORCH_RUN_DIR", "")
+                    if str(self.folder.path) in words[0].split() or words[1] == str(self.folder.path):
+                        yield process
+
+    def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > end:
+                raise Broken(f"{what} did not come within {limit_s:g} s\n{self._papers()}")
+            time.sleep(_LOOK_S)
+
+    def _papers(self) -> str:
+        texts = [f"asked: {newest(self.folder)}", f"answers: {self.said}", self.folder.state.read_text()]
+        for log in sorted(self.folder.logs.glob("*.log")):
+            if not log.name.startswith("rank-"):
+                texts.append(f"== {log.name}\n" + log.read_text(errors="replace")[-1500:])
+        return "\n".join(texts)
+
+    def _clear_up(self) -> None:
+        with contextlib.suppress(OrchError):
+            LocalBackend().cancel(self.folder, force=True)
+        for process in self._left():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def failure(runs: Path, schedule: Schedule) -> str:
+    """What a schedule breaks, "" for nothing."""
+    try:
+        Play(runs, schedule).run()
+    except Broken as error:
+        return str(error)
+    return ""
