@@ -31,6 +31,7 @@ from .comm.control import ControlPath
 from .comm.mesh import Mesh
 from .data.batch import MicroBatch
 from .data.build import open_tokens, rate_limited
+from .data.fingerprint import as_text, signed
 from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
 from .engine import Engine
@@ -135,6 +136,7 @@ class EnqueuedStep:
     lr: float
     start: float  # perf_counter
     boundary_s: float  # spent waiting at its boundary
+    fingerprint: str  # of its samples
     memory_bytes: dict[str, int]
     terms: tuple[str, ...]  # names of the loss terms in the result
     result: StepResult
@@ -169,6 +171,7 @@ class Run:
         self.step = self.samples = 0
         self.training = False  # the loop has begun
         self._broken = 0  # consecutive steps whose gradient was not finite
+        self._fingerprint = 0  # of this step's samples, over all replicas
         self._boundary_s = 0.0  # of this step, spent waiting at its boundary
         self._enqueued: deque[EnqueuedStep] = deque()
         self._reported = 0.0  # perf_counter at the end of the latest report
@@ -216,20 +219,46 @@ class Run:
         self.reporter.event("done", self.step)
 
     def _agree(self, batches: list[MicroBatch]) -> tuple[int, bool]:
-        """(valid tokens of the step over all ranks, whether any rank got a termination signal); equal on every rank."""
+        """(valid tokens of the step over all ranks, whether any rank got a termination signal); equal on every rank.
+
+        The same message sums the fingerprints of what the ranks have read: once over the replicas, for the report, and
+        over all ranks, which tells whether those that must hold the same samples do.
+        """
         coord = self.mesh.coord
         counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
         mine = sum(batch.valid_tokens for batch in batches) if counts else 0
+        read = signed(sum(batch.fingerprint for batch in batches))
         stop = int(self.termination.received is not None)
         began = time.perf_counter()
-        valid_tokens, stop, votes = self.control.sum_ints([mine, stop, self.checkpoints.vote])
+        sums = [mine, stop, self.checkpoints.vote, read if counts else 0, read]
+        valid_tokens, stop, votes, self._fingerprint, of_all = self.control.sum_ints(sums)
         self._boundary_s = time.perf_counter() - began
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.advance(votes)
+        same = self.plan.parallel.tp * self.plan.parallel.pp * self.plan.parallel.cp
+        if of_all != signed(self._fingerprint * same):
+            self._explain_odd_samples(read)
         if not valid_tokens and not stop:
             self._settle()
             raise DataError(f"step {self.step + 1}: no token of the global batch is a target")
         return valid_tokens, stop > 0
+
+    def _explain_odd_samples(self, read: int) -> None:
+        """Raise DataError, naming a rank that has read other tokens than one that shares its samples. Collective."""
+        coords = [place.coord for place in self.plan.ranks]
+
+        def odd_one(everyones: list[bytes]) -> str:
+            first = dict[tuple[int, int], int]()
+            for rank, coord in enumerate(coords):
+                lead = first.setdefault((coord.dp, coord.ep), rank)
+                if everyones[rank] != everyones[lead]:
+                    nodes = self.plan.ranks[rank].node, self.plan.ranks[lead].node
+                    return f"rank {rank} on {nodes[0]} has read other tokens than rank {lead} on {nodes[1]}"
+            return "the ranks' fingerprints do not add up"
+
+        problem = self.control.judge(as_text(read).encode(), odd_one)
+        self._settle()
+        raise DataError(f"step {self.step + 1}: {problem}, from the same token files")
 
     def _stop(self) -> None:
         reason = self.termination.received or "another rank got a termination signal"
@@ -269,7 +298,7 @@ class Run:
         values = [norm, loss_sum, scale, engine.current_scale, *terms.values(), *([] if total is None else [total])]
         taken = self.loader.samples_at(self.samples)
         result = StepResult(engine, values, measured, engine.expert_loads())
-        counted = number, self.samples, taken, valid_tokens, lr, start, self._boundary_s
+        counted = number, self.samples, taken, valid_tokens, lr, start, self._boundary_s, as_text(self._fingerprint)
         self._enqueued.append(EnqueuedStep(*counted, memory_bytes, tuple(terms), result))
         self.step, self.samples = number, self.samples + taken
         while len(self._enqueued) > LAG[self.device.type]:
@@ -329,6 +358,7 @@ class Run:
             step=step.number,
             samples=step.samples + step.taken,
             tokens=tokens,
+            fingerprint=step.fingerprint,
             step_s=seconds,
             loss=loss,
             loss_terms=terms,

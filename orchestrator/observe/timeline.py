@@ -60,6 +60,7 @@ class Step(NamedTuple):
     step_s: float
     stall_s: float = 0.0  # of it, or of the pause before it: training waited for a save
     samples: int = 0  # consumed by the run so far
+    fingerprint: str = ""  # of what it was trained on
 
 
 class _LeadLine(msgspec.Struct, tag_field="kind", tag="step"):
@@ -71,6 +72,7 @@ class _LeadLine(msgspec.Struct, tag_field="kind", tag="step"):
     step_s: float
     at: float = 0.0
     samples: int = 0
+    fingerprint: str = ""
     phase_s: dict[str, float] = {}
 
 
@@ -142,6 +144,7 @@ class _AnyStepLine(Protocol):
     step_s: float
     at: float
     samples: int
+    fingerprint: str
     phase_s: dict[str, float]
 
 
@@ -157,7 +160,7 @@ def lead_steps(lines: Iterable[_AnyStepLine]) -> list[Step]:
         if known is None or (line.rank, line.at) < (known.rank, known.at):
             lead[line.epoch, line.step] = line
     return [
-        Step(epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples)
+        Step(epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples, x.fingerprint)
         for (epoch, step), x in sorted(lead.items())
     ]
 

@@ -171,6 +171,7 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     mfu: float | None = None
     hfu: float | None = None
     experts: dict[str, ExpertLoad] = {}  # by layer; of sampled steps, from one rank of those with the same layers
+    fingerprint: str = ""  # of the step's samples, over all ranks: `trainer.data.fingerprint`
     bubble_ratio: float | None = None  # share of the step in which this rank waits for other pipeline stages
     dropped_reports: int = 0
 

@@ -7,7 +7,9 @@ import torch
 
 from tests.beds.plans import make_plan, tiny_model
 from trainer.data.build import open_tokens
+from trainer.data.fingerprint import fingerprint, signed
 from trainer.data.loader import Loader
+from trainer.data.order import SampleOrder
 from trainer.errors import DataError
 
 
@@ -34,6 +36,12 @@ def global_batch(plan, store, consumed: int) -> list[tuple[int, ...]]:
     return sorted(result)
 
 
+def fingerprint_of(plan, store, consumed) -> int:
+    """The sum over the replicas, as a step boundary makes it."""
+    coords = [rank.coord for rank in plan.ranks if (rank.coord.tp, rank.coord.pp, rank.coord.cp) == (0, 0, 0)]
+    return signed(sum(batch.fingerprint for coord in coords for batch in Loader(plan, coord, store).step(consumed)))
+
+
 LAYOUTS = [
     {"micro_batches": 8},
     {"micro_batches": 2, "micro_batch_size": 4},
@@ -50,6 +58,13 @@ def test_every_layout_sees_the_same_global_batches(text):
     for consumed in (0, 8, 800):
         batches = [global_batch(plan, store, consumed) for plan in plans]
         assert all(batch == batches[0] for batch in batches) and len(batches[0]) == 8
+        order = SampleOrder(store.samples(16), plans[0].job.data.seed)
+        places = list(range(consumed, consumed + 8))
+        whole = fingerprint(places, [store.window(order(place), 16) for place in places])
+        assert [fingerprint_of(plan, store, consumed) for plan in plans] == [whole] * len(plans)
+        other = [store.window(order(place), 16).copy() for place in places]
+        other[3][5] ^= 1  # one token; and the same samples at each other's places
+        assert whole not in (fingerprint(places, other), fingerprint(places[::-1], other))
 
 
 def test_an_epoch_reads_every_sample_once(text):

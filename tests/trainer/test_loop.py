@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from orchestrator.observe.data_replay import replay
+from orchestrator.observe.timeline import Step
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.worker import PINS, pin_file
@@ -23,6 +25,9 @@ from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.states import flip_bit
 from tests.trainer.workers import Workers, free_port, running, worker_env
 from trainer.checkpoint.format import rank_file, step_name
+from trainer.data.build import open_tokens
+from trainer.data.order import SampleOrder
+from trainer.data.store import TokenStore
 
 pytestmark = pytest.mark.process
 
@@ -244,6 +249,56 @@ def test_token_files_overwritten_at_the_same_size_end_the_run_and_vanished_check
     pin_file(run_dir, PINS["fresh-start"]).unlink()
     codes, anew = finish(plan, run_dir, epoch=2)
     assert codes == [0, 0] and list(anew.losses()) == [1, 2, 3, 4]
+
+
+def tampered(monkeypatch, sample: int, on: str = "0") -> None:
+    """A bit of a sample's first token flips after the token file has been read and found good."""
+    window = TokenStore.window
+
+    def flipped(self, number, seq_len):
+        found = window(self, number, seq_len)
+        if number == sample and os.environ["RANK"] in on:
+            found = found.copy()
+            found[0] ^= 1
+        return found
+
+    monkeypatch.setattr(TokenStore, "window", flipped)
+
+
+def test_a_tampered_token_is_found_by_a_replay_of_the_data_which_names_its_step(cache, tmp_path, monkeypatch):
+    plan = job(cache, steps=5, dp=2)
+    finish(plan, tmp_path / "good")
+    (first, second), size = finished_steps(tmp_path / "good", plan), plan.parallel.global_batch_samples
+    assert [one.fingerprint for one in first] == [one.fingerprint for one in second]
+    found = replay(tmp_path / "good" / "plan.json", first)
+    assert found == (5, 5, []), found.problems
+    store = open_tokens(plan.job.data)
+    sample = SampleOrder(store.samples(plan.job.train.seq_len), plan.job.data.seed)(2 * size + 1)  # the third step's
+    with monkeypatch.context() as patch:
+        tampered(patch, sample, on="01")
+        finish(plan, tmp_path / "bad")
+    found = replay(tmp_path / "bad" / "plan.json", finished_steps(tmp_path / "bad", plan)[0])
+    assert (found.steps, found.equal) == (5, 4)
+    assert found.problems[0].startswith(f"step 3 of epoch 0 trained on other tokens than samples {2 * size} to")
+
+    split = job(cache, steps=5, tp=2)
+    other = SampleOrder(store.samples(split.job.train.seq_len), split.job.data.seed)(
+        2 * split.parallel.global_batch_samples
+    )
+    tampered(monkeypatch, other, on="1")  # the ranks of a replica read the same samples, each by itself
+    codes, odd = finish(split, tmp_path / "odd")
+    assert codes == [Exit.CONFIG] * 2 and len(odd.steps(0)) == 2
+    assert "step 3: rank 1 on" in odd.log(0) and "has read other tokens than rank 0 on" in odd.log(1)
+
+
+def finished_steps(run_dir: Path, plan: Plan) -> list[list[Step]]:
+    """Each rank's steps, from its report file."""
+    found = []
+    for rank in range(plan.parallel.world_size):
+        lines = [json.loads(line) for line in (run_dir / f"rank-{rank}.e0.jsonl").read_text().splitlines()]
+        told = [line for line in lines if line["kind"] == "step"]
+        found.append([Step(0, x["step"], 0.0, x["step_s"], 0.0, x["samples"], x["fingerprint"]) for x in told])
+    return found
 
 
 def test_an_older_epoch_is_fenced_with_77(cache, tmp_path):

@@ -20,6 +20,7 @@ class MicroBatch:
     positions: Tensor  # from 0, within the sample or, where documents are kept apart, within the document
     documents: Tensor | None  # number of the document within the sample; None: attention sees the whole sample
     serial: Tensor | None = None  # number of the token in the run's data order, the counter of dropout
+    fingerprint: int = 0  # of its samples, as they were read (`trainer.data.fingerprint`)
 
     @property
     def valid_tokens(self) -> int:
@@ -36,8 +37,9 @@ class MicroBatch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The batch with `change` applied to every tensor."""
-        optional = (None if part is None else change(part) for part in (self.documents, self.serial))
-        return MicroBatch(change(self.tokens), change(self.targets), change(self.positions), *optional)
+        documents, serial = (None if part is None else change(part) for part in (self.documents, self.serial))
+        parts = change(self.tokens), change(self.targets), change(self.positions)
+        return MicroBatch(*parts, documents, serial, self.fingerprint)
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from trainer.data.batch import MicroBatch, from_windows, with_serials
+from trainer.data.fingerprint import fingerprint
 from trainer.data.order import SampleOrder, micro_batches_at, samples_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
@@ -63,6 +65,7 @@ class Loader:
     def _micro_batch(self, indices: list[int]) -> MicroBatch:
         windows = [self.store.window(self.order(index), self.seq_len) for index in indices]
         batch = from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
+        batch = replace(batch, fingerprint=fingerprint(indices, windows))
         batch = with_serials(batch, indices) if self.dropout else batch
         return batch.pinned() if self._pin else batch
 

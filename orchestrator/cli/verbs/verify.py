@@ -27,11 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="one",
         help="one process of this trainer, or an oracle that shares nothing with it and judges whole runs",
     )
+    parser.add_argument(
+        "--data", metavar="RUN", help="read the data of a run's steps once more, and compare with what it trained on"
+    )
     parser.add_argument("--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.data is not None:
+        if overrides or args.matrix or args.precision or args.out or args.against != "one":
+            raise OrchError("--data RUN takes neither layouts nor other options: the run says what there is")
+        return _data(args)
     if args.out and not args.matrix:
         raise OrchError("--out is for --matrix: the page of a whole matrix")
     if args.matrix and overrides:
@@ -42,6 +49,24 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError("--precision is for --against independent")
     verdicts = _matrix(args) if args.matrix else _layouts(args, overrides)
     return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
+
+
+def _data(args: argparse.Namespace) -> int:
+    from orchestrator.cli.session import find_run, plan_of_run
+    from orchestrator.cli.terminal import print_json
+    from orchestrator.observe.data_replay import replay
+    from orchestrator.observe.timeline import lead_steps, nodes_of, read_steps
+    from orchestrator.run.state import read_state
+
+    folder = find_run(args.data)
+    plan = plan_of_run(folder)
+    steps = lead_steps(read_steps(folder, nodes_of(plan, read_state(folder))))
+    found = replay(folder.plan, steps)
+    if args.json:
+        print_json({"run_id": folder.run_id, **found._asdict()})
+    else:
+        print("\n".join([*found.problems, f"{found.equal} of {found.steps} steps trained on what is there now"]))
+    return Exit.CONFIG if found.problems else Exit.DONE
 
 
 def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:

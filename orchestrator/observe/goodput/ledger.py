@@ -20,6 +20,7 @@ class Entry(NamedTuple):
     epoch: int
     first: int
     last: int
+    fingerprint: str = ""  # of those samples' tokens; "" where a report between is missing, or it has none
 
 
 class Ledger(NamedTuple):
@@ -56,12 +57,13 @@ def ledger(steps: Iterable[Step]) -> Ledger:
             problems.append(f"epoch {epoch} reports step {step.step} twice")
             continue
         kept.append(step)
-    entries, before = [], 0
+    entries, before, previous = [], 0, 0
     for step in kept:
         if step.samples <= before:
             problems.append(f"step {step.step} of epoch {step.epoch} ends at sample {step.samples}, not after {before}")
-        entries.append(Entry(step.step, step.epoch, before, step.samples))
-        before = step.samples
+        alone = step.fingerprint if step.step == previous + 1 else ""
+        entries.append(Entry(step.step, step.epoch, before, step.samples, alone))
+        before, previous = step.samples, step.step
     return Ledger(entries, undone, problems)
 
 

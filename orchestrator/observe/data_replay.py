@@ -1,0 +1,52 @@
+"""A run's data read once more: the fingerprint of each step's samples against the one that the run has reported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator import start
+from orchestrator.errors import OrchError
+from orchestrator.observe.goodput.ledger import ledger
+from orchestrator.observe.timeline import Step
+from orchestrator.plan.exits import Exit
+
+
+class DataVerdict(NamedTuple):
+    steps: int  # that the run's weights come from
+    equal: int
+    problems: list[str]  # a step each, or a gap in the record; empty: the run trained on what is there now
+
+
+def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
+    """The verdict on the steps of a run with this plan. Raises OrchError (65) where its data cannot be opened."""
+    book = ledger(steps)
+    if not book.entries:
+        raise OrchError("the run has reported no step: there is nothing to compare", Exit.CONFIG)
+    problems = [*book.problems]
+    problems += [f"step {one.step}: no fingerprint in the run's record" for one in book.entries if not one.fingerprint]
+    known = [one for one in book.entries if one.fingerprint]
+    asked = "".join(json.dumps({"step": one.step, "first": one.first, "last": one.last}) + "\n" for one in known)
+    done = subprocess.run(
+        [*start.command("trainer.data.replay"), str(plan)], input=asked, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        codes = {int(code): code for code in Exit}
+        raise OrchError(said[0].removeprefix("trainer.data.replay: "), codes.get(done.returncode, Exit.INTERNAL))
+    equal = 0
+    for entry, line in zip(known, done.stdout.splitlines(), strict=True):
+        found = json.loads(line)
+        if found["problem"]:
+            problems.append(f"step {entry.step}: {found['problem']}")
+        elif found["fingerprint"] != entry.fingerprint:
+            problems.append(
+                f"step {entry.step} of epoch {entry.epoch} trained on other tokens than samples {entry.first} to"
+                f" {entry.last - 1} have now ({entry.fingerprint} then, {found['fingerprint']} now)"
+            )
+        else:
+            equal += 1
+    return DataVerdict(len(book.entries), equal, problems)

@@ -1,0 +1,64 @@
+"""`python -m trainer.data.replay PLAN`: reads the data of steps once more. `orch verify --data` starts it.
+
+stdin: one JSON object a line, `Told`; stdout: one `Replayed` a line. The order of samples is the same for every layout
+(`trainer.data.order`), so one process reads what all ranks of any epoch have read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from orchestrator.plan import Exit, PlanError, from_json
+from trainer.data.build import open_tokens
+from trainer.data.fingerprint import as_text, fingerprint
+from trainer.data.order import SampleOrder
+from trainer.errors import DataError, exit_code
+
+
+class Told(Struct, frozen=True):
+    """Step `step` took the places `first` to `last` - 1 of the data order."""
+
+    step: int
+    first: int
+    last: int
+
+
+class Replayed(Struct, frozen=True):
+    """The fingerprint of the step's samples, or why they cannot be read."""
+
+    step: int
+    fingerprint: str = ""
+    problem: str = ""
+
+
+def main(plan_file: str) -> int:
+    """Errors are one line on stderr and the exit code of the contract."""
+    try:
+        job = from_json(Path(plan_file).read_bytes()).job
+        store = open_tokens(job.data)
+        if not store.samples(job.train.seq_len):
+            raise DataError(f"the corpus has {store.index.tokens} tokens, one sample needs {job.train.seq_len + 1}")
+    except (DataError, PlanError, OSError) as error:
+        print(f"trainer.data.replay: {error}", file=sys.stderr)
+        return exit_code(error)
+    order = SampleOrder(store.samples(job.train.seq_len), job.data.seed)
+    for line in sys.stdin.buffer:
+        told = msgspec.json.decode(line, type=Told)
+        places = range(told.first, told.last)
+        try:
+            windows = (store.window(order(place), job.train.seq_len) for place in places)
+            total = sum(fingerprint([place], [window]) for place, window in zip(places, windows, strict=True))
+            found = Replayed(told.step, as_text(total))
+        except DataError as error:
+            found = Replayed(told.step, problem=str(error))
+        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+    sys.stdout.flush()
+    return Exit.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
