@@ -169,6 +169,17 @@ def test_a_flipped_bit_is_found_before_anybody_trains_on_it(text, name):
         store.window(0, 16)
 
 
+def test_pipes_and_devices_are_refused_without_a_wait_and_an_empty_text_has_no_sample(text):
+    os.mkfifo(text / "pipe")
+    for odd in (str(text / "pipe"), "/dev/zero"):
+        with pytest.raises(DataError, match="is neither a file nor a folder"):
+            open_tokens(data(text, paths=[odd]))
+        with pytest.raises(DataError, match="not a regular file"):
+            open_tokens(data(text, tokenizer=odd))
+    (text / "empty.txt").touch()
+    assert open_tokens(data(text, paths=[str(text / "empty.txt")])).samples(1) == 0
+
+
 def test_a_forgotten_cache_folder_is_rebuilt(text):
     folder = open_tokens(data(text)).folder
     folder.rename(folder.parent / "gone")

@@ -68,6 +68,8 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
         if root.is_file():
             _take(found, root.name, root.resolve(), root.stat())
             continue
+        if not root.is_dir():
+            raise DataError(f"data path {path!r} is neither a file nor a folder (a pipe or a device)")
         real = root.resolve()  # once: every rank does this at every start, and a corpus may have a million files
         for file in sorted(_walk(real, path == STDLIB), key=lambda file: file.path.split(os.sep)):
             place = Path(file.path)
