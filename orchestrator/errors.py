@@ -19,6 +19,26 @@ class OrchError(Exception):
         self.exit = exit
 
 
+#: Packages that not every install has -> the extra that brings them.
+EXTRAS = {
+    **{"torch": "trainer", "safetensors": "trainer", "submitit": "slurm", "kubernetes": "kubernetes"},
+    **{"urllib3": "kubernetes", "matplotlib": "plot", "tokenizers": "tokenizers"},
+}
+
+
+def not_installed(package: str, what: str = "this") -> OrchError:
+    """The refusal (65) of `what` where one of `EXTRAS` is missing."""
+    return OrchError(f"{what} needs {package}: pip install 'orch-train[{EXTRAS[package]}]'", Exit.CONFIG)
+
+
+def check_installed(package: str, what: str) -> None:
+    """OrchError (65) where one of `EXTRAS` that `what` needs is missing. Imports nothing."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise not_installed(package, what)
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word` (case ignored), or None when nothing is close."""
     import difflib  # only a wrong word pays for this import

@@ -26,7 +26,13 @@ class _OwnPackages:
 
 def command(module: str, roots: Sequence[str] = ()) -> list[str]:
     """The words that start a module of ours under this interpreter: of the first of `roots` that holds our packages,
-    else of the ones that run here."""
+    else of the ones that run here. OrchError (65) for the trainer where torch is not installed."""
+    if module.split(".")[0] == "trainer":
+        from orchestrator.errors import (
+            check_installed,  # not above: when this file is started, nothing of ours is found
+        )
+
+        check_installed("torch", "the bundled trainer")
     files = [file for root in roots if (file := Path(root, *_FILE.parts[-2:])).is_file()]
     return [sys.executable, "-P", str(next(iter(files), _FILE)), module]
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.cli.verbs import VERBS, Verb
-from orchestrator.errors import OrchError, did_you_mean, nearest
+from orchestrator.errors import EXTRAS, OrchError, did_you_mean, nearest, not_installed
 from orchestrator.plan.exits import MEANING, Exit
 
 #: What a shell reports for a process that Ctrl-C ended, and for one whose reader went away.
@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return PIPE_CLOSED
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in EXTRAS:
+            return _crash(error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1")
+        refused = not_installed(package, f"`orch {' '.join(argv[:1])}`, as it was asked for,")
+        return _refuse(refused.message, refused.exit, "--json" in ours)
     except Exception as error:
         return _crash(error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1")
 

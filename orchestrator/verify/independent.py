@@ -102,7 +102,7 @@ class Verdict(Struct, kw_only=True):
 def check_installed() -> None:
     """Raises OrchError where what the oracle stands on is missing."""
     if find_spec("transformers") is None:
-        raise OrchError("--against independent needs transformers: pip install 'orch[dev]'", Exit.USAGE)
+        raise OrchError("--against independent needs transformers: pip install 'orch-train[dev]'", Exit.USAGE)
 
 
 # --------------------------------------------------------------------------------------------------- cases

@@ -28,7 +28,7 @@ from orchestrator.backends.base import (
     read_record,
     write_record,
 )
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, check_installed
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.plan.codec import from_json
 from orchestrator.run.create import create_run_folder
@@ -95,6 +95,7 @@ class KubernetesBackend(Backend, Prefetching, Rendering, Resizing, LogMirroring,
         from .submission import draft_objects
 
         request = bundle.request
+        check_installed("kubernetes", "submitting to Kubernetes")
         plan = from_json(bundle.contents["plan.json"])
         drafts = draft_objects(request, plan)  # what cannot be rendered leaves no folder behind
         with create_run_folder(bundle, self.name) as folder:

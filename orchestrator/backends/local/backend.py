@@ -79,6 +79,8 @@ class LocalBackend(Backend, Resizing):
     def check(self, request: LaunchRequest) -> None:
         if sys.platform != "linux":
             raise OrchError(f"the local backend needs Linux, this is {sys.platform}", Exit.CAPACITY)
+        if request.worker.bundled:
+            start.command("trainer")
         if read_options(request).network == "namespaces":
             namespaces.check()
         if request.device == "cpu":

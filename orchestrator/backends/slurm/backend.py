@@ -28,7 +28,7 @@ from orchestrator.backends.base import (
 from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes, select
 from orchestrator.cluster.model import Machine, Topology
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError, check_installed, did_you_mean
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
 from orchestrator.planner.placement.rank_assignment import used_node_count
@@ -113,6 +113,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
     def check(self, request: LaunchRequest) -> None:
         """OrchError: 65 for bad options, 76 when Slurm's commands are not installed here."""
         read_options(request.backend_options)
+        check_installed("submitit", "submitting to Slurm")
         self._slurm.run(["sbatch", "--version"])
 
     def script(self, request: LaunchRequest, plan: Plan) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, not_installed
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.interval import plus_minus
 from orchestrator.style import seconds, si
@@ -109,7 +109,7 @@ def matplotlib() -> Any:
     try:
         import matplotlib as found
     except ImportError:
-        raise OrchError("--plot needs matplotlib: install orch[plot]", Exit.CONFIG) from None
+        raise not_installed("matplotlib", "--plot") from None
     return found
 
 
