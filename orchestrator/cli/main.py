@@ -56,6 +56,10 @@ def _dispatch(argv: list[str]) -> int:
     if not argv:
         print(help_text(), file=sys.stderr)
         return Exit.USAGE
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise OrchError("the working folder has been deleted: change into another one", Exit.USAGE) from None
     name, rest = argv[0], argv[1:]
     if name in ("-h", "--help", "help"):
         if rest and rest[0] in VERBS:

@@ -25,7 +25,8 @@ def folders(config_dir: str | Path | None = None) -> list[Path]:
     """Where group files are looked for, first match wins: the user's folder, then the shipped one.
 
     `config_dir` is the user's; without it `./conf` when it is marked as orch's, by a file `.orch` or a primary file.
-    A `conf` folder without a mark belongs to the user's own Hydra program. Raises OrchError when it is not a folder.
+    A `conf` folder without a mark belongs to the user's own Hydra program. OrchError: 64 when it is not a folder, 65
+    for a pipe or a device in it.
     """
     ours = shipped()
     if config_dir is None:
@@ -38,6 +39,9 @@ def folders(config_dir: str | Path | None = None) -> list[Path]:
             what = "is not a folder" if user.exists() else "does not exist"
             raise OrchError(f"--config-dir {str(config_dir)!r} {what}", Exit.USAGE)
     user = user.resolve()
+    for path in [user / f"{PRIMARY}.yaml", *(path for group in GROUPS for path in (user / group).rglob("*.yaml"))]:
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+            raise OrchError(f"{path} is no regular file", Exit.CONFIG)
     return [ours] if user == ours else [user, ours]
 
 

@@ -181,3 +181,12 @@ def test_wrong_file(capsys, tmp_path: Path, group, text, code, message):
     assert re.search(message, err), err
     assert_one_line(err)
     assert "mine.yaml" in err or message == "."
+
+
+def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["plan"]) == Exit.USAGE
+    assert capsys.readouterr().err == "orch: error: the working folder has been deleted: change into another one\n"

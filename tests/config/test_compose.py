@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 from pathlib import Path
 
@@ -167,6 +168,15 @@ def test_a_conf_folder_without_a_mark_belongs_to_the_users_own_program(tmp_path,
     assert refused.value.exit == Exit.USAGE
     with pytest.raises(OrchError, match="_target_ would run code"):
         load(["model=net"], tmp_path / "conf")
+
+
+@pytest.mark.parametrize("name", ["orch.yaml", "train/x.yaml"])
+def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path, name):
+    (tmp_path / "train").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OrchError, match=f"{name} is no regular file") as refused:
+        load([], tmp_path)
+    assert refused.value.exit == Exit.CONFIG
 
 
 def test_two_loads_do_not_touch_each_other(tmp_path):
