@@ -29,7 +29,9 @@ def test_the_bundled_trainer_runs_under_the_agents_interpreter(monkeypatch):
     monkeypatch.setattr("sys.executable", "/opt/env/bin/python")
     bundled = Worker(argv=["/home/u/venv/bin/python", "-P", "-m", "trainer", "--plan", "p"], cwd="/r", bundled=True)
     assert with_own_python(bundled).argv == ["/opt/env/bin/python", "-P", start.__file__, "trainer", "--plan", "p"]
-    users = structs.replace(bundled, bundled=False)
+    bench = structs.replace(bundled, argv=["/home/u/venv/bin/python", "-P", "-m", "trainer.bench"], bundled=False)
+    assert with_own_python(bench).argv == ["/opt/env/bin/python", "-P", start.__file__, "trainer.bench"]
+    users = structs.replace(bundled, argv=["python", "-m", "trainer"], bundled=False)
     assert with_own_python(users) == users
 
 

@@ -229,10 +229,11 @@ class WorkerControl:
 
 
 def with_own_python(worker: Worker) -> Worker:
-    """The bundled trainer as this agent has it: in a container the submitter's interpreter does not exist."""
-    if not worker.bundled:
+    """The bundled trainer, or another module of it (`orch bench`), as this agent has it: in a container the submitter's
+    interpreter does not exist."""
+    if worker.argv[1:3] != ["-P", "-m"] or worker.argv[3].split(".")[0] != "trainer":
         return worker
-    return structs.replace(worker, argv=[*start.command("trainer"), *worker.argv[worker.argv.index("trainer") + 1 :]])
+    return structs.replace(worker, argv=[*start.command(worker.argv[3]), *worker.argv[4:]])
 
 
 def preloaded(worker: Worker) -> list[str]:
