@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -98,9 +99,11 @@ def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, cor
 
 def listening(pid: int) -> dict[int, tuple[str, int]]:
     """Inode -> address and port of the IPv4 sockets on which a process listens."""
-    named = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
-    own = {int(name[8:-1]) for name in named if name.startswith("socket:[")}
-    found = {}
+    own, found = set(), {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed in this moment
+            if (name := os.readlink(f"/proc/{pid}/fd/{fd}")).startswith("socket:["):
+                own.add(int(name[8:-1]))
     for version in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{version}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
