@@ -43,8 +43,12 @@ class Intent(Frozen):
 
 
 def newest(folder: RunFolder) -> Intent | None:
-    """The newest request that can be read, None for none."""
-    for number in sorted(_numbers(folder), reverse=True):
+    """The newest request that can be read, None for none, or where the disk does not answer: it is asked again soon."""
+    try:
+        numbers = _numbers(folder)
+    except OSError:
+        return None
+    for number in sorted(numbers, reverse=True):
         with contextlib.suppress(OrchError):
             return read_json(_path(folder, number), Intent)
     return None
@@ -83,19 +87,21 @@ def ask(
 
 def _ask(folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int | None, began_with: int) -> Intent:
     make_private_folder(folder.intents)
+    least = 1  # a listing of a shared folder may be a minute old, a link is not
     while True:
-        last = newest(folder)
+        numbers, last = _numbers(folder), newest(folder)
         if last and (last.want == "end" or last.number > began_with):
             stronger = last.force or not force
             if last.want == want and last.nodes == nodes and stronger:
                 return last
-        number = max(_numbers(folder), default=0) + 1
+        number = max(least, max(numbers, default=0) + 1)
         intent = Intent(number=number, want=want, at=time.time(), uid=os.geteuid(), force=force, nodes=nodes)
         draft = folder.intents / f".{number}.{secrets.token_hex(4)}"
         write_private(draft, msgspec.json.encode(intent))
         try:
             os.link(draft, _path(folder, number))
         except FileExistsError:  # somebody else has asked in this moment
+            least = number + 1
             continue
         finally:
             draft.unlink(missing_ok=True)

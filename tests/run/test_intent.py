@@ -96,3 +96,21 @@ def test_a_disk_that_takes_no_request_is_said(folder, monkeypatch):
     with pytest.raises(OrchError, match=r"the request cannot be written to .*intents: No space left") as refused:
         ask(folder, "end")
     assert refused.value.exit == Exit.CAPACITY
+
+
+def test_a_folder_that_cannot_be_listed_asks_for_nothing_and_is_said_to_who_asks(folder, monkeypatch):
+    ask(folder, "end")
+
+    def failing(path: object) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("orchestrator.run.intent.os.listdir", failing)
+    assert newest(folder) is None and due(folder, 0) is None
+    with pytest.raises(OrchError, match=r"the request cannot be written to .*: Input/output error"):
+        ask(folder, "run", nodes=2)
+
+
+def test_an_old_listing_of_a_shared_folder_costs_no_number_twice(folder, monkeypatch):
+    ask(folder, "end")
+    monkeypatch.setattr("orchestrator.run.intent.os.listdir", lambda path: [])
+    assert ask(folder, "run", nodes=2).number == 2
