@@ -45,12 +45,17 @@ def cached(
     return result
 
 
+def folder() -> str:
+    """Of this user; relative where there is no home, and then nothing is kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(home, "orch")
+
+
 class Entry:
     """The file of one result. Of a kind the newest stay: `most` of them, in `most_bytes` together."""
 
     def __init__(self, kind: str, inputs: Iterable[bytes], most: int = MOST, most_bytes: int = MOST_BYTES):
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self.folder = os.path.join(home, "orch", kind)
+        self.folder = os.path.join(folder(), kind)
         self.file = os.path.join(self.folder, f"{_digest(inputs)}.json")
         self._most, self._most_bytes = most, most_bytes
 

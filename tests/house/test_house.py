@@ -28,7 +28,7 @@ def tracked() -> list[str]:
 
 
 #: Folders of a file a thing, where the things are more.
-MOST_FILES = {"orchestrator/cli/verbs": 28, "orchestrator/plan/schedules": 23}
+MOST_FILES = {"orchestrator/cli/verbs": 31, "orchestrator/plan/schedules": 23}
 #: Edges that still run up. May only shrink.
 UPWARD = {
     ("orchestrator.backends", "orchestrator.submit"),

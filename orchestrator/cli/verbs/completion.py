@@ -41,7 +41,7 @@ HINTS = {
     "zsh": '# eval "$(orch completion zsh)" in ~/.zshrc, after compinit',
     "fish": "# orch completion fish > ~/.config/fish/completions/orch.fish",
 }
-ONE_RUN = ("status", "logs", "cancel", "resume", "resize")  # verbs that name a run
+ONE_RUN = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")  # verbs that name a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,68 @@
+"""`orch gc`: remove old ended runs, oldest first, and what broken-off removals have left."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
+    from orchestrator.run.folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--older-than", metavar="AGE", help="ended so long ago: 12h, 30d, 4w; without --size: 30d")
+    parser.add_argument("--size", metavar="SIZE", help="until all runs together take at most this: 500M, 20G")
+    parser.add_argument("--keep", metavar="N", type=int, default=10, help="the newest ended runs, always (default 10)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    import time
+
+    from orchestrator.cli.session import home
+    from orchestrator.errors import OrchError
+    from orchestrator.run.registry import all_runs, runs_folder
+    from orchestrator.run.removal import byte_count, clear_up, seconds, size_of
+
+    from .rm import remove_all
+
+    if args.keep < 0:
+        raise OrchError("--keep must not be negative", Exit.USAGE)
+    least_age = seconds(args.older_than or "30d") if args.older_than or not args.size else float("-inf")
+    most = byte_count(args.size) if args.size else None
+    found, now = all_runs(home()), time.time()
+    ended = _ended(found)
+    left = sum(map(size_of, found)) if most is not None else 0
+    going = []
+    for folder, ended_at in reversed(ended[args.keep :]):
+        if now - ended_at < least_age or (most is not None and left <= most):
+            continue
+        going.append(folder)
+        left -= size_of(folder) if most is not None else 0
+    if not args.dry_run:
+        clear_up(runs_folder(home()))
+    return remove_all(going, args.dry_run, args.json)
+
+
+def _ended(found: list[RunFolder]) -> list[tuple[RunFolder, float]]:
+    """The runs that have ended, as far as their backends know, with the time of their end; the newest first. One that
+    cannot be read, or whose scheduler does not answer, is left alone."""
+    from orchestrator.backends.base import get_backend
+    from orchestrator.run.state import read_state
+
+    backends: dict[str, Backend] = {}
+    ended = []
+    for folder in found:
+        try:
+            name = read_state(folder).backend
+            if name not in backends:
+                backends[name] = get_backend(name)
+            state = backends[name].state(folder)
+            if state.is_final and not backends[name].is_alive(folder):
+                ended.append((folder, state.ended_at or state.updated_at))
+        except Exception:  # whatever lies there, it is not for this verb to judge
+            continue
+    return sorted(ended, key=lambda pair: -pair[1])

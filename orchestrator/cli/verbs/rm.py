@@ -1,0 +1,59 @@
+"""`orch rm <run>...`: remove ended runs with their logs, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="run", help="handle, id, or the beginning of one")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    from orchestrator.cli.session import open_run
+
+    folders = {}
+    for name in args.runs:  # all are looked at before any goes
+        folder, backend = open_run(name)
+        state = backend.state(folder)
+        if not state.is_final or backend.is_alive(folder):
+            raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end", Exit.USAGE)
+        folders[folder.run_id] = folder
+    return remove_all(list(folders.values()), args.dry_run, args.json)
+
+
+def remove_all(folders: list, dry_run: bool, as_json: bool) -> int:
+    """Removes these runs, and says so; where one cannot be removed, the others are gone all the same."""
+    import sys
+
+    from orchestrator.cli.terminal import print_json, tell
+    from orchestrator.observe.pages.report_page import binary
+    from orchestrator.run.removal import remove, size_of
+
+    rows, problems = [], []
+    for index, folder in enumerate(folders):
+        tell(index, len(folders), folder.run_id)
+        row = {"run_id": folder.run_id, "run_dir": str(folder.path.resolve()), "bytes": size_of(folder)}
+        try:
+            if not dry_run:
+                remove(folder)
+            rows.append(row)
+        except OrchError as error:
+            problems.append(error)
+    tell(len(folders), len(folders), "")
+    if as_json:
+        print_json([{**row, "removed": not dry_run} for row in rows])
+    else:
+        for row in rows:
+            print(f"{'would remove' if dry_run else 'removed'}  {row['run_id']}  {binary(row['bytes'])}")
+        total = binary(sum(row["bytes"] for row in rows))
+        print(f"{len(rows)} run{'s' * (len(rows) != 1)}, {total}")
+    for problem in problems[:-1]:
+        print(f"orch: error: {problem.message}", file=sys.stderr)
+    if problems:
+        raise problems[-1]
+    return Exit.DONE

@@ -1,0 +1,93 @@
+"""`orch rm`, `orch gc` and `orch paths` on folders of runs: ended ones go, whole, and no other."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from orchestrator.cli.main import main
+from orchestrator.plan.exits import Exit
+from orchestrator.run.create import create_run_folder
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.registry import register
+from orchestrator.run.removal import byte_count, seconds
+from orchestrator.run.state import finish, read_state, write_state
+from tests.beds.bundles import make_bundle
+from tests.beds.plans import make_plan
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Makes a run that ended so many seconds before now; None: that has not ended, and whose processes live."""
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path))
+    locks = []
+
+    def make(run_id: str, ended_at: float | None, size: int = 0, runs=None) -> RunFolder:
+        with create_run_folder(make_bundle(make_plan(), runs or tmp_path / "runs", run_id=run_id), "local") as folder:
+            (folder.checkpoints / "weights").write_bytes(b"x" * size)
+        if ended_at is None:
+            locks.append(folder.take_lock())
+        else:
+            state = finish(read_state(folder), "done", 0, "done")
+            write_state(folder, msgspec.structs.replace(state, ended_at=ended_at))
+        return folder
+
+    return make
+
+
+def test_ended_runs_go_whole_also_those_in_other_folders(made, tmp_path, capsys):
+    here, other = made("here-1", 1.0), made("other-1", 1.0, runs=tmp_path / "elsewhere")
+    register(tmp_path, other)
+    assert main(["rm", "here-1", "other", "--dry-run"]) == Exit.DONE
+    assert here.path.exists() and other.path.exists() and "would remove  here-1" in capsys.readouterr().out
+    assert main(["rm", "here-1", "other-1", "--json"]) == Exit.DONE
+    assert [row["run_id"] for row in json.loads(capsys.readouterr().out)] == ["here-1", "other-1"]
+    assert not list((tmp_path / "runs").iterdir()) and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_of_several_runs_none_goes_where_one_lives(made, capsys):
+    ended, alive = made("ended-1", 1.0), made("alive-1", None)
+    assert main(["rm", "ended-1", "alive-1"]) == Exit.USAGE
+    assert "run alive-1 is pending: cancel it first" in capsys.readouterr().err
+    assert ended.path.exists() and alive.path.exists()
+
+
+def test_the_oldest_go_until_the_rest_fits_and_the_newest_stay(made, tmp_path, capsys):
+    now = 1e9
+    runs = [made(f"run-{index}", now + index, size=1 << 20) for index in range(5)]
+    alive = made("alive-1", None, size=1 << 20)
+    (tmp_path / "runs" / ".removed-broken-off").mkdir()
+    assert main(["gc", "--size", "4M", "--keep", "2", "--json"]) == Exit.DONE
+    gone = [row["run_id"] for row in json.loads(capsys.readouterr().out)]
+    assert gone == ["run-0", "run-1", "run-2"]
+    assert [run.path.exists() for run in runs] == [False] * 3 + [True] * 2 and alive.path.exists()
+    assert not (tmp_path / "runs" / ".removed-broken-off").exists()
+
+
+def test_the_young_stay(made, capsys):
+    old, young = made("old-1", 1.0), made("young-1", 4e9)
+    assert main(["gc", "--keep", "0"]) == Exit.DONE
+    assert not old.path.exists() and young.path.exists()
+    assert "1 run, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"]])
+def test_what_is_no_age_size_or_number_removes_nothing(made, words, capsys):
+    old = made("old-1", 1.0)
+    assert main(["gc", *words]) == Exit.USAGE and old.path.exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_ages_and_sizes():
+    assert [seconds("90m"), seconds("12h"), seconds("4w")] == [5400, 43200, 2419200]
+    assert [byte_count("500M"), byte_count("20GiB"), byte_count("7")] == [500 << 20, 20 << 30, 7]
+
+
+def test_paths_of_the_user_and_of_a_run(made, tmp_path, capsys):
+    folder = made("here-1", 1.0)
+    assert main(["paths", "--json"]) == Exit.DONE
+    assert json.loads(capsys.readouterr().out)["runs"] == str(tmp_path / "runs")
+    assert main(["paths", "here"]) == Exit.DONE
+    assert ["checkpoints", str(folder.checkpoints)] in [line.split() for line in capsys.readouterr().out.splitlines()]
