@@ -37,6 +37,21 @@ def command(module: str, roots: Sequence[str] = ()) -> list[str]:
     return [sys.executable, "-P", str(next(iter(files), _FILE)), module]
 
 
+def output(module: str, *arguments: str, stdin: str = "") -> str:
+    """What a module of ours prints, run to its end. OrchError: its last line on stderr, with its exit code."""
+    import subprocess
+
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+
+    done = subprocess.run([*command(module), *arguments], input=stdin, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        codes = {int(code): code for code in Exit}
+        raise OrchError(said[0].removeprefix(f"{module}: "), codes.get(done.returncode, Exit.INTERNAL))
+    return done.stdout
+
+
 if __name__ == "__main__":
     sys.meta_path.insert(0, _OwnPackages)
     del sys.argv[0]

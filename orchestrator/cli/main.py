@@ -42,13 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return PIPE_CLOSED
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in EXTRAS:
-            return _crash(error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1")
-        refused = not_installed(package, f"`orch {' '.join(argv[:1])}`, as it was asked for,")
-        return _refuse(refused.message, refused.exit, "--json" in ours)
     except Exception as error:
+        package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRAS:
+            refused = not_installed(package, f"`orch {' '.join(argv[:1])}`, as it was asked for,")
+            return _refuse(refused.message, refused.exit, "--json" in ours)
         return _crash(error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1")
 
 

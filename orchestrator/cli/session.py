@@ -36,11 +36,25 @@ def find_run(name: str | None) -> RunFolder:
 
 def open_run(name: str | None) -> tuple[RunFolder, Backend]:
     """A run and the backend that it was submitted to. OrchError: 64 for an unknown run, 65 for an unreadable one."""
-    from orchestrator.backends.base import get_backend
-    from orchestrator.run.state import read_state
-
     folder = find_run(name)
-    return folder, get_backend(read_state(folder).backend)
+    return folder, Backends().of(folder)
+
+
+class Backends:
+    """One backend of each kind, which then asks its scheduler once for all runs."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Backend] = {}
+
+    def of(self, folder: RunFolder) -> Backend:
+        """The one that a run was submitted to. OrchError (65): the run is unreadable."""
+        from orchestrator.backends.base import get_backend
+        from orchestrator.run.state import read_state
+
+        name = read_state(folder).backend
+        if name not in self._known:
+            self._known[name] = get_backend(name)
+        return self._known[name]
 
 
 def plan_of_run(folder: RunFolder) -> Plan:

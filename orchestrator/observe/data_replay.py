@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -30,15 +29,9 @@ def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
     problems += [f"step {one.step}: no fingerprint in the run's record" for one in book.entries if not one.fingerprint]
     known = [one for one in book.entries if one.fingerprint]
     asked = "".join(json.dumps({"step": one.step, "first": one.first, "last": one.last}) + "\n" for one in known)
-    done = subprocess.run(
-        [*start.command("trainer.data.replay"), str(plan)], input=asked, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        codes = {int(code): code for code in Exit}
-        raise OrchError(said[0].removeprefix("trainer.data.replay: "), codes.get(done.returncode, Exit.INTERNAL))
+    answers = start.output("trainer.data.replay", str(plan), stdin=asked).splitlines()
     equal = 0
-    for entry, line in zip(known, done.stdout.splitlines(), strict=True):
+    for entry, line in zip(known, answers, strict=True):
         found = json.loads(line)
         if found["problem"]:
             problems.append(f"step {entry.step}: {found['problem']}")

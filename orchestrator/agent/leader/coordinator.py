@@ -129,13 +129,13 @@ class Coordinator:
         if (asked := context.asked) and asked.number > self._heard:
             self._heard = asked.number
             context.put(context.node, TerminationSignal(reason=asked.text, signal="SIGTERM", force=asked.force))
-        if self._context.elastic and (missed_s := self._stalls.missed_s()):
-            self._context.note("was_away", seconds=round(missed_s, 1))
+        if context.elastic and (missed_s := self._stalls.missed_s()):
+            context.note("was_away", seconds=round(missed_s, 1))
             self._elasticity.partition_suspected = True  # nodes that have hung up meanwhile may well live
         try:
             self._announcement.renew()
         except LeaseLost as error:
-            self._context.put(self._context.node, error)
+            context.put(context.node, error)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

@@ -190,8 +190,7 @@ class Supervisor:
 
     def _bring_back(self) -> None:
         """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
-        due = [node for node, when in self._back.items() if time.monotonic() >= when]
-        for node in due:
+        for node in [node for node, when in self._back.items() if time.monotonic() >= when]:
             if not self._asked and not read_state(self._folder).is_final:
                 try:
                     self._agents[node] = self._start(node, self._commands()[node])

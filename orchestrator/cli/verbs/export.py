@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import json
-    import subprocess
     import sys
 
     from orchestrator import start
@@ -28,16 +26,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     folder = find_run(args.run)
     checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
-    command = [*start.command("trainer.export"), str(checkpoints), str(args.out), "--dtype", args.dtype, *step]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        codes = {int(code): code for code in Exit}
-        raise OrchError(said[0].removeprefix("trainer.export: "), codes.get(done.returncode, Exit.INTERNAL))
+    said = start.output("trainer.export", str(checkpoints), str(args.out), "--dtype", args.dtype, *step)
     if args.json:
-        print(done.stdout.strip())
+        print(said.strip())
         return Exit.DONE
-    found = json.loads(done.stdout)
+    found = json.loads(said)
     for problem in found["rejected"]:
         print(f"warning: passed over {problem}", file=sys.stderr)
     print(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from orchestrator.backends.base import Backend
     from orchestrator.run.folder import RunFolder
 
 
@@ -35,13 +34,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     most = byte_count(args.size) if args.size else None
     found, now = all_runs(home()), time.time()
     ended = _ended(found)
-    left = sum(map(size_of, found)) if most is not None else 0
-    going = []
+    sizes = {folder.run_id: size_of(folder) for folder in found} if most is not None else {}
+    left, going = sum(sizes.values()), []
     for folder, ended_at in reversed(ended[args.keep :]):
         if now - ended_at < least_age or (most is not None and left <= most):
             continue
-        going.append(folder)
-        left -= size_of(folder) if most is not None else 0
+        size = sizes[folder.run_id] if most is not None else size_of(folder)
+        going.append((folder, size))
+        left -= size
     if not args.dry_run:
         clear_up(runs_folder(home()))
     return remove_all(going, args.dry_run, args.json)
@@ -50,18 +50,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 def _ended(found: list[RunFolder]) -> list[tuple[RunFolder, float]]:
     """The runs that have ended, as far as their backends know, with the time of their end; the newest first. One that
     cannot be read, or whose scheduler does not answer, is left alone."""
-    from orchestrator.backends.base import get_backend
-    from orchestrator.run.state import read_state
+    from orchestrator.cli.session import Backends
 
-    backends: dict[str, Backend] = {}
-    ended = []
+    backends, ended = Backends(), []
     for folder in found:
         try:
-            name = read_state(folder).backend
-            if name not in backends:
-                backends[name] = get_backend(name)
-            state = backends[name].state(folder)
-            if state.is_final and not backends[name].is_alive(folder):
+            backend = backends.of(folder)
+            state = backend.state(folder)
+            if state.is_final and not backend.is_alive(folder):
                 ended.append((folder, state.ended_at or state.updated_at))
         except Exception:  # whatever lies there, it is not for this verb to judge
             continue

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from orchestrator.plan.exits import Exit
-
-if TYPE_CHECKING:
-    from orchestrator.backends.base import Backend
 
 _SHOWN = 20
 
@@ -23,28 +19,23 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     import msgspec
 
-    from orchestrator.backends.base import get_backend
-    from orchestrator.cli.session import home
+    from orchestrator.cli.session import Backends, home
     from orchestrator.cli.terminal import print_json, style
     from orchestrator.observe.live import read_live
     from orchestrator.observe.pages.run_page import list_page, list_row
     from orchestrator.run.folder import reason_of
     from orchestrator.run.registry import all_runs
-    from orchestrator.run.state import read_state
 
     now = time.time()
     rows: list[msgspec.Raw | dict[str, str]] = []
     table: list[tuple[str, ...]] = []
     unreadable: dict[str, str] = {}
-    backends: dict[str, Backend] = {}  # one of each kind, which then asks its scheduler once for all runs
+    backends = Backends()
     found = all_runs(home())
     shown = found if args.all or args.active else found[:_SHOWN]
     for folder in shown:
         try:
-            name = read_state(folder).backend
-            if name not in backends:
-                backends[name] = get_backend(name)
-            state = backends[name].state(folder)
+            state = backends.of(folder).state(folder)
             if args.active and state.is_final:
                 continue
             live = read_live(folder, state, now)

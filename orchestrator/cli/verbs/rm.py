@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.run.folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import open_run
+    from orchestrator.run.removal import size_of
 
     folders = {}
     for name in args.runs:  # all are looked at before any goes
@@ -23,28 +29,29 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if not state.is_final or backend.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end", Exit.USAGE)
         folders[folder.run_id] = folder
-    return remove_all(list(folders.values()), args.dry_run, args.json)
+    return remove_all([(folder, size_of(folder)) for folder in folders.values()], args.dry_run, args.json)
 
 
-def remove_all(folders: list, dry_run: bool, as_json: bool) -> int:
-    """Removes these runs, and says so; where one cannot be removed, the others are gone all the same."""
+def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: bool) -> int:
+    """Removes these runs, each with its bytes, and says so; where one cannot go, the others are gone all the same."""
     import sys
 
     from orchestrator.cli.terminal import print_json, tell
     from orchestrator.observe.pages.report_page import binary
-    from orchestrator.run.removal import remove, size_of
+    from orchestrator.run.removal import remove
 
-    rows, problems = [], []
-    for index, folder in enumerate(folders):
-        tell(index, len(folders), folder.run_id)
-        row = {"run_id": folder.run_id, "run_dir": str(folder.path.resolve()), "bytes": size_of(folder)}
+    rows: list[dict[str, Any]] = []
+    problems: list[OrchError] = []
+    for index, (folder, size) in enumerate(going):
+        tell(index, len(going), folder.run_id)
+        row: dict[str, Any] = {"run_id": folder.run_id, "run_dir": str(folder.path.resolve()), "bytes": size}
         try:
             if not dry_run:
                 remove(folder)
             rows.append(row)
         except OrchError as error:
             problems.append(error)
-    tell(len(folders), len(folders), "")
+    tell(len(going), len(going), "")
     if as_json:
         print_json([{**row, "removed": not dry_run} for row in rows])
     else:
