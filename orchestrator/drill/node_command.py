@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator import start
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError
 from orchestrator.plan.codec import UNREADABLE
@@ -40,7 +41,7 @@ def arguments(folder: str, agent: int, fault: str, rank: int, for_s: float, pick
     """Its command line after `python -P`."""
     about = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
     about |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
-    return ["-m", "orchestrator.drill.node_command", *(f"--{name}={value}" for name, value in about.items())]
+    return [*start.BY_NAME, "orchestrator.drill.node_command", *(f"--{name}={value}" for name, value in about.items())]
 
 
 def injected_at(line: bytes) -> float:

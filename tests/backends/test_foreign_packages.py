@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator import start
+from orchestrator.backends.kubernetes.objects.pod import _container
+from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.local.backend import LocalBackend
+from orchestrator.backends.slurm.options import SlurmOptions
+from orchestrator.backends.slurm.script.render import JobScript, render
+from orchestrator.drill import node_command
 from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import make_bundle, wait_end
 from tests.beds.plans import make_plan
@@ -50,14 +57,35 @@ def test_our_modules_are_found_by_location_and_all_others_by_the_users_paths(the
     by_name = subprocess.run([sys.executable, "-m", module.split(".")[0]], capture_output=True, text=True)
     assert by_name.stderr == "theirs\n"  # the trap works
     (tmp_path / "hijacked").unlink()
-    done = subprocess.run([sys.executable, "-P", start.__file__, "theirs_alone"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", str(start.FILE), "theirs_alone"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_copy_of_our_code_is_preferred_where_there_is_one(tmp_path):
     own = start.command("trainer")
-    assert own[:2] == [sys.executable, "-P"] and Path(own[2]) == Path(start.__file__).resolve()
+    assert own[:2] == [sys.executable, "-P"] and own[2] == str(start.FILE)
     assert start.command("trainer", [str(tmp_path)]) == own
-    (tmp_path / "orchestrator").mkdir()
-    (tmp_path / "orchestrator" / "start.py").write_text("")
-    assert start.command("trainer", ["/nowhere", str(tmp_path)])[2] == str(tmp_path / "orchestrator" / "start.py")
+    (tmp_path / "orch_start.py").write_text("")
+    assert start.command("trainer", ["/nowhere", str(tmp_path)])[2] == str(tmp_path / "orch_start.py")
+
+
+def test_the_command_orch_and_the_first_process_of_a_job_and_a_pod_are_ours(theirs, tmp_path):
+    script = Path(sys.executable).with_name("orch")
+    if not script.is_file():
+        pytest.skip(f"orch is not installed beside {sys.executable}")
+    job = JobScript(
+        run_id="r", run_dir="/r", plan=make_plan(), options=SlurmOptions(), python=sys.executable, export=()
+    )
+    (place,) = re.findall(r"^(.* orchestrator.slurm.task) place", render(job), re.MULTILINE)
+    *pod, task = _container(job.plan, KubernetesOptions(image="i", python=sys.executable))["command"]
+    assert task == "orchestrator.kubernetes.task"  # process 1 of a container: it takes no --help
+    drilled = node_command.arguments(str(tmp_path), 1, "kill_worker", 0, 1.0, 0.0, 1.0)
+    for argv, said in (
+        ([str(script), "version"], "orch "),
+        ([*shlex.split(place), "--help"], "orchestrator.slurm.task"),
+        ([*pod, "orchestrator.drill.node_command", "--help"], "orchestrator.drill.node_command"),
+        ([sys.executable, "-P", *drilled], '"problem"'),
+    ):
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert said in done.stdout and "theirs" not in done.stderr, (argv, done)
+    assert not (tmp_path / "hijacked").exists()

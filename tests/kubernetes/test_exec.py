@@ -147,7 +147,7 @@ def test_what_a_fault_becomes_on_kubernetes(tmp_path, monkeypatch):
     injected.undo()
     (pod, container, argv), closed = pods.calls[2:]
     assert injected.at == 5.0 and (pod, container, closed) == ("p1", "agent", "closed")
-    assert argv[:4] == ["python3", "-P", "-m", "orchestrator.drill.node_command"]
+    assert argv[:5] == ["python3", "-P", "-m", "orch_start", "orchestrator.drill.node_command"]
     assert {"--run-dir=/orch/runs/r", "--agent=1", "--fault=stop_worker", "--rank=3"} <= set(argv)
     pods.reply = {"exit": 76, "problem": "rank 3 does not run on its node now"}
     with pytest.raises(OrchError, match="does not run on its node"):

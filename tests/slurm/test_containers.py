@@ -28,9 +28,9 @@ real = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 def test_the_bundled_trainer_runs_under_the_agents_interpreter(monkeypatch):
     monkeypatch.setattr("sys.executable", "/opt/env/bin/python")
     bundled = Worker(argv=["/home/u/venv/bin/python", "-P", "-m", "trainer", "--plan", "p"], cwd="/r", bundled=True)
-    assert with_own_python(bundled).argv == ["/opt/env/bin/python", "-P", start.__file__, "trainer", "--plan", "p"]
+    assert with_own_python(bundled).argv == ["/opt/env/bin/python", "-P", str(start.FILE), "trainer", "--plan", "p"]
     bench = structs.replace(bundled, argv=["/home/u/venv/bin/python", "-P", "-m", "trainer.bench"], bundled=False)
-    assert with_own_python(bench).argv == ["/opt/env/bin/python", "-P", start.__file__, "trainer.bench"]
+    assert with_own_python(bench).argv == ["/opt/env/bin/python", "-P", str(start.FILE), "trainer.bench"]
     users = structs.replace(bundled, argv=["python", "-m", "trainer"], bundled=False)
     assert with_own_python(users) == users
 
@@ -57,7 +57,8 @@ def test_charliecloud_mounts_what_no_other_mount_holds():
     text = script({"container": container}, bind=("/home/u/run", "/data/tokens", "/x/y"))
     assert (
         "ch-run --bind=/home/ --bind=/x:/data --bind=/data/tokens --bind=/x/y "
-        "'--cd=/home/o'\"'\"'neil/5% runs/tiny-1' /images/llm.sqfs -- python3 -P -m orchestrator.slurm.task place"
+        "'--cd=/home/o'\"'\"'neil/5% runs/tiny-1' /images/llm.sqfs -- "
+        "python3 -P -m orch_start orchestrator.slurm.task place"
     ) in text
     assert bash_accepts(text)
 

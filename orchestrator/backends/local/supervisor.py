@@ -114,7 +114,7 @@ class Supervisor:
         first, *_ = self._request.agents
         for index in range(self._options.spare_nodes):
             spare = f"spare-{index}"
-            commands[spare] = [spare if word == first.node else word for word in first.argv]
+            commands[spare] = [spare if word == first.node else word for word in commands[first.node]]
         elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
         return {node: [*argv, *elastic] for node, argv in commands.items()}
 

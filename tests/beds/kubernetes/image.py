@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator import start
 from tests.beds import debian
 from tests.beds.base import ROOT
 
@@ -60,8 +61,8 @@ def orch_archive(target: Path) -> None:
     """The image of orch: Debian, Python, this tree."""
     code = target.with_suffix(".code.tar")
     with tarfile.open(code, "w") as tar:
-        for folder in ("orchestrator", "trainer", "conf"):
-            tar.add(ROOT / folder, f"opt/orch/{folder}", filter=_without_caches)
+        for name in ("orchestrator", "trainer", "conf", start.FILE.name):
+            tar.add(ROOT / name, f"opt/orch/{name}", filter=_without_caches)
     environment = [f"PYTHONPATH=/opt/orch:{SITE}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "PYTHONDONTWRITEBYTECODE=1"]
     _archive(target, NAME, [layer(), code], {"Env": environment, "Cmd": ["python3"]})
     code.unlink()

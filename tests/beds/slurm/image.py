@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from orchestrator import start
 from tests.beds.base import ROOT
 
 PYTHON = "/opt/env/bin/python"
@@ -22,6 +23,7 @@ def make_image(folder: Path, submitters: Path) -> tuple[list[str], list[str]]:
         (folder / name).mkdir(parents=True, exist_ok=True)  # mount points: the runtime makes none in an image
     for name in ("orchestrator", "trainer", "conf", "tests"):
         (folder / "opt" / "orch" / name).mkdir(parents=True, exist_ok=True)
+    (folder / "opt" / "orch" / start.FILE.name).write_text(start.FILE.read_text())
     for name in ("bin", "sbin", "lib", "lib64"):
         (folder / name).symlink_to(f"usr/{name}")
     for name in ("passwd", "group", "hosts", "resolv.conf", "nsswitch.conf"):
@@ -33,6 +35,6 @@ def make_image(folder: Path, submitters: Path) -> tuple[list[str], list[str]]:
     (folder / "opt" / "env" / "pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
     (folder / "opt" / "env" / "bin" / "python").symlink_to(f"{sys.base_prefix}/bin/{version}")
     packages = sysconfig.get_paths()["purelib"]
-    ours = [f"{ROOT / name}:/opt/orch/{name}" for name in ("orchestrator", "trainer", "conf", "tests")]
+    ours = [f"{ROOT / name}:/opt/orch/{name}" for name in ("orchestrator", "trainer", "conf", "tests", "orch_start.py")]
     mounts = ["/usr", sys.base_prefix, f"{packages}:/opt/packages", *ours]
     return mounts, [f"{submitters}:{sys.prefix}"]

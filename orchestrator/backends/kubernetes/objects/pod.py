@@ -12,6 +12,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
+from orchestrator import start
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, ROOT, RUNS
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration
 from orchestrator.plan.document import Plan
@@ -121,7 +122,7 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
         "name": CONTAINER,
         "image": options.image,
         "imagePullPolicy": options.pull_policy,
-        "command": [options.python, "-uP", "-m", "orchestrator.kubernetes.task"],  # exec form: it is pid 1
+        "command": [options.python, "-uP", *start.BY_NAME, "orchestrator.kubernetes.task"],  # exec form: it is pid 1
         "env": _fields(ORCH_POD="metadata.name", ORCH_POD_NODE="spec.nodeName"),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],  # who scrapes looks for the name
         "resources": resources(plan, options),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from orchestrator import __version__
+from orchestrator import __version__, start
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.cluster.hostlist import compress, expand
 from orchestrator.plan.document import Plan
@@ -113,7 +113,7 @@ def _head(job: JobScript) -> list[str]:
 def _body(job: JobScript) -> list[str]:
     options, elastic = job.options, bool(job.sizes)
     steps = as_argv(step_flags(job.plan, options, elastic))
-    task = [*_python(job), "-P", "-m", "orchestrator.slurm.task"]
+    task = [*_python(job), "-P", *start.BY_NAME, "orchestrator.slurm.task"]
     needs = [job.run_dir, *_needs(options, job.python)]
     on_this_node = _single_step(job)
     # in an elastic run one agent may end long before the others, so srun must not set a limit then

@@ -1,0 +1,39 @@
+"""`python -P -m orch_start MODULE ARGUMENTS...`, or this file by its path: runs a module of orch from beside this file.
+
+Started by name (`python -m trainer`), a package called `trainer` on PYTHONPATH or in the working folder would run in
+its place. This file's name is nobody else's. Only the names of our own packages are looked up beside it first: other
+imports are as the user's paths have them.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+_BESIDE = str(Path(__file__).resolve().parent)
+_OURS = ("orchestrator", "trainer")
+
+
+class _OwnPackages:
+    """A finder of `sys.meta_path`."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [_BESIDE]) if name in _OURS else None
+
+
+def main() -> int:
+    """The command `orch`."""
+    sys.meta_path.insert(0, _OwnPackages)
+    from orchestrator.cli.main import main as orch
+
+    return orch()
+
+
+if __name__ == "__main__":
+    import runpy
+
+    sys.meta_path.insert(0, _OwnPackages)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
