@@ -40,6 +40,7 @@ VERBS: dict[str, Verb] = {
     "gc": Verb("remove old ended runs, by age or until all take so much"),
     "paths": Verb("every folder and file that orch reads or writes"),
     "export": Verb("a run's weights as one safetensors file"),
+    "init": Verb("write Slurm profiles or the Helm chart to start from"),
     "demo": Verb("train a tiny model on this machine, and show what there is to see"),
     "config": Verb("the resolved configuration, or the choices of every group", overrides=True),
     "bench": Verb("measure a cluster's links and GPUs; later plans of it use what was found", overrides=True),
