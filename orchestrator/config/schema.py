@@ -295,6 +295,7 @@ class MetricsSpec(Frozen):
     port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first node's agent; 0: any free port
     memory_every_steps: Count = 10
     trace_steps: Annotated[int, Meta(ge=0, le=100)] = 0  # the first steps' timeline and memory, a file a rank; 0: none
+    pattern: Text | None = None  # of a program's printed lines, with a group (?P<step>...): its steps; None: not read
 
 
 class BackendSpec(Frozen):

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from orchestrator.errors import did_you_mean
 from orchestrator.plan.document import AXES
+from orchestrator.plan.worker import PRINTED
 
 from .schema import Config, ModelSpec, ParallelSpec, TrainSpec
 
@@ -36,6 +38,7 @@ def validate(config: Config, origin: Origin) -> Config:
     if not config.cluster.levels:
         raise origin.error("cluster.levels", "needs at least one level, innermost first")
     _check_parts(config.model, origin)
+    _check_pattern(config.metrics.pattern, origin)
     config = msgspec.structs.replace(config, parallel=with_defaults(config.parallel), train=_said(config))
     if config.run.name is not None:
         return config
@@ -61,6 +64,20 @@ def _check_parts(model: ModelSpec, origin: Origin) -> None:
         raise origin.error("model.moe.top_groups", f"is larger than the {moe.groups} groups")
     if moe.top_k > (within := moe.experts // moe.groups * moe.top_groups):
         raise origin.error("model.moe.top_k", f"is larger than the {within} experts of {moe.top_groups} groups")
+
+
+def _check_pattern(pattern: str | None, origin: Origin) -> None:
+    """Raise OrchError for one that is no regular expression, or names no step."""
+    if pattern is None:
+        return
+    try:
+        groups = re.compile(pattern).groupindex
+    except (re.error, OverflowError, RecursionError) as error:
+        raise origin.error("metrics.pattern", f"is no regular expression: {error}") from None
+    if "step" not in groups:
+        raise origin.error("metrics.pattern", r"needs a group for the step, as in step (?P<step>\d+)")
+    if unknown := next((name for name in groups if name not in PRINTED), None):
+        raise origin.error("metrics.pattern", f"has an unknown group {unknown!r}; {did_you_mean(unknown, PRINTED)}")
 
 
 def with_defaults(parallel: ParallelSpec) -> ParallelSpec:

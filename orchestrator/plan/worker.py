@@ -176,6 +176,10 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     dropped_reports: int = 0
 
 
+#: Groups of `metrics.pattern`: what can be read from the printed lines of a program that sends no reports.
+PRINTED = ("step", "loss", "tokens", "samples", "lr", "grad_norm")
+
+
 class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defaults=True):
     """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done, failed.
 

@@ -56,12 +56,13 @@ class AgentCommand(Frozen):
     argv: list[str]
 
 
-class Worker(Frozen):
+class Worker(Frozen, omit_defaults=True):
     """What an agent starts once a rank."""
 
     argv: list[str]
     cwd: str
     bundled: bool  # the trainer of this wheel, not the user's program
+    pattern: str = ""  # a regular expression that reads steps from what it prints
 
 
 class Code(Frozen):
@@ -182,7 +183,8 @@ def make_request(
     ]
     if command:
         cwd = Path(run.code, site.code.subfolder) if copied else Path(site.cwd)
-        worker = Worker(argv=_checked(command), cwd=str(cwd), bundled=False)
+        pattern = config.metrics.pattern or ""
+        worker = Worker(argv=_checked(command), cwd=str(cwd), bundled=False, pattern=pattern)
     else:
         argv = [site.python, "-P", "-m", "trainer", "--plan", str(run.plan)]
         worker = Worker(argv=argv, cwd=str(run.code if copied else run.path), bundled=True)
@@ -217,6 +219,7 @@ def make_request(
             **({} if plan.program else {"steps": plan.job.train.steps}),
             "world_size": plan.parallel.world_size,
             "program": "trainer" if worker.bundled else " ".join(worker.argv)[:200],
+            **({"progress": "as printed"} if worker.pattern else {}),
         },
         agents=agents,
         worker=worker,

@@ -190,6 +190,8 @@ def check(submission: Submission, options: SubmitOptions) -> None:
         return
     from orchestrator.plan.trained import refusal
 
+    if submission.candidates[0].config.metrics.pattern:
+        raise OrchError("metrics.pattern is for programs: the bundled trainer reports its steps", Exit.CONFIG)
     for _, plan, _ in submission.candidates:
         if problem := refusal(plan):
             raise OrchError(problem, Exit.CONFIG)

@@ -19,7 +19,7 @@ import pytest
 from orchestrator.backends.base import read_record
 from orchestrator.backends.local import namespaces
 from orchestrator.backends.local.backend import LocalBackend, LocalRecord
-from orchestrator.config.schema import BackendSpec
+from orchestrator.config.schema import BackendSpec, MetricsSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
@@ -37,6 +37,7 @@ class SmallConfig(msgspec.Struct, frozen=True):
 
     backend: BackendSpec
     choices: dict[str, str] = {}
+    metrics: MetricsSpec = MetricsSpec()
 
 
 def make_bundle(

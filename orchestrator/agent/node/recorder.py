@@ -38,6 +38,7 @@ class Recorder:
         self._epoch = -1
         self._unreadable = 0
         self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
+        self._reporting: set[int] = set()  # ranks that report their steps
         self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
         self.progress = ProgressMonitor()
 
@@ -65,10 +66,8 @@ class Recorder:
         """One line of a worker's report pipe."""
         report, at = parse(line, rank, self._epoch), self._clock()
         if isinstance(report, StepReport):
-            self.last_step[rank] = report.step
-            self._steps.write(stamped(line, at))
-            self.progress.on_step(report)
-            self.metrics.on_step(report, at)
+            self._reporting.add(rank)
+            self._on_step(report, line, at)
         elif isinstance(report, ProgressReport):
             self.progress.on_progress(report)
         elif isinstance(report, EventReport):
@@ -85,6 +84,17 @@ class Recorder:
             self.metrics.add("orch_reports_unreadable", 1)
             if self._unreadable <= _MOST_UNREADABLE:
                 self.event("report_unreadable", rank=rank, line=line[:200].decode(errors="backslashreplace"))
+
+    def on_printed(self, report: StepReport) -> None:
+        """A step that was read from what a worker printed: nothing of one that reports its steps itself."""
+        if report.rank not in self._reporting:
+            self._on_step(report, msgspec.json.encode(report), self._clock())
+
+    def _on_step(self, report: StepReport, line: bytes, at: float) -> None:
+        self.last_step[report.rank] = report.step
+        self._steps.write(stamped(line, at))
+        self.progress.on_step(report)
+        self.metrics.on_step(report, at)
 
     def event(self, name: str, **fields: object) -> None:
         """Writes an event of the agent or the coordinator."""

@@ -21,6 +21,7 @@ from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
 
 from .fork_server import REPORT_FD, STORE_FD
+from .printed_steps import PrintedSteps
 from .recorder import Recorder
 from .stacks import save_stack, tail_of
 from .workers import Workers
@@ -49,6 +50,8 @@ class WorkerControl:
         known = {"ORCH_PLAN": str(folder.plan)}
         told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
         self._workers = Workers(*told, lambda: self._send(Started()))
+        pattern = self._worker.pattern
+        self._printed = PrintedSteps(pattern, recorder.on_printed) if pattern else None
         self._epoch = -1
         self._assigned = False  # workers of this epoch were started, and not all have ended
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
@@ -66,6 +69,8 @@ class WorkerControl:
 
     def watch(self) -> None:
         """To be called every half second: sees to it that the end of a worker is heard of."""
+        if self._printed:
+            self._printed.look()
         if done := self._workers.watch():
             log.error("%s", done)
             self._recorder.event("worker_supervisor_stopped", reason=done)
@@ -91,6 +96,8 @@ class WorkerControl:
         self._epoch = epoch
         self._assigned = False
         self._recorder.begin_epoch(epoch)
+        if self._printed:
+            self._printed.begin_epoch(epoch)
 
     def open_store(self, address: str) -> int:
         """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns its port."""
@@ -149,6 +156,8 @@ class WorkerControl:
                 variables |= visible
             path = self._folder.rank_log(one.rank)
             start = self._log_starts[one.rank] = path.stat().st_size if path.exists() else 0
+            if self._printed:
+                self._printed.follow(one.rank, path, start)
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
             store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
@@ -215,6 +224,8 @@ class WorkerControl:
         self._send(Warm())
 
     def _on_exit(self, rank: int, code: int, asked: bool) -> None:
+        if self._printed:
+            self._printed.ended(rank)
         step = self._recorder.last_step.get(rank)
         self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))

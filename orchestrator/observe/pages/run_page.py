@@ -81,9 +81,10 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
         left = f", {seconds(live.left_s)} left" if live.left_s and state.state == "running" else ""
         rows.append(("step", f"{live.step} of {live.steps} {bar}{left}"))
     elif live.step is not None:
-        rows.append(("step", str(live.step)))
+        rows.append(("step", ", ".join(filter(None, (str(live.step), str(s.get("progress", "")))))))
     elif "model" not in s and state.state in ("running", "done"):
-        rows.append(("progress", "unknown: the program reports none (see orch_report.py)"))
+        why = "no printed line matches metrics.pattern" if "progress" in s else "the program reports none"
+        rows.append(("progress", f"unknown: {why} (docs/programs.md)"))
     elif live.doing and not state.is_final:
         rows.append(("doing", live.doing))
     if live.loss is not None:
