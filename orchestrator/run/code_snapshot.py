@@ -100,6 +100,21 @@ def _listed_by_git(root: Path) -> list[str]:
     return files
 
 
+def ignored_by_git(root: Path) -> list[str]:
+    """Files and whole folders (with a slash at the end) that git ignores; nothing below a folder that is named."""
+    words = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    found: list[str] = []
+    for name in sorted(filter(None, (_git(root, *words) or "").split("\0"))):
+        if not (found and found[-1].endswith("/") and name.startswith(found[-1])):
+            found.append(name)
+    return found
+
+
+def is_skipped(folder: Path) -> bool:
+    """Whether a folder is left out where no git says what belongs to the program."""
+    return folder.name.startswith(".") or folder.name in _NEVER or (folder / "pyvenv.cfg").exists()
+
+
 def _listed_by_walking(root: Path, run: Path) -> list[str]:
     """All files but hidden ones, caches, environments, and the run folder itself."""
     files = []
@@ -107,10 +122,7 @@ def _listed_by_walking(root: Path, run: Path) -> list[str]:
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".")
-            and name not in _NEVER
-            and not (Path(parent, name) / "pyvenv.cfg").exists()
-            and not run.is_relative_to(Path(parent, name))
+            if not is_skipped(Path(parent, name)) and not run.is_relative_to(Path(parent, name))
         )
         files += [
             os.path.relpath(os.path.join(parent, name), root) for name in sorted(names) if not name.startswith(".")

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
@@ -65,6 +65,13 @@ class Worker(Frozen, omit_defaults=True):
     pattern: str = ""  # a regular expression that reads steps from what it prints
 
 
+class LeftOut(Frozen):
+    """A file or folder of the user's that the copy does not have."""
+
+    name: str  # relative to the root; folders end with a slash
+    bytes: int
+
+
 class Code(Frozen):
     """Which code runs. `root` is copied to the run's `code` folder unless `kind` says that nothing is copied."""
 
@@ -73,6 +80,7 @@ class Code(Frozen):
     subfolder: str = "."  # where in it the user stood
     commit: str | None = None
     holds_orch: bool = False  # root is a checkout of orch: the run uses the copy, not what is installed
+    left_out: list[LeftOut] | UnsetType = UNSET  # the largest first; UNSET: nothing that a program would miss
 
 
 class File(Frozen):

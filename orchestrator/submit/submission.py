@@ -147,11 +147,15 @@ def make_bundle(
 ) -> SubmissionBundle:
     """The request of one plan with the files of its run folder. `sizes`: the plans of an elastic job by node count."""
     from orchestrator.run.code_snapshot import find_code
+    from orchestrator.run.left_out import with_left_out
     from orchestrator.run.request import Code, Site, make_request
 
     in_place = options.in_place
     if in_place is None:
         in_place = bool(options.command) and backend.shares_folders
+    code = Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command))
+    if options.command and code.kind != "none":
+        code = with_left_out(code)
     runs = Path(config.run.dir).expanduser().absolute() if config.run.dir else registry.runs_folder(options.home)
     site = Site(
         run_id=new_id(config, options),
@@ -160,7 +164,7 @@ def make_bundle(
         python=options.python,
         environment_names=sorted(options.environ),
         cwd=str(options.cwd),
-        code=Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command)),
+        code=code,
         agent_flags=list(backend.agent_flags),
     )
     return make_request(config, plan, site, options.command, options.env, sizes)

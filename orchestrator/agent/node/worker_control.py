@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec import structs
 
@@ -16,6 +17,7 @@ from orchestrator.agent.protocol.messages import Assign, Examine, FromAgent, Sta
 from orchestrator.plan import Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.left_out import explain
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
@@ -45,6 +47,7 @@ class WorkerControl:
         self.plan = plan
         self._folder, self._worker, self._node = folder, with_own_python(request.worker), node
         self._recorder, self._send, self._replans = recorder, send, replans
+        self._code = request.code
         self._max_restarts, self._store_filter = request.policy.max_restarts, request.policy.store_filter
         program = preloaded(self._worker)
         known = {"ORCH_PLAN": str(folder.plan)}
@@ -229,7 +232,12 @@ class WorkerControl:
         step = self._recorder.last_step.get(rank)
         self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))
-        tail = tail_of(self._folder.rank_log(rank), self._log_starts.get(rank, 0)) if code else []
+        path = self._folder.rank_log(rank)
+        tail = tail_of(path, self._log_starts.get(rank, 0)) if code else []
+        if why := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
+            tail.append(f"orch: {why}")
+            with contextlib.suppress(OSError), path.open("a") as file:
+                file.write(f"orch: {why}\n")
         said = self._recorder.failure_of(rank)
         self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
 

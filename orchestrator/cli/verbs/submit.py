@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
+    from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import check, choose, prepare, send
 
     options = submit_options(args, args.dry_run, overrides)
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     bundle, backend = candidate.bundle, submission.backend
     if args.dry_run:
         return _show(bundle, candidate.plan, backend, args.json, said)
+    for line in said_of(bundle.request.code):
+        print(f"orch: {line}", file=sys.stderr)
     handle = send(bundle, backend, options)
     for line in said:
         print(f"orch: {line}", file=sys.stderr)
@@ -90,6 +93,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     """A scheduler gets all runs together. This machine has no queue: they follow one another, watched."""
     from orchestrator.config.compose import load
     from orchestrator.config.sweep import members
+    from orchestrator.run.left_out import said_of
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
 
     if args.follow:
@@ -97,6 +101,8 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     backend, runs = prepare_sweep(members(overrides), lambda words: load(words, args.config_dir, ranges=True), options)
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
+    for line in said_of(runs[0].bundle.request.code):
+        print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
     handles = send_sweep(backend, runs, options)

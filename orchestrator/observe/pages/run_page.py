@@ -10,6 +10,7 @@ from orchestrator.observe.goodput.account import Account
 from orchestrator.observe.live import Live, NodeLive
 from orchestrator.plan.exits import meaning
 from orchestrator.run.bad_nodes import BadNode
+from orchestrator.run.left_out import said_of
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import Cause, RunState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, seconds, si, three
@@ -41,6 +42,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("run folder", f"{request.run_dir} (0700)"),
         ("plan", request.plan_hash[:16]),
         ("code", source),
+        *[("", line) for line in said_of(code)],
         ("agents", f"{request.nodes}, one a node, from {first.node}" + (f" to {others[-1].node}" if others else "")),
         ("", shlex.join(first.argv)),
         ("workers", f"{request.summary['world_size']}, one a rank"),
